@@ -1,0 +1,85 @@
+"""The checkpoints of a run: find the one to go on from, delete old ones, export one as a model."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from llmq.checkpoint import MANIFEST, CheckpointReader
+from llmq.dtypes import OPTION_DTYPES
+from llmq.errors import LlmqError
+from llmq.files import disk_errors
+from llmq.hf import export_model
+from llmq.option_types import NEWEST
+from llmq.params import weight_table
+from llmq.tokenizer import ByteTokenizer
+
+
+def list_checkpoints(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in a directory by step, oldest first."""
+    found = {}
+    for path in sorted(directory.glob("step_*")):
+        name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
+        if name and (path / MANIFEST).is_file():
+            found.setdefault(int(name[1]), path)
+    return dict(sorted(found.items()))
+
+
+def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
+    """The checkpoint that --continue names, None if there is no complete one.
+
+    spec: NEWEST in `directory`; a step in `directory`; the path of a step_… directory; or the path
+    of a directory that contains some, the newest of which is meant.
+    """
+    if spec.isdecimal():
+        return list_checkpoints(directory).get(int(spec))
+    if spec != NEWEST:
+        directory = Path(os.path.abspath(Path(spec).expanduser()))
+        if directory.name.startswith("step_"):
+            return directory if (directory / MANIFEST).is_file() else None
+    found = list_checkpoints(directory)
+    return found[max(found)] if found else None
+
+
+def clean_old(directory: Path, keep_n: int, major: int) -> list[Path]:
+    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
+
+    keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
+    and are not counted; of the others the keep_n newest stay. What interrupted saves left behind
+    goes too, so no save may be under way.
+    """
+    gone = sorted(directory.glob("step_*.tmp"))
+    found = list_checkpoints(directory)
+    if keep_n > 0:
+        minors = [step for step in found if major <= 0 or step % major]
+        gone += [found[step] for step in minors[:-keep_n]]
+    for path in gone:
+        with disk_errors(path):
+            (path / MANIFEST).unlink(
+                missing_ok=True
+            )  # first, so that half a checkpoint is never taken for one
+            shutil.rmtree(path)
+    return gone
+
+
+def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
+    """Write the model of a checkpoint for Hugging Face; returns the names of the files.
+
+    checkpoint: a step_… directory, or one that contains some, the newest of which is meant.
+    model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists.
+    """
+    path = checkpoint if (checkpoint / MANIFEST).is_file() else find_checkpoint(checkpoint)
+    if path is None:
+        raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
+    with CheckpointReader(path) as reader:
+        config, source = reader.manifest.model, reader.manifest.tokenizer
+        reader.check(weight_table(config))
+        return export_model(
+            out_dir,
+            config,
+            lambda param: reader.read("weights", param).reshape(param.shape),
+            OPTION_DTYPES[model_dtype],
+            ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
+        )

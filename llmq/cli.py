@@ -1,0 +1,261 @@
+"""The commands of `llmq`: options -> config -> call.
+
+Each command imports its implementation when it runs, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmq import __version__
+from llmq.cli_options import TrainCommand, train_options
+from llmq.config import ModelConfig
+from llmq.errors import ConfigError, LlmqError
+from llmq.option_types import parse_size
+from llmq.options import OPTIONS, TrainConfig
+from llmq.options_io import make_config
+from llmq.presets import model_warnings, resolve_model
+
+app = typer.Typer(
+    name="llmq",
+    help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="YAML or JSON with these options as keys."),
+]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"llmq {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def _checked(name: str, value: str) -> str:
+    """A value for the option of TrainConfig of this name, as the other commands have it too."""
+    converted = OPTIONS[name].convert(value)
+    OPTIONS[name].check(converted)
+    return converted
+
+
+def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelConfig, Path | None]:
+    """Options and model of a run, checked; prints warnings."""
+    config = make_config(given, file)
+    model, model_dir = resolve_model(config.model, config.from_scratch)
+    config.validate_with(model)
+    for line in config.warnings() + model_warnings(model_dir):
+        print(f"warning: {line}", file=sys.stderr)
+    return config, model, model_dir
+
+
+@app.command(cls=TrainCommand)
+@train_options
+def train(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
+    ] = False,
+) -> None:
+    """Train a model, or continue to."""
+    config, model, model_dir = _load(given, config_file)
+    if dry_run:
+        from llmq.plan import run_plan
+
+        run_plan(config, model, gpu_memory=None, json=False)
+        return
+    from llmq.training import run_training
+
+    run_training(config, model, model_dir, sys.argv)
+
+
+@app.command(cls=TrainCommand)
+@train_options
+def plan(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the memory and the time that `llmq train` with the same options would need."""
+    config, model, _ = _load(given, config_file)
+    try:
+        memory = None if gpu_memory is None else parse_size(gpu_memory)
+    except ValueError as error:
+        raise ConfigError(f"--gpu-memory: {error}") from None
+    from llmq.plan import run_plan
+
+    run_plan(config, model, gpu_memory=memory, json=json)
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines or Parquet files, globs.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, or a folder with tokenizer.json.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of the token files.")],
+    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
+    ] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+) -> None:
+    """Turn text into token files."""
+    from llmq.tokenize import tokenize
+
+    summary = tokenize(
+        inputs,
+        tokenizer=tokenizer,
+        out=out,
+        field=field,
+        eval_fraction=eval_fraction,
+        shard_tokens=shard_tokens,
+        workers=workers,
+        overwrite=overwrite,
+    )
+    print(summary.describe())
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+) -> None:
+    """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
+    from llmq.demo import run_demo
+
+    run_demo(out, _checked("device", device), steps)
+
+
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Only the likeliest tokens of this mass.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 42,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Continue a text with a trained model."""
+    from llmq.sample import run_sample
+
+    run_sample(
+        model,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        num_samples=num_samples,
+        device=_checked("device", device),
+        model_dtype=_checked("model_dtype", model_dtype),
+    )
+
+
+@app.command()
+def export(
+    out_dir: Annotated[Path, typer.Option(help="Directory of the model.")],
+    checkpoint_dir: Annotated[
+        Path, typer.Option(help="A checkpoint, or a directory whose newest one is taken.")
+    ] = Path("ckpt/llmq"),
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Write a checkpoint as a model directory that transformers loads."""
+    from llmq.checkpoint_store import export_checkpoint
+
+    files = export_checkpoint(checkpoint_dir, out_dir, _checked("model_dtype", model_dtype))
+    print(f"wrote {', '.join(files)} to {out_dir}")
+
+
+@app.command()
+def plot(
+    logs: Annotated[list[Path], typer.Argument(help="JSON logs of training runs.")],
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("loss.png"),
+) -> None:
+    """Draw the losses of training runs."""
+    from llmq.plot import run_plot
+
+    run_plot(logs, out)
+
+
+# The base of all errors of the command-line parser, whose own module is not public.
+_UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _run(args: list[str]) -> int:
+    """Run a command and return the exit status: 2 after an error that the user can fix."""
+    try:
+        command = typer.main.get_command(app)
+        status = command.main(args=args or ["--help"], prog_name="llmq", standalone_mode=False)
+        sys.stdout.flush()
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python flushes once more at exit: let that succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (_UsageError, LlmqError, OSError, MemoryError) as error:
+        if os.environ.get("LLMQ_DEBUG", "0") != "0":
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _one_line(error: BaseException) -> str:
+    """What the user needs to know of an error."""
+    if isinstance(error, _UsageError):
+        text = error.format_message()
+    elif isinstance(error, MemoryError):
+        text = f"out of host memory, lower --batch-size or --seq-len {error}".strip()
+    elif isinstance(error, OSError) and error.strerror:
+        text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
+        if error.errno == errno.ENOSPC:
+            text += "; free some space or write to another disk"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+def main() -> None:
+    """Entry point of `llmq`."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def train_main() -> None:
+    """Entry point of `llmq-train`, the same as `llmq train`."""
+    sys.exit(_run(["train", *sys.argv[1:]]))

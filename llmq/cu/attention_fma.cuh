@@ -1,0 +1,227 @@
+// attention_fma.cuh -- attention of one thread block with plain multiply-adds: F32 throughout.
+//
+// The structure is that of attention_mma.cuh: a block owns OWN rows and walks over the other side in
+// steps of STEP rows. 256 threads as 16 x 16: thread (row, column) has rows row + 16 i of the owned
+// side and columns column + 16 j of the step or of the head. The 16 threads of a row are in one
+// warp: what they exchange through shared memory needs no block barrier.
+//
+// Rows in shared memory are HEAD_DIM + 4 elements apart: an odd number of 16-byte units, so that
+// 16-byte reads of eight rows do not meet in a bank.
+#pragma once
+
+namespace simt {
+
+constexpr int D = HEAD_DIM, PITCH = D + 4, COLUMNS = D / 16;
+
+// Copy ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit` on become 0.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_rows(float* to, const float* from, i64 pitch, int first, int limit) {
+    for (int unit = threadIdx.x; unit < ROWS * D / 4; unit += THREADS) {
+        const int row = unit / (D / 4), column = unit % (D / 4) * 4;
+        Vec<float> x = {};
+        if (first + row < limit) { x = load_vec(from + (i64)(first + row) * pitch + column); }
+        store_vec(to + row * PITCH + column, x);
+    }
+}
+
+// sum[i][j] = row i of a times row j of b; a, b: the thread's first row of each.
+template <int R, int C>
+__device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a, const float* b) {
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+#pragma unroll
+        for (int j = 0; j < C; ++j) { sum[i][j] = 0.0f; }
+    }
+#pragma unroll 4
+    for (int d = 0; d < D; d += 4) {
+        Vec<float> left[R], right[C];
+#pragma unroll
+        for (int i = 0; i < R; ++i) { left[i] = load_vec(a + i * 16 * PITCH + d); }
+#pragma unroll
+        for (int j = 0; j < C; ++j) { right[j] = load_vec(b + j * 16 * PITCH + d); }
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+#pragma unroll
+            for (int j = 0; j < C; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) { sum[i][j] = fmaf(left[i][e], right[j][e], sum[i][j]); }
+            }
+        }
+    }
+}
+
+// sum += a b with a (own x STEP) the row's other threads' results too: they meet in `scores`, the
+// thread's first row of a shared tile. b: the thread's first column of a tile of STEP rows.
+template <int R, int C>
+__device__ __forceinline__ void multiply_columns(float (&sum)[R][COLUMNS], const float (&a)[R][C], float* scores,
+                                                 const float* b, int column) {
+    constexpr int SCORE_PITCH = 16 * C + 4;
+    __syncwarp();  // the last use of `scores` is over
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+#pragma unroll
+        for (int j = 0; j < C; ++j) { scores[i * 16 * SCORE_PITCH + column + 16 * j] = a[i][j]; }
+    }
+    __syncwarp();
+#pragma unroll 2
+    for (int k = 0; k < 16 * C; k += 4) {
+        Vec<float> left[R];
+#pragma unroll
+        for (int i = 0; i < R; ++i) { left[i] = load_vec(scores + i * 16 * SCORE_PITCH + k); }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const float right = b[(k + e) * PITCH + 16 * j];
+#pragma unroll
+                for (int i = 0; i < R; ++i) { sum[i][j] = fmaf(left[i][e], right, sum[i][j]); }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float sum_of_16(float x) {
+#pragma unroll
+    for (int mask = 8; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+
+__device__ __forceinline__ float max_of_16(float x) {
+#pragma unroll
+    for (int mask = 8; mask > 0; mask >>= 1) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
+    return x;
+}
+
+template <int OWN, int STEP, int THREADS>
+__device__ __forceinline__ void forward(float* out, float* lse, const float* qkv, int seq_len, int num_heads,
+                                        int num_kv_heads, char* shared) {
+    constexpr int R = OWN / 16, C = STEP / 16;
+    static_assert(THREADS == 256, "16 x 16 threads");
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+    const int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, batch = blockIdx.z;  // longest first
+    const int own = tile * OWN;
+    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * D;
+    const float* q = qkv + (i64)batch * seq_len * pitch + head * D;
+    const float* k = qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
+    const float* v = k + num_kv_heads * D;
+    float* q_tile = reinterpret_cast<float*>(shared);
+    float *k_tile = q_tile + OWN * PITCH, *v_tile = k_tile + STEP * PITCH;
+    float* scores = v_tile + STEP * PITCH + row * (STEP + 4);
+    const float scale = rsqrtf((float)D);
+
+    float sum[R][COLUMNS] = {}, row_max[R], row_sum[R] = {};
+#pragma unroll
+    for (int i = 0; i < R; ++i) { row_max[i] = -INFINITY; }
+    load_rows<OWN, THREADS>(q_tile, q, pitch, own, seq_len);
+    const int end = min(own + OWN, seq_len);
+    for (int step = 0; step < end; step += STEP) {
+        __syncthreads();
+        load_rows<STEP, THREADS>(k_tile, k, pitch, step, seq_len);
+        load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
+        __syncthreads();
+        float p[R][C];
+        multiply_rows<R, C>(p, q_tile + row * PITCH, k_tile + column * PITCH);
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+            float top = row_max[i];
+#pragma unroll
+            for (int j = 0; j < C; ++j) {
+                const bool future = step + column + 16 * j > own + row + 16 * i;
+                p[i][j] = future ? -INFINITY : p[i][j] * scale;
+                top = fmaxf(top, p[i][j]);
+            }
+            top = max_of_16(top);
+            const float correction = expf(row_max[i] - top);
+            row_max[i] = top;
+            row_sum[i] *= correction;
+#pragma unroll
+            for (int j = 0; j < C; ++j) {
+                p[i][j] = expf(p[i][j] - top);
+                row_sum[i] += p[i][j];  // of this thread's columns
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) { sum[i][j] *= correction; }
+        }
+        multiply_columns<R, C>(sum, p, scores, v_tile + column, column);
+    }
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const int query = own + row + 16 * i;
+        const float total = sum_of_16(row_sum[i]);
+        if (query < seq_len) {
+            float* to = out + (((i64)batch * seq_len + query) * num_heads + head) * D + column;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) { to[16 * j] = sum[i][j] / total; }
+            if (column == 0) { lse[((i64)batch * num_heads + head) * seq_len + query] = row_max[i] + logf(total); }
+        }
+    }
+}
+
+// As mma::backward.
+template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
+__device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse, const float* delta,
+                                         const float* qkv, int seq_len, int num_heads, int num_kv_heads,
+                                         int tile, int head, int batch, char* shared) {
+    constexpr int R = OWN / 16, C = STEP / 16;
+    static_assert(THREADS == 256, "16 x 16 threads");
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+    const int own = tile * OWN, group = num_heads / num_kv_heads;
+    const int kv_head = OWN_KEYS ? head : head / group, q_head = OWN_KEYS ? head * group : head;
+    const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * D, out_pitch = (i64)num_heads * D;
+    const i64 sequence = (i64)batch * seq_len;
+    const float* q = qkv + sequence * pitch + q_head * D;
+    const float* k = qkv + sequence * pitch + (num_heads + kv_head) * D;
+    const float* v = k + num_kv_heads * D;
+    const float* d_o = d_out + sequence * out_pitch + q_head * D;
+    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
+    float* a = reinterpret_cast<float*>(shared);
+    float *b = a + OWN * PITCH, *x = b + OWN * PITCH, *y = x + STEP * PITCH;
+    float* scores = y + STEP * PITCH + row * (STEP + 4);
+    const float scale = rsqrtf((float)D);
+
+    load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
+    load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
+    const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
+    const int tiles = ceil_div(OWN_KEYS ? seq_len : min(own + OWN, seq_len), STEP) - first;
+    const int steps = OWN_KEYS ? group * tiles : tiles;
+    float d_x[R][COLUMNS] = {}, d_y[R][COLUMNS] = {};
+    for (int n = 0; n < steps; ++n) {
+        const int step = (first + n % tiles) * STEP, nth = n / tiles;  // nth head of the group
+        __syncthreads();
+        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * D : k, pitch, step, seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * D : v, OWN_KEYS ? out_pitch : pitch, step, seq_len);
+        __syncthreads();
+        float p[R][C], d_s[R][C];
+        multiply_rows<R, C>(p, a + row * PITCH, x + column * PITCH);
+        multiply_rows<R, C>(d_s, b + row * PITCH, y + column * PITCH);
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+#pragma unroll
+            for (int j = 0; j < C; ++j) {
+                const int mine = own + row + 16 * i, other = step + column + 16 * j;
+                const int query = OWN_KEYS ? other : mine, key = OWN_KEYS ? mine : other;
+                const i64 statistic = statistics + (i64)nth * seq_len + min(query, seq_len - 1);
+                const bool seen = key <= query && query < seq_len;
+                p[i][j] = seen ? expf(fmaf(p[i][j], scale, -lse[statistic])) : 0.0f;
+                d_s[i][j] = p[i][j] * (d_s[i][j] - delta[statistic]);
+            }
+        }
+        if (OWN_KEYS) { multiply_columns<R, C>(d_y, p, scores, y + column, column); }
+        multiply_columns<R, C>(d_x, d_s, scores, x + column, column);
+    }
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const int mine = own + row + 16 * i;
+        if (mine < seq_len) {
+            float* to = d_qkv + (sequence + mine) * pitch + column;
+            const int first_column = (OWN_KEYS ? num_heads + kv_head : q_head) * D;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                to[first_column + 16 * j] = d_x[i][j] * scale;
+                if (OWN_KEYS) { to[first_column + num_kv_heads * D + 16 * j] = d_y[i][j]; }
+            }
+        }
+    }
+}
+
+}  // namespace simt

@@ -1,0 +1,403 @@
+// attention_mma.cuh -- attention of one thread block on the tensor cores: BF16 in, F32 sums.
+//
+// A thread block owns OWN rows (of one head of one sequence), WARPS warps with 16 M rows each, and
+// walks over the other side in steps of STEP rows. Scores never leave registers: the accumulator of
+// own x step is, rounded to BF16, the left operand of the next product. In the backward the same
+// code serves both directions: blocks that own keys compute the transposed scores, so that dK and dV,
+// like dQ in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
+//
+// Rows in shared memory are HEAD_DIM + 8 elements apart: an odd number of 16-byte units, so that the
+// eight rows of an 8 x 8 matrix lie in different banks.
+#pragma once
+#include "ptx.cuh"
+
+namespace mma {
+
+constexpr int D = HEAD_DIM, UNITS = D / 8;  // 16-byte units in a row
+constexpr int ROW_BYTES = 2 * (D + 8);
+constexpr float LOG2E = 1.4426950408889634f;
+
+// Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit` on
+// become zeros. `first` is a row below the limit. PER_ROW threads share a row.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, int pitch, int first,
+                                          int limit) {
+    constexpr int PER_ROW = UNITS & -UNITS, AT_ONCE = THREADS / PER_ROW;
+    const int unit = threadIdx.x % PER_ROW;
+#pragma unroll
+    for (int i = 0; i < ceil_div(ROWS, AT_ONCE); ++i) {
+        const int row = i * AT_ONCE + (int)threadIdx.x / PER_ROW;
+        if (ROWS % AT_ONCE == 0 || row < ROWS) {
+            const bool valid = first + row < limit;
+            const bf16* p = from + (i64)(valid ? first + row : first) * pitch + unit * 8;
+#pragma unroll
+            for (int j = 0; j < UNITS; j += PER_ROW) {
+                cp_async_16(to + row * ROW_BYTES + (unit + j) * 16, p + j * 8, valid);
+            }
+        }
+    }
+}
+
+// Where in a tile this lane's ldmatrix row is. As left operand: 16 rows of the tile, 16 columns. As
+// right operand, rows times rows (a b^T): 16 rows, plain. As right operand, rows times columns (a b):
+// 16 rows, 16 columns, transposed.
+__device__ __forceinline__ int left_offset(int lane) { return (lane & 15) * ROW_BYTES + (lane >> 4) * 16; }
+__device__ __forceinline__ int right_rows_offset(int lane) {
+    return ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
+}
+__device__ __forceinline__ int right_columns_offset(int lane) { return left_offset(lane); }
+
+// sum = a b^T over D: a has 16 M rows, b 8 N rows.
+template <int M, int N>
+__device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddress a, SharedAddress b) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { sum[m][n][i] = 0.0f; }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        u32 left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) { ldmatrix_x4(left[m], a + m * 16 * ROW_BYTES + k * 32); }
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 right[4];
+            ldmatrix_x4(right, b + n * 16 * ROW_BYTES + k * 32);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
+                mma_m16n8k16_bf16(sum[m][2 * n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+// sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows, D columns.
+template <int M, int N>
+__device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4], const float (&a)[M][N][4],
+                                                 SharedAddress b) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+        u32 left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            // The accumulator's layout is the left operand's: two 16 x 8 results make one 16 x 16.
+            left[m][0] = pack(a[m][2 * k][0], a[m][2 * k][1]);
+            left[m][1] = pack(a[m][2 * k][2], a[m][2 * k][3]);
+            left[m][2] = pack(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
+            left[m][3] = pack(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
+        }
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            u32 right[4];
+            ldmatrix_x4_trans(right, b + k * 16 * ROW_BYTES + n * 32);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
+                mma_m16n8k16_bf16(sum[m][2 * n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// Write this warp's 16 M rows of sums, times `factor` of the row, through its part of a shared tile,
+// which nobody else reads any more; row r goes to `to + r * pitch` if r < rows.
+template <int M>
+__device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows, const float (&sum)[M][D / 8][4],
+                                           const float (&factor)[M][2], char* tile, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float f = factor[m][r];
+                *reinterpret_cast<u32*>(tile + (m * 16 + r * 8 + g) * ROW_BYTES + n * 16 + t * 4) =
+                    pack(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
+            }
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < M * UNITS / 2; ++i) {
+        const int unit = i * 32 + lane, row = unit / UNITS, column = unit % UNITS;
+        if (row < rows) {
+            store_vec(to + (i64)row * pitch + column * 8,
+                      *reinterpret_cast<const Vec<bf16>*>(tile + row * ROW_BYTES + column * 16));
+        }
+    }
+}
+
+// Set the scores of keys after their query to -inf. own, step: row numbers of the tile's corner.
+template <bool OWN_KEYS, int M, int N>
+__device__ __forceinline__ void mask_future(float (&scores)[M][N][4], int own, int step, int lane) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = own + m * 16 + (i >> 1) * 8 + (lane >> 2);
+                const int column = step + n * 8 + (lane & 3) * 2 + (i & 1);
+                if (OWN_KEYS ? row > column : column > row) { scores[m][n][i] = -INFINITY; }
+            }
+        }
+    }
+}
+
+// One step of the running softmax: scores become probabilities relative to the new maximum.
+template <int M, int N>
+__device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][D / 8][4],
+                                             float (&row_max)[M][2], float (&row_sum)[M][2],
+                                             float scale_log2) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float top = row_max[m][r];
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                top = fmaxf(top, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+            const float shift = -top * scale_log2;
+            const float correction = exp2_approx((row_max[m][r] - top) * scale_log2);
+            const bool changed = top > row_max[m][r];
+            row_max[m][r] = top;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; ++i) {
+                    scores[m][n][i] = exp2_approx(fmaf(scores[m][n][i], scale_log2, shift));
+                    total += scores[m][n][i];
+                }
+            }
+            row_sum[m][r] = fmaf(row_sum[m][r], correction, total);  // of this lane's columns
+            if (__any_sync(0xFFFFFFFFu, changed)) {  // rare after the first steps
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    sum[m][n][2 * r] *= correction;
+                    sum[m][n][2 * r + 1] *= correction;
+                }
+            }
+        }
+    }
+}
+
+// OWN queries against all keys up to the last of them. One key tile and one value tile: values arrive
+// while the scores are computed, the next keys while they are used.
+template <int OWN, int STEP, int THREADS>
+__device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len, int num_heads,
+                                        int num_kv_heads, char* shared) {
+    constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
+    static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, batch = blockIdx.z;  // longest first
+    const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
+    const int pitch = (num_heads + 2 * num_kv_heads) * D;
+    const bf16* q = qkv + (i64)batch * seq_len * pitch + head * D;
+    const bf16* k = qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
+    const bf16* v = k + num_kv_heads * D;
+    const SharedAddress q_tile = shared_address(shared), k_tile = q_tile + OWN * ROW_BYTES;
+    const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
+    const SharedAddress left = q_tile + warp_row * ROW_BYTES + left_offset(lane);
+    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
+
+    float sum[M][D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
+#pragma unroll
+    for (int m = 0; m < M; ++m) { row_max[m][0] = row_max[m][1] = -INFINITY; }
+
+    load_rows<OWN, THREADS>(q_tile, q, pitch, own, seq_len);
+    load_rows<STEP, THREADS>(k_tile, k, pitch, 0, seq_len);
+    cp_async_commit();
+    const int end = min(own + OWN, seq_len);
+    for (int step = 0; step < end; step += STEP) {
+        const bool active = step < warp_own + 16 * M;  // some of the warp's queries see some of the keys
+        cp_async_wait<0>();
+        __syncthreads();  // the keys are there, the values of the last step are no longer needed
+        load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
+        cp_async_commit();
+        float scores[M][N][4];
+        if (active) {
+            multiply_rows<M, N>(scores, left, k_tile + right_rows_offset(lane));
+            if (step + STEP - 1 > warp_own) { mask_future<false>(scores, warp_own, step, lane); }
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // the values are there, the keys are no longer needed
+        if (step + STEP < end) {
+            load_rows<STEP, THREADS>(k_tile, k, pitch, step + STEP, seq_len);
+            cp_async_commit();
+        }
+        if (active) {
+            softmax_step<M, N>(scores, sum, row_max, row_sum, scale_log2);
+            multiply_columns<M, N>(sum, scores, v_tile + right_columns_offset(lane));
+        }
+    }
+
+    float factor[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float total = row_sum[m][r];
+            total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+            total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+            factor[m][r] = 1.0f / total;
+            const int row = warp_own + m * 16 + r * 8 + (lane >> 2);
+            if ((lane & 3) == 0 && row < seq_len) {
+                lse[((i64)batch * num_heads + head) * seq_len + row] = fmaf(row_max[m][r], scale, logf(total));
+            }
+        }
+    }
+    const int out_pitch = num_heads * D;
+    store_rows<M>(out + ((i64)batch * seq_len + warp_own) * out_pitch + head * D, out_pitch,
+                  seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, lane);
+}
+
+// Gradient of OWN keys and values (OWN_KEYS) or of OWN queries, of tile `tile` of head `head` (a key/value
+// head or a query head). With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
+//   dV = P^T dO,  dK = dS^T Q / sqrt(D)        dQ = dS K / sqrt(D)
+// The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). x and y tiles are
+// double: the next step's arrive during this one.
+template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
+__device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse, const float* delta,
+                                         const bf16* qkv, int seq_len, int num_heads, int num_kv_heads,
+                                         int tile, int head, int batch, char* shared) {
+    constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
+    constexpr int STAGE_BYTES = 2 * STEP * ROW_BYTES + 2 * STEP * 4;
+    static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
+    const int group = num_heads / num_kv_heads;
+    const int kv_head = OWN_KEYS ? head : head / group, q_head = OWN_KEYS ? head * group : head;
+    const int pitch = (num_heads + 2 * num_kv_heads) * D, out_pitch = num_heads * D;
+    const i64 sequence = (i64)batch * seq_len;
+    const bf16* q = qkv + sequence * pitch + q_head * D;
+    const bf16* k = qkv + sequence * pitch + (num_heads + kv_head) * D;
+    const bf16* v = k + num_kv_heads * D;
+    const bf16* d_o = d_out + sequence * out_pitch + q_head * D;
+    const i64 statistics = ((i64)batch * num_heads + q_head) * seq_len;  // of the first query
+    const SharedAddress a_tile = shared_address(shared), b_tile = a_tile + OWN * ROW_BYTES;
+    const SharedAddress stages = b_tile + OWN * ROW_BYTES;
+    const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
+    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
+
+    const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
+    const int end = OWN_KEYS ? seq_len : min(own + OWN, seq_len);
+    const int steps = (ceil_div(end, STEP) - first) * (OWN_KEYS ? group : 1);
+    int next = 0, next_row = first * STEP, next_head = 0;  // the step to load; head of the group
+    auto load_step = [&] {
+        const SharedAddress x = stages + next % 2 * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+        load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * D : k, pitch, next_row, seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v, OWN_KEYS ? out_pitch : pitch, next_row,
+                                 seq_len);
+        if (OWN_KEYS && threadIdx.x < 2 * STEP) {
+            const int query = next_row + (int)threadIdx.x % STEP;
+            const bool valid = query < seq_len;
+            cp_async_4(y + STEP * ROW_BYTES + threadIdx.x * 4,
+                       (threadIdx.x < STEP ? lse : delta) + statistics + (i64)next_head * seq_len +
+                           (valid ? query : 0),
+                       valid);
+        }
+        cp_async_commit();
+        ++next;
+        next_row += STEP;
+        if (next_row >= end) {
+            next_row = first * STEP;
+            ++next_head;
+        }
+    };
+
+    load_rows<OWN, THREADS>(a_tile, OWN_KEYS ? k : q, pitch, own, seq_len);
+    load_rows<OWN, THREADS>(b_tile, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
+    load_step();
+
+    float row_lse[M][2], row_delta[M][2];  // where the block owns the queries
+    if (!OWN_KEYS) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int row = min(warp_own + m * 16 + r * 8 + (lane >> 2), seq_len - 1);
+                row_lse[m][r] = lse[statistics + row] * LOG2E;
+                row_delta[m][r] = delta[statistics + row];
+            }
+        }
+    }
+
+    float d_x[M][D / 8][4] = {}, d_y[M][D / 8][4] = {};
+    int following = first * STEP;
+    for (int i = 0; i < steps; ++i) {
+        const int step = following;
+        following = next_row;
+        cp_async_wait<0>();
+        __syncthreads();  // this step's tiles are there, the last step's are no longer needed
+        if (next < steps) { load_step(); }
+        const bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
+        if (!active) { continue; }
+        const SharedAddress x = stages + i % 2 * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+        const float2* step_lse = reinterpret_cast<const float2*>(
+            shared + 2 * OWN * ROW_BYTES + i % 2 * STAGE_BYTES + 2 * STEP * ROW_BYTES);
+        const float2* step_delta = step_lse + STEP / 2;
+
+        float p[M][N][4], d_s[M][N][4];
+        multiply_rows<M, N>(p, a_tile + left, x + right_rows_offset(lane));
+        const bool diagonal = OWN_KEYS ? step < warp_own + 16 * M - 1 : step + STEP - 1 > warp_own;
+        if (diagonal) { mask_future<OWN_KEYS>(p, warp_own, step, lane); }
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float2 l = OWN_KEYS ? step_lse[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float shift = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E : row_lse[m][e >> 1];
+                    p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
+                }
+            }
+        }
+        if (OWN_KEYS) { multiply_columns<M, N>(d_y, p, y + right_columns_offset(lane)); }
+        multiply_rows<M, N>(d_s, b_tile + left, y + right_rows_offset(lane));
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const float2 d = OWN_KEYS ? step_delta[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
+                    d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
+                }
+            }
+        }
+        multiply_columns<M, N>(d_x, d_s, x + right_columns_offset(lane));
+    }
+
+    float factor[M][2];
+#pragma unroll
+    for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = scale; }
+    const int first_head = OWN_KEYS ? num_heads + kv_head : q_head, rows = seq_len - warp_own;
+    bf16* to = d_qkv + (sequence + warp_own) * pitch + first_head * D;
+    store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES, lane);
+    if (OWN_KEYS) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = 1.0f; }
+        store_rows<M>(to + num_kv_heads * D, pitch, rows, d_y, factor,
+                      shared + (OWN + warp_row) * ROW_BYTES, lane);
+    }
+}
+
+}  // namespace mma

@@ -1,0 +1,65 @@
+// bias.cu -- the gradient of a bias: column sums, in two stages.
+//
+//   partial[s, c] = sum of d_out[r, c] over the rows r of split s, s = r / ceil(rows / splits)
+//   d_bias[c]     = store_gradient(sum of partial[s, c] over s)
+//
+// Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector.
+//          partial: (splits, N) F32. d_bias: N of G.
+// Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16 bytes
+//          each. finish: as column_sum in common.cuh.
+// Cost     d_out read once; 8 16-byte loads in flight per thread. The finish is a few microseconds.
+// Needs    no split without rows.
+// Same name  llmq/ops/bias.py  llmq/ref/bias.py  tests/ops/test_bias.py
+#include "common.cuh"
+
+constexpr int THREADS = 256, LANES = 16, ROWS = THREADS / LANES, WARPS = THREADS / 32;
+constexpr int UNROLL = 8;
+constexpr int VECTOR = Vec<T>::N;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, i32 N, i32 splits) {
+    __shared__ float shared[WARPS][LANES * VECTOR];
+    const int lane = threadIdx.x % LANES;
+    const i64 column = ((i64)blockIdx.x * LANES + lane) * VECTOR;
+    const i64 step = (rows + splits - 1) / splits;
+    const i64 end = min(rows, (blockIdx.y + 1) * step);
+    float sum[VECTOR] = {};
+    if (column < N) {
+        const T* const top = d_out + column;
+        for (i64 r = blockIdx.y * step + threadIdx.x / LANES; r < end; r += ROWS * UNROLL) {
+            uint4 x[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (r + u * ROWS < end) { x[u] = load_packed_stream(top + (r + u * ROWS) * N); }
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (r + u * ROWS < end) {
+                    const Vec<T> v = unpack<T>(x[u]);
+#pragma unroll
+                    for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(v[k]); }
+                }
+            }
+        }
+    }
+    // The two halves of a warp hold the same columns of different rows.
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+        sum[k] += __shfl_xor_sync(0xFFFFFFFFu, sum[k], LANES);
+        if (threadIdx.x % 32 < LANES) { shared[threadIdx.x / 32][lane * VECTOR + k] = sum[k]; }
+    }
+    __syncthreads();
+    const i64 c = (i64)blockIdx.x * LANES * VECTOR + threadIdx.x;
+    if (threadIdx.x < LANES * VECTOR && c < N) {
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) { total += shared[w][threadIdx.x]; }
+        partial[blockIdx.y * (i64)N + c] = total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+bias_finish(G* __restrict__ d_bias, const f32* __restrict__ partial,
+            const i32* __restrict__ scalars, i32 N, i32 splits, i32 accumulate, u32 salt) {
+    column_sum(d_bias, partial, scalars, splits, N, accumulate, salt);
+}

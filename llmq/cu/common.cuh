@@ -1,0 +1,301 @@
+// common.cuh -- what every kernel file shares: types, 16-byte vectors, reductions, random bits.
+//
+// The Python side of StepScalars is STEP_SCALARS in llmq/dtypes.py; of the random functions,
+// llmq/ref/common.py. Both must stay bit-identical: tests compare them exactly.
+// Compiled with -fmad=false: a fused multiply-add appears only where fmaf() is written, so that
+// results do not depend on the compiler's choice and match NumPy.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+using bf16 = __nv_bfloat16;
+using i64 = long long;
+using u32 = unsigned int;
+using f32 = float;
+using f64 = double;
+using i32 = int;
+using u8 = unsigned char;
+using u64 = unsigned long long;
+
+#ifdef __CUDACC_RTC__  // NVRTC has no <math.h>
+#define INFINITY __int_as_float(0x7F800000)
+#endif
+
+struct StepScalars {
+    float lr, beta1_correction, beta2_correction, grad_clip;
+    u32 seed, step, micro_step, reserved[7];
+    float grad_scale;
+    u32 skip_update;
+};
+
+__device__ __forceinline__ float to_f32(float x) { return x; }
+__device__ __forceinline__ float to_f32(bf16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ __forceinline__ T from_f32(float x);
+template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
+template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __float2bfloat16(x); }
+
+// 16 bytes of T: 8 bf16 or 4 f32 in one load or store.
+template <class T> struct alignas(16) Vec {
+    static constexpr int N = 16 / sizeof(T);
+    T v[N];
+    __device__ __forceinline__ T& operator[](int i) { return v[i]; }
+    __device__ __forceinline__ const T& operator[](int i) const { return v[i]; }
+};
+
+template <class T> __device__ __forceinline__ Vec<T> load_vec(const T* p) {
+    Vec<T> out;
+    *reinterpret_cast<uint4*>(&out) = *reinterpret_cast<const uint4*>(p);
+    return out;
+}
+
+// For data that is used once: does not displace the rest of L2.
+template <class T> __device__ __forceinline__ Vec<T> load_vec_stream(const T* p) {
+    Vec<T> out;
+    *reinterpret_cast<uint4*>(&out) = __ldcs(reinterpret_cast<const uint4*>(p));
+    return out;
+}
+
+template <class T> __device__ __forceinline__ void store_vec(T* p, const Vec<T>& x) {
+    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&x);
+}
+
+template <class T> __device__ __forceinline__ void store_vec_stream(T* p, const Vec<T>& x) {
+    __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&x));
+}
+
+// Butterfly sums: every lane gets the total, in an order that does not depend on the lane count.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+
+__device__ __forceinline__ double warp_sum(double x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
+    }
+    return x;
+}
+
+// Every thread of a block gets the sum. `shared` holds 32 values; blockDim.x is a multiple of 32.
+template <class F> __device__ __forceinline__ F block_sum(F x, F* shared) {
+    x = warp_sum(x);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    __syncthreads();  // a second call may not overwrite what slow warps still read
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_sum(lane < warps ? shared[lane] : F(0));
+}
+
+__device__ __forceinline__ float block_max(float x, float* shared) {
+    x = warp_max(x);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return warp_max(lane < warps ? shared[lane] : -INFINITY);
+}
+
+__device__ __forceinline__ u32 random_bits(u32 seed, u64 index) {
+    u32 h = (u32)index * 0x9E3779B9u + seed;
+    h ^= (u32)(index >> 32) * 0x85EBCA6Bu;
+    h ^= h >> 16;
+    h *= 0x21F0AAADu;
+    h ^= h >> 15;
+    h *= 0x735A2D97u;
+    h ^= h >> 15;
+    return h;
+}
+
+__device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
+    h = (h ^ word) * 0x01000193u + 0x9E3779B9u;
+    h ^= h >> 15;
+    h *= 0x2C1B3C6Du;
+    h ^= h >> 12;
+    return h;
+}
+
+// BF16, rounded up with the probability of the dropped part; the low 16 bits of `bits` are used.
+__device__ __forceinline__ bf16 round_stochastic(float x, u32 bits) {
+    if (!isfinite(x)) { return __float2bfloat16(x); }
+    const u32 raw = __float_as_uint(x) + (bits & 0xFFFFu);
+    return __ushort_as_bfloat16((unsigned short)(raw >> 16));
+}
+
+__device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
+    return mix_word(mix_word(mix_word(mix_word(0, s->seed), s->step), s->micro_step), salt);
+}
+
+// Write or add one parameter gradient; adding to BF16 rounds stochastically (seed: gradient_seed).
+__device__ __forceinline__ void store_gradient(float* d, i64 i, float x, int accumulate, u32 seed) {
+    d[i] = accumulate ? d[i] + x : x;
+}
+__device__ __forceinline__ void store_gradient(bf16* d, i64 i, float x, int accumulate, u32 seed) {
+    d[i] = accumulate ? round_stochastic(__bfloat162float(d[i]) + x, random_bits(seed, i))
+                      : __float2bfloat16(x);
+}
+
+// COUNT elements of T as whole 16-byte vectors, read as F32: for kernels whose arrays differ in
+// type but must give every thread the same elements. Indices must be compile-time constants.
+template <class T, int COUNT> struct Pack {
+    Vec<T> part[COUNT / Vec<T>::N];
+    __device__ __forceinline__ T at(int i) const { return part[i / Vec<T>::N][i % Vec<T>::N]; }
+    __device__ __forceinline__ float get(int i) const { return to_f32(at(i)); }
+    __device__ __forceinline__ void set(int i, T x) { part[i / Vec<T>::N][i % Vec<T>::N] = x; }
+    __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+        for (int k = 0; k < COUNT / Vec<T>::N; ++k) {
+            part[k] = load_vec_stream(p + k * Vec<T>::N);
+        }
+    }
+    __device__ __forceinline__ void store(T* p) const {
+#pragma unroll
+        for (int k = 0; k < COUNT / Vec<T>::N; ++k) {
+            store_vec_stream(p + k * Vec<T>::N, part[k]);
+        }
+    }
+};
+
+// Rows in registers: WARPS consecutive warps hold one row, VECTORS 16-byte vectors in each lane.
+// llmq/ops/common.py (row_layout) chooses WARPS, VECTORS and the rows of a block.
+template <class T, int WARPS, int VECTORS> struct Row {
+    Vec<T> v[VECTORS];
+
+    // Column of the first element of vector i; past the end of the row in the last lanes.
+    static __device__ __forceinline__ int column(int i) {
+        return ((int)(threadIdx.x % (32 * WARPS)) + i * 32 * WARPS) * Vec<T>::N;
+    }
+    // Zeros past the end of the row and, with active = false, everywhere.
+    __device__ __forceinline__ void load(const T* row, int columns, bool active) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            *reinterpret_cast<uint4*>(&v[i]) = make_uint4(0, 0, 0, 0);
+            if (active && column(i) < columns) { v[i] = load_vec(row + column(i)); }
+        }
+    }
+    __device__ __forceinline__ void store(T* row, int columns, bool active) const {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            if (active && column(i) < columns) { store_vec(row + column(i), v[i]); }
+        }
+    }
+};
+
+// Sums over rows that are spread over WARPS warps each: every thread of a row gets its row's sum.
+// All threads of the block call it together. `shared` holds 2 * BLOCK_WARPS values.
+template <int WARPS, int BLOCK_WARPS> struct RowSum {
+    float* shared;
+    int turn = 0;
+
+    __device__ __forceinline__ float operator()(float x) {
+        x = warp_sum(x);
+        if constexpr (WARPS > 1) {
+            const int warp = threadIdx.x >> 5;
+            float* sums = shared + turn * BLOCK_WARPS;
+            turn ^= 1;  // the next sum goes elsewhere, so that one barrier is enough
+            if ((threadIdx.x & 31) == 0) { sums[warp] = x; }
+            __syncthreads();
+            x = 0.0f;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) { x += sums[warp / WARPS * WARPS + i]; }
+        }
+        return x;
+    }
+};
+
+// Sum over the ROWS rows of a block of values[i][k], which belong to column Row::column(i) + k;
+// the sums go to partial[column]. `shared` holds 32 * WARPS * VECTORS * N values if ROWS > 1.
+template <class T, int WARPS, int VECTORS, int ROWS>
+__device__ __forceinline__ void sum_block_rows(float* partial, int columns,
+                                               const float (&values)[VECTORS][Vec<T>::N],
+                                               float* shared) {
+    constexpr int N = Vec<T>::N, LANES = 32 * WARPS;
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    for (int turn = 0; turn < ROWS; ++turn) {  // in this order: deterministic
+        if (turn == row) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) {
+                const int c = Row<T, WARPS, VECTORS>::column(i);
+                float sums[N];
+#pragma unroll
+                for (int k = 0; k < N; ++k) {
+                    float* before = shared + (i * N + k) * LANES + lane;
+                    sums[k] = turn == 0 ? values[i][k] : *before + values[i][k];
+                    if (turn < ROWS - 1) { *before = sums[k]; }
+                }
+                if (turn == ROWS - 1 && c < columns) {
+#pragma unroll
+                    for (int k = 0; k < N; k += 4) {
+                        *reinterpret_cast<float4*>(partial + c + k) =
+                            make_float4(sums[k], sums[k + 1], sums[k + 2], sums[k + 3]);
+                    }
+                }
+            }
+        }
+        if (turn < ROWS - 1) { __syncthreads(); }
+    }
+}
+
+// Finish a sum over many blocks: d[c] = or += the sum of partial[r * columns + c] over r < rows.
+// Launch: COLUMN_SUM_THREADS (1024) threads, one block for each COLUMN_SUM_COLUMNS (32) columns.
+template <class G>
+__device__ __forceinline__ void column_sum(G* d, const float* partial, const i32* scalars, int rows,
+                                           int columns, int accumulate, u32 salt) {
+    __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int mine = blockIdx.x * 32 + lane;
+    float sum = 0.0f;
+    if (mine < columns) {
+#pragma unroll 8
+        for (int r = warp; r < rows; r += 32) { sum += partial[(i64)r * columns + mine]; }
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    sum = warp_sum(sums[lane][warp]);
+    const int c = blockIdx.x * 32 + warp;
+    if (lane == 0 && c < columns) {
+        const StepScalars* step = reinterpret_cast<const StepScalars*>(scalars);
+        store_gradient(d, c, sum, accumulate, gradient_seed(step, salt));
+    }
+}
+
+// One addition to a gradient, as store_gradient does it, on values.
+__device__ __forceinline__ float add_gradient(float d, float x, u32 seed, u64 index) { return d + x; }
+__device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 seed, u64 index) {
+    return round_stochastic(to_f32(d) + x, random_bits(seed, index));
+}
+
+// Adds x to COUNT neighbours of a gradient; first is a multiple of COUNT, a power of two.
+template <class D, int COUNT>
+__device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[COUNT], u32 seed) {
+    Pack<D, COUNT> sum;
+    sum.load(d + first);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        // `|` keeps the index's high word the same for all k.
+        sum.set(k, add_gradient(sum.at(k), x[k], seed, (u64)first | k));
+    }
+    sum.store(d + first);
+}
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// 16 bytes of T, in the form to keep in arrays of loaded data: unpacked only where it is used, BF16
+// takes half a register per element. (The compiler gives every element of a Vec<bf16> a whole one.)
+template <class T> __device__ __forceinline__ Vec<T> unpack(uint4 x) {
+    return *reinterpret_cast<const Vec<T>*>(&x);
+}
+template <class T> __device__ __forceinline__ uint4 pack(const Vec<T>& x) {
+    return *reinterpret_cast<const uint4*>(&x);
+}
+template <class T> __device__ __forceinline__ uint4 load_packed_stream(const T* p) {
+    return __ldcs(reinterpret_cast<const uint4*>(p));
+}

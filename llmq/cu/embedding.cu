@@ -1,0 +1,327 @@
+// embedding.cu -- token and position embeddings, and their gradients without floating-point atomics.
+//
+//   forward                out[i] = weight[tokens[i]] + position_weight[first_position + i % seq_len]
+//   sort                   order = token indices by (id % buckets, id / buckets); equal ids in order
+//   backward, finish       weight gradient row id += sum of d_out[i] over all i with tokens[i] == id
+//   backward_positions     position gradient row t (+)= sum over b of d_out[b, t]
+//
+// The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
+// other blocks (its place in `order` is the count of tokens with a smaller remainder, which it counts
+// itself), then sorts them by id / buckets, 4 bits a pass, stably. The low bits spread the frequent ids,
+// which tokenizers number consecutively. The sums: a warp adds up 32 neighbours in `order`, for 256
+// channels. A run of equal ids inside these 32 goes to the weight gradient at once; a run that crosses
+// their border leaves F32 partial sums, (chunks, 2, C): slot 0 for a run that comes from the chunk
+// before, slot 1 for one that starts here; finish adds them. A single id repeated n times is thus as
+// balanced as n different ones.
+//
+// Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0. n tokens.
+// Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power of 2.
+//          backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices side by
+//          side. finish: 256 threads, (chunks, slices) blocks. positions: 256 threads, 8 channels each.
+// Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and written,
+//          n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about 20 us at 32k.
+// Needs    0 <= id < vocab.
+// Same name  llmq/ops/embedding.py  llmq/ref/embedding.py  tests/ops/test_embedding.py
+#include "common.cuh"
+
+constexpr int THREADS = 256, SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / 32;
+constexpr int CHUNK = 32;                    // sorted tokens per warp
+constexpr int WIDTH = 8, SLICE = 32 * WIDTH;  // channels per thread and per warp
+constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
+constexpr u32 ALL = 0xFFFFFFFFu;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* __restrict__ weight,
+                  const T* __restrict__ position_weight, i64 n, i32 seq_len, i32 C,
+                  i32 first_position) {
+    constexpr int UNROLL = 4;
+    const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (i >= n) { return; }
+    const T* const row = weight + (i64)tokens[i] * C;
+    const T* const position =
+        position_weight ? position_weight + (i64)(first_position + i % seq_len) * C : nullptr;
+    for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
+        Pack<T, WIDTH> x[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int c = start + u * SLICE;
+            if (c < C) { x[u].load(row + c); }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int c = start + u * SLICE;
+            if (c >= C) { break; }
+            if (position) {
+                Pack<T, WIDTH> p;
+                p.load(position + c);
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) {
+                    x[u].set(k, from_f32<T>(x[u].get(k) + p.get(k)));
+                }
+            }
+            x[u].store(out + i * C + c);
+        }
+    }
+}
+
+// WIDTH channels of one row, and their sum with what is in `sum`.
+struct Channels {
+    static constexpr int N = Vec<T>::N;
+    uint4 part[WIDTH / N];
+    __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+        for (int i = 0; i < WIDTH / N; ++i) { part[i] = load_packed_stream(p + i * N); }
+    }
+    __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
+#pragma unroll
+        for (int i = 0; i < WIDTH / N; ++i) {
+            const Vec<T> x = unpack<T>(part[i]);
+#pragma unroll
+            for (int k = 0; k < N; ++k) { sum[i * N + k] += to_f32(x[k]); }
+        }
+    }
+};
+
+__device__ __forceinline__ u32 lanes_below() { return (1u << threadIdx.x % 32) - 1; }
+
+// Lanes with the same digit as this one, among those in `active`.
+__device__ __forceinline__ u32 same_digit(u32 digit, u32 active) {
+    u32 peers = active;
+#pragma unroll
+    for (int bit = 0; bit < DIGIT_BITS; ++bit) {
+        const u32 ones = __ballot_sync(ALL, digit >> bit & 1);
+        peers &= digit >> bit & 1 ? ones : ~ones;
+    }
+    return peers;
+}
+
+// Exclusive prefix sum over the block of one value per thread; total gets the sum of all.
+__device__ __forceinline__ i32 block_scan(i32 x, i32* shared, i32* total) {
+    const int lane = threadIdx.x % 32;
+    i32 sum = x;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const i32 other = __shfl_up_sync(ALL, sum, distance);
+        if (lane >= distance) { sum += other; }
+    }
+    __syncthreads();  // an earlier call may still be read
+    if (lane == 31) { shared[threadIdx.x / 32] = sum; }
+    __syncthreads();
+    i32 before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < SORT_WARPS; ++w) {
+        if (w < threadIdx.x / 32) { before += shared[w]; }
+        all += shared[w];
+    }
+    *total = all;
+    return before + sum - x;
+}
+
+// One stable pass over `count` token indices, by the digit of id / buckets at `shift`.
+__device__ __forceinline__ void sort_pass(i32* to, const i32* from, const i32* __restrict__ tokens,
+                                          int count, int shift, i32 (*counters)[SORT_WARPS],
+                                          i32* shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int share = (count + SORT_THREADS - 1) / SORT_THREADS * 32;
+    const int first = warp * share, last = min(count, first + share);
+    i32* const counter = &counters[0][0];
+    if (threadIdx.x < DIGITS * SORT_WARPS) { counter[threadIdx.x] = 0; }
+    __syncthreads();
+    for (int start = first; start < last; start += 32) {
+        const bool active = start + lane < last;
+        const u32 digit = active ? tokens[from[start + lane]] >> shift & (DIGITS - 1) : 0;
+        const u32 peers = same_digit(digit, __ballot_sync(ALL, active));
+        if (active && !(peers & lanes_below())) { counters[digit][warp] += __popc(peers); }
+        __syncwarp();
+    }
+    __syncthreads();
+    const bool counts = threadIdx.x < DIGITS * SORT_WARPS;
+    i32 total;
+    const i32 place = block_scan(counts ? counter[threadIdx.x] : 0, shared, &total);
+    if (counts) { counter[threadIdx.x] = place; }
+    __syncthreads();
+    for (int start = first; start < last; start += 32) {
+        const bool active = start + lane < last;
+        const i32 index = active ? from[start + lane] : 0;
+        const u32 digit = active ? tokens[index] >> shift & (DIGITS - 1) : 0;
+        const u32 peers = same_digit(digit, __ballot_sync(ALL, active));
+        const int rank = __popc(peers & lanes_below());
+        if (active) { to[counters[digit][warp] + rank] = index; }
+        __syncwarp();
+        if (active && rank == 0) { counters[digit][warp] += __popc(peers); }
+        __syncwarp();
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i32 vocab,
+               i32 buckets) {
+    static_assert(DIGITS * SORT_WARPS <= SORT_THREADS, "one counter per thread");
+    __shared__ i32 counters[DIGITS][SORT_WARPS];
+    __shared__ i32 shared[SORT_WARPS];
+    const int lane = threadIdx.x % 32, bucket_bits = __popc(buckets - 1);
+    const i32 bucket = blockIdx.x;
+    const int share = (n + SORT_THREADS - 1) / SORT_THREADS * 32;
+    const int first = threadIdx.x / 32 * share, last = min(n, first + share);
+    i32 smaller = 0, mine = 0;
+#pragma unroll 8
+    for (int i = first + lane; i < last; i += 32) {
+        const i32 remainder = tokens[i] & (buckets - 1);
+        smaller += remainder < bucket;
+        mine += remainder == bucket;
+    }
+    i32 base, count;
+    block_scan(smaller, shared, &base);
+    const i32 before = block_scan(mine, shared, &count);
+    // Lane 0's prefix is what the warps before this one hold.
+    int next = __shfl_sync(ALL, before, 0);
+    int passes = 0;
+    for (u32 largest = (u32)(vocab - 1) >> bucket_bits; largest; largest >>= DIGIT_BITS) { ++passes; }
+    i32* from = (passes % 2 ? spare : order) + base;
+    i32* to = (passes % 2 ? order : spare) + base;
+    for (int start = first; start < last; start += 32) {
+        const int i = start + lane;
+        const bool inside = i < last && (tokens[i] & (buckets - 1)) == bucket;
+        const u32 members = __ballot_sync(ALL, inside);
+        if (inside) { from[next + __popc(members & lanes_below())] = i; }
+        next += __popc(members);
+    }
+    __syncthreads();
+    for (int pass = 0; pass < passes; ++pass) {
+        sort_pass(to, from, tokens, count, bucket_bits + pass * DIGIT_BITS, counters, shared);
+        i32* const swap = from;
+        from = to;
+        to = swap;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
+                   const i32* __restrict__ tokens, const i32* __restrict__ order,
+                   const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+    constexpr int UNROLL = 16 / sizeof(T);  // rows in flight, 8 16-byte loads
+    const int slices = (C + SLICE - 1) / SLICE;
+    const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const i64 chunk = warp / slices, first = chunk * CHUNK;
+    if (first >= n) { return; }
+    const int lane = threadIdx.x % 32, c = (int)(warp % slices) * SLICE + lane * WIDTH;
+    const int count = (int)min((i64)CHUNK, n - first);
+    const i32 index = lane < count ? order[first + lane] : 0;
+    const i32 id = lane < count ? tokens[index] : -1;
+    const i32 id_before = first > 0 ? tokens[order[first - 1]] : -1;
+    const i32 id_after = first + CHUNK < n ? tokens[order[first + CHUNK]] : -1;
+    const u32 seed = gradient_seed(scalars, salt);
+
+    bool from_before = id_before == __shfl_sync(ALL, id, 0);
+    float sum[WIDTH] = {};
+    for (int start = 0; start < count; start += UNROLL) {
+        Channels x[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const i64 row = __shfl_sync(ALL, index, start + u);
+            if (start + u < count && c < C) { x[u].load(d_out + row * C + c); }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int j = start + u;
+            if (j < count) { x[u].add_to(sum); }
+            const i32 this_id = __shfl_sync(ALL, id, j), next_id = __shfl_sync(ALL, id, j + 1 & 31);
+            const bool last = j == count - 1, goes_on = last && id_after == this_id;
+            if (j >= count || (!last && next_id == this_id)) { continue; }
+            if (c < C) {
+                if (from_before || goes_on) {
+                    Pack<float, WIDTH> piece;
+#pragma unroll
+                    for (int k = 0; k < WIDTH; ++k) { piece.set(k, sum[k]); }
+                    piece.store(partial + (2 * chunk + !from_before) * C + c);
+                } else {
+                    add_gradients<G, WIDTH>(d_weight, (i64)this_id * C + c, sum, seed);
+                }
+            }
+            from_before = false;
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) { sum[k] = 0.0f; }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
+                 const i32* __restrict__ tokens, const i32* __restrict__ order,
+                 const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ float shared[WARPS][SLICE];
+    const i64 chunk = blockIdx.x, after = (chunk + 1) * CHUNK;
+    // Only the chunk in which a run starts adds it, if the run leaves this chunk.
+    if (after >= n) { return; }
+    const i32 id = tokens[order[after - 1]];
+    if (tokens[order[after]] != id) { return; }
+    if (chunk > 0 && tokens[order[after - CHUNK - 1]] == id) { return; }
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int pieces = 1;  // 1, and the chunks whose first token belongs to the run
+    for (;;) {
+        const i64 start = (chunk + pieces + lane) * CHUNK;
+        const u32 others = ~__ballot_sync(ALL, start < n && tokens[order[min(start, n - 1LL)]] == id);
+        if (others) {
+            pieces += __ffs(others) - 1;
+            break;
+        }
+        pieces += 32;
+    }
+    const int c = blockIdx.y * SLICE + lane * WIDTH;
+    const int share = (pieces + WARPS - 1) / WARPS, last = min(pieces, (warp + 1) * share);
+    float sum[WIDTH] = {};
+    if (c < C) {
+#pragma unroll 4
+        for (int p = warp * share; p < last; ++p) {
+            Pack<float, WIDTH> piece;
+            piece.load(partial + (2 * (chunk + p) + (p == 0)) * C + c);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) { sum[k] += piece.get(k); }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) { shared[warp][lane * WIDTH + k] = sum[k]; }
+    __syncthreads();
+    if (warp > 0 || c >= C) { return; }
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        sum[k] = 0.0f;
+        for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
+    }
+    add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, gradient_seed(scalars, salt));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_backward_positions(G* __restrict__ d_position, const T* __restrict__ d_out,
+                             const StepScalars* __restrict__ scalars, i32 positions, i32 batch,
+                             i32 seq_len, i32 C, i32 accumulate, u32 salt) {
+    constexpr int UNROLL = 8;
+    const i64 i = ((i64)blockIdx.x * THREADS + threadIdx.x) * WIDTH;
+    const i64 sequence = (i64)seq_len * C;
+    if (i >= (i64)positions * C) { return; }
+    float sum[WIDTH] = {};
+    if (i < sequence) {
+        for (int start = 0; start < batch; start += UNROLL) {
+            Channels x[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (start + u < batch) { x[u].load(d_out + (start + u) * sequence + i); }
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (start + u < batch) { x[u].add_to(sum); }
+            }
+        }
+    }
+    if (accumulate) {
+        add_gradients<G, WIDTH>(d_position, i, sum, gradient_seed(scalars, salt));
+    } else {
+        Pack<G, WIDTH> result;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) { result.set(k, from_f32<G>(sum[k])); }
+        result.store(d_position + i);
+    }
+}

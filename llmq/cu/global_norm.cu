@@ -1,0 +1,75 @@
+// global_norm.cu -- the norm of all gradients and what AdamW makes of it.
+//
+//   partials[block] = sum of x^2 over the block's part      stats[norm_squared] += sum(partials)
+//   norm = sqrt(norm_squared) / tokens
+//   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
+//   skip_update = norm is not finite or tokens == 0
+//
+// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (8,).
+// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. finish: one thread.
+// Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
+//          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
+// Needs    finish: tokens and norm_squared final on the same stream.
+// Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
+#include "common.cuh"
+
+constexpr int TOKENS = 1, NORM_SQUARED = 6, NORM = 7;  // llmq.dtypes.STAT
+constexpr int UNROLL = 4;
+
+extern "C" __global__ void __launch_bounds__(256)
+global_norm_partials(f64* __restrict__ partials, const G* __restrict__ x, i64 n) {
+    __shared__ f64 shared[32];
+    const i64 vectors = n / Vec<G>::N;
+    const i64 chunk = (i64)UNROLL * blockDim.x;
+    f64 total = 0.0;
+    for (i64 start = blockIdx.x * chunk; start < vectors; start += gridDim.x * chunk) {
+        Vec<G> loaded[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const i64 i = start + u * blockDim.x + threadIdx.x;
+            if (i < vectors) {
+                loaded[u] = load_vec_stream(x + i * Vec<G>::N);
+            } else {
+                *reinterpret_cast<uint4*>(&loaded[u]) = make_uint4(0, 0, 0, 0);
+            }
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+            for (int k = 0; k < Vec<G>::N; ++k) {
+                const float value = to_f32(loaded[u][k]);
+                sum = fmaf(value, value, sum);
+            }
+        }
+        total += sum;
+    }
+    if (blockIdx.x == 0 && threadIdx.x < n - vectors * Vec<G>::N) {
+        const float value = to_f32(x[vectors * Vec<G>::N + threadIdx.x]);
+        total += value * value;
+    }
+    total = block_sum(total, shared);
+    if (threadIdx.x == 0) { partials[blockIdx.x] = total; }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+global_norm_sum(f64* __restrict__ stats, const f64* __restrict__ partials, i32 num_partials) {
+    __shared__ f64 shared[32];
+    f64 total = 0.0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
+    total = block_sum(total, shared);
+    if (threadIdx.x == 0) { stats[NORM_SQUARED] += total; }
+}
+
+extern "C" __global__ void global_norm_finish(f64* __restrict__ stats,
+                                              StepScalars* __restrict__ scalars) {
+    const f64 tokens = stats[TOKENS];
+    const f64 norm = tokens > 0.0 ? sqrt(stats[NORM_SQUARED]) / tokens : 0.0;
+    stats[NORM] = norm;
+    const bool skip = tokens == 0.0 || !isfinite(norm);
+    const f64 clip = scalars->grad_clip;
+    const f64 factor = clip > 0.0 && norm > clip ? clip / norm : 1.0;
+    scalars->grad_scale = skip ? 0.0f : (float)(factor / tokens);
+    scalars->skip_update = skip;
+}

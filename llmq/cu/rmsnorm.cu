@@ -1,0 +1,153 @@
+// rmsnorm.cu -- RMSNorm over the channels, alone and fused with the residual addition before it.
+//
+//   forward    rstd = 1 / sqrt(mean(x^2) + eps)      out = T(T(rstd * x) * weight)
+//   residual   x = T(residual + branch) is written too, and is what the norm sees
+//   backward   x_hat = rstd * x      d_weight = sum over rows of d_out * x_hat
+//              d_x = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + d_residual
+//
+// Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; rstd F32.
+//          partial: F32 (gridDim.x, C), one row of d_weight sums a block.
+// Launch   ROWS * WARPS * 32 threads: a row lives in the registers of WARPS warps, VECTORS 16-byte
+//          vectors in each lane; blocks loop over the rows, ROWS at a time. Any grid.
+//          rmsnorm_backward_weight: as column_sum in common.cuh.
+// Cost     each tensor is read or written once, weight and partial once a block; memory-bound.
+// Needs    residual_out may be residual and d_x may be d_residual: a thread reads what it
+//          overwrites. All other tensors are distinct.
+// Same name  llmq/ops/rmsnorm.py  llmq/ref/rmsnorm.py  tests/ops/test_rmsnorm.py
+#include "common.cuh"
+#include "ptx.cuh"
+
+constexpr int N = Vec<T>::N;
+constexpr int THREADS = 32 * WARPS * ROWS;
+constexpr int MIN_BLOCKS = THREADS <= 256 ? 2 : 1;  // on an SM: at most 128 registers
+using Registers = Row<T, WARPS, VECTORS>;
+using Sum = RowSum<WARPS, WARPS * ROWS>;
+
+// Keep the row packed over a reduction: the compiler would keep unpacked copies too, and with them
+// fewer rows would be in flight on an SM.
+__device__ __forceinline__ void forget(Registers& row) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) { forget(reinterpret_cast<uint4&>(row.v[i])); }
+}
+
+// out = norm of the row in x; rstd: where the row's value goes. The row is not there: active false.
+__device__ __forceinline__ void normalise(T* out, f32* rstd, Registers& x,
+                                          const Registers& weight, f32 eps, i32 C, bool active,
+                                          Sum& row_sum) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const float value = to_f32(x.v[i][k]);
+            squares = fmaf(value, value, squares);
+        }
+    }
+    forget(x);
+    const float scale = 1.0f / sqrtf(row_sum(squares) / (float)C + eps);
+    if (active && Registers::column(0) == 0) { *rstd = scale; }
+    Registers result;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const T normalised = from_f32<T>(to_f32(x.v[i][k]) * scale);
+            result.v[i][k] = from_f32<T>(to_f32(normalised) * to_f32(weight.v[i][k]));
+        }
+    }
+    result.store(out, C, active);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+rmsnorm_forward(T* __restrict__ out, f32* __restrict__ rstd, const T* __restrict__ x,
+                const T* __restrict__ weight, f32 eps, i64 rows, i32 C) {
+    __shared__ float shared[2 * WARPS * ROWS];
+    Sum row_sum{shared};
+    Registers w, values;
+    w.load(weight, C, true);
+    for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
+        const i64 row = first + threadIdx.x / (32 * WARPS);
+        values.load(x + row * C, C, row < rows);
+        normalise(out + row * C, rstd + row, values, w, eps, C, row < rows, row_sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+rmsnorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ rstd,
+                         const T* residual, const T* __restrict__ branch,
+                         const T* __restrict__ weight, f32 eps, i64 rows, i32 C) {
+    __shared__ float shared[2 * WARPS * ROWS];
+    Sum row_sum{shared};
+    Registers w, x, added;
+    w.load(weight, C, true);
+    for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
+        const i64 row = first + threadIdx.x / (32 * WARPS);
+        x.load(residual + row * C, C, row < rows);
+        added.load(branch + row * C, C, row < rows);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                x.v[i][k] = from_f32<T>(to_f32(x.v[i][k]) + to_f32(added.v[i][k]));
+            }
+        }
+        x.store(residual_out + row * C, C, row < rows);
+        normalise(out + row * C, rstd + row, x, w, eps, C, row < rows, row_sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+rmsnorm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
+                 const T* __restrict__ x, const T* __restrict__ weight,
+                 const f32* __restrict__ rstd, const T* d_residual, i64 rows, i32 C) {
+    __shared__ float shared[2 * WARPS * ROWS];
+    __shared__ float column_sums[ROWS > 1 ? 32 * WARPS * VECTORS * N : 1];
+    Sum row_sum{shared};
+    float d_weight[VECTORS][N] = {};  // of this thread's columns, over all its rows
+    Registers w;
+    w.load(weight, C, true);
+    for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
+        const i64 row = first + threadIdx.x / (32 * WARPS);
+        const bool active = row < rows;
+        Registers grad, values, past;
+        grad.load(d_out + row * C, C, active);
+        values.load(x + row * C, C, active);
+        past.load(d_residual + row * C, C, active && d_residual != nullptr);
+        const float scale = active ? rstd[row] : 0.0f;
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const float product = to_f32(grad.v[i][k]) * to_f32(values.v[i][k]);
+                dot = fmaf(product, to_f32(w.v[i][k]), dot);
+                d_weight[i][k] = fmaf(product, scale, d_weight[i][k]);
+            }
+        }
+        forget(grad);
+        forget(values);
+        forget(past);
+        forget(w);
+        const float slope = row_sum(dot) * (scale * scale * scale / (float)C);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const float direct = to_f32(grad.v[i][k]) * to_f32(w.v[i][k]) * scale;
+                const float along = to_f32(values.v[i][k]) * slope;
+                grad.v[i][k] = from_f32<T>(direct + to_f32(past.v[i][k]) - along);
+            }
+            forget(reinterpret_cast<uint4&>(w.v[i]));
+        }
+        grad.store(d_x + row * C, C, active);
+    }
+    sum_block_rows<T, WARPS, VECTORS, ROWS>(partial + (i64)blockIdx.x * C, C, d_weight,
+                                            column_sums);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+rmsnorm_backward_weight(G* __restrict__ d_weight, const f32* __restrict__ partial,
+                        const i32* __restrict__ scalars, i32 num_partials, i32 C, i32 accumulate,
+                        u32 salt) {
+    column_sum(d_weight, partial, scalars, num_partials, C, accumulate, salt);
+}

@@ -1,0 +1,363 @@
+"""The documents of text files, JSONL and Parquet, as a stream that can be resumed anywhere.
+
+A text file is one document; each line of JSONL and each row of Parquet is one. Memory is constant:
+a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a time.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import io
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, NamedTuple
+
+from llmq.errors import DataError
+from llmq.tokens import expand_pattern
+
+PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
+BLOCK_PIECES = 1024  # small documents that travel together
+
+_JSONL = (".jsonl", ".ndjson")
+_PACKED_JSONL = tuple(f"{name}{pack}" for name in (*_JSONL, ".json") for pack in (".gz", ".zst"))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file. in_folder: found by walking a folder, so it is skipped if it is not text."""
+
+    path: str
+    kind: str  # text, jsonl or parquet
+    size: int  # bytes
+    mtime_ns: int
+    in_folder: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where reading goes on. offset: bytes (of the unpacked file), for Parquet rows."""
+
+    source: int = 0
+    offset: int = 0
+    line: int = 0  # lines of JSONL before it
+    document: int = 0  # documents before it, over all sources
+    skipped: int = 0  # files that were not text
+    bytes_read: int = 0  # of all sources, as they lie on the disk; for the progress bar
+
+
+class Piece(NamedTuple):
+    """A document or a part of one. text: str, or bytes that hold a line of JSONL."""
+
+    text: str | bytes
+    is_eval: bool
+    is_end: bool  # the document ends here
+    where: str  # for messages
+
+
+class Block(NamedTuple):
+    """Pieces to be encoded together, and where reading goes on after them."""
+
+    pieces: list[Piece]
+    end: Position
+
+
+class _Item(NamedTuple):
+    text: str | bytes
+    is_end: bool
+    offset: int  # after this item, as in Position
+    line: int
+    bytes_read: int  # of this file
+    where: str
+
+
+# ------------------------------------------------------------------------------------------------
+# Which files
+
+
+def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
+    """The files that files, folders and glob patterns name, once each; folders are walked.
+
+    Hidden files and the folder `exclude` (the output) are left out. DataError for an input that
+    names nothing.
+    """
+    sources: dict[str, Source] = {}
+    for name in inputs:
+        paths = expand_pattern(name)
+        if not paths:
+            raise DataError(f"input '{name}' is not there: give text files, folders or patterns")
+        for path in paths:
+            in_folder = path.is_dir()
+            files = _walk(path, exclude) if in_folder else [path]
+            if not files:
+                raise DataError(f"folder '{path}' holds no files (hidden ones are left out)")
+            for file in files:
+                sources.setdefault(os.path.abspath(file), _source(file, in_folder))
+    return list(sources.values())
+
+
+def _walk(folder: Path, exclude: Path) -> list[Path]:
+    found: list[Path] = []
+    exclude = exclude.resolve()
+    for parent, folders, files in os.walk(folder):
+        here = Path(parent)
+        folders[:] = [
+            f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
+        ]
+        found += [here / f for f in files if not f.startswith(".") and (here / f).is_file()]
+    return sorted(found, key=os.fsencode)
+
+
+def _source(path: Path, in_folder: bool) -> Source:
+    name = path.name.lower()
+    kind = "text"
+    if name.endswith(_JSONL + _PACKED_JSONL):
+        kind = "jsonl"
+    elif name.endswith((".parquet", ".pq")):
+        kind = "parquet"
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    return Source(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# Which documents are for evaluation
+
+
+class EvalSplit:
+    """Sends a fraction of the documents to evaluation; of a single text its last part.
+
+    Of every 1/fraction documents one is taken, at a place that depends on the seed, so a small set
+    has its share too.
+    """
+
+    def __init__(self, fraction: float, seed: int, sources: Sequence[Source]) -> None:
+        """fraction: 0 <= fraction < 1. May read a little of a single text, to cut it at a line."""
+        self._fraction = Fraction(fraction).limit_denominator(1_000_000)
+        self._seed = seed
+        self._chosen = (-1, -1)  # of the stratum that was asked for last: its number, its document
+        self.offset: int | None = None  # of a single text: where the evaluation part starts
+        if self._fraction and len(sources) == 1 and sources[0].kind == "text":
+            self.offset = self._cut(sources[0])
+
+    def _cut(self, source: Source) -> int:
+        offset = int(source.size * (1 - self._fraction))
+        start = max(0, offset - PIECE_BYTES)
+        with open(source.path, "rb") as file:
+            file.seek(start)
+            return start + find_cut(file.read(offset - start))
+
+    def is_eval(self, document: int) -> bool:
+        """Whether the document with this number, counted over all inputs, is for evaluation."""
+        if not self._fraction:
+            return False
+        p, q = self._fraction.numerator, self._fraction.denominator
+        stratum = document * p // q
+        if self._chosen[0] != stratum:
+            first, end = -(-stratum * q // p), -(-(stratum + 1) * q // p)
+            digest = hashlib.blake2b(f"{self._seed} {stratum}".encode(), digest_size=8).digest()
+            place = int.from_bytes(digest, "little") % (end - first)
+            self._chosen = (stratum, first + place)
+        return document == self._chosen[1]
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_blocks(
+    sources: Sequence[Source], field: str, split: EvalSplit, start: Position
+) -> Iterator[Block]:
+    """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
+
+    field: the column of Parquet that holds the text. DataError for what cannot be read.
+    """
+    pieces: list[Piece] = []
+    size = 0
+    at = start
+    done = sum(source.size for source in sources[: start.source])
+    for number in range(start.source, len(sources)):
+        source = sources[number]
+        try:
+            for item in _read(source, field, at, split.offset):
+                is_eval = split.is_eval(at.document)
+                if split.offset is not None:
+                    is_eval = item.offset > split.offset
+                at = Position(
+                    source=number,
+                    offset=item.offset,
+                    line=item.line,
+                    document=at.document + item.is_end,
+                    skipped=at.skipped,
+                    bytes_read=done + item.bytes_read,
+                )
+                pieces.append(Piece(item.text, is_eval, item.is_end, item.where))
+                size += len(item.text)
+                if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
+                    yield Block(pieces, at)
+                    pieces, size = [], 0
+        except _NotTextError:
+            at = replace(at, skipped=at.skipped + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"cannot read '{source.path}': {error}") from error
+        done += source.size
+        at = replace(at, source=number + 1, offset=0, line=0, bytes_read=done)
+    yield Block(pieces, at)
+
+
+class _NotTextError(Exception):
+    """A file in a folder is not text."""
+
+
+def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[_Item]:
+    if source.kind == "jsonl":
+        return _read_jsonl(source, at)
+    if source.kind == "parquet":
+        return _read_parquet(source, field, at.offset)
+    return _read_text(source, at.offset, cut)
+
+
+def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[_Item]:
+    """Pieces of a text. It is cut at `cut`, and where a cut does not change the tokens."""
+    with open(source.path, "rb") as file:
+        for stop in [source.size] if cut is None else [cut, source.size]:
+            while offset < stop:
+                # A piece depends on its own offset only, so a resumed run makes the same ones.
+                file.seek(offset)
+                wanted = min(PIECE_BYTES, stop - offset)
+                block = file.read(wanted)
+                if len(block) < wanted:
+                    raise DataError(f"'{source.path}' became shorter while it was read")
+                if offset + wanted < stop:
+                    block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
+                text = _decode(source, offset, block)
+                offset += len(block)
+                yield _Item(text, offset == source.size, offset, 0, offset, source.path)
+
+
+def _decode(source: Source, offset: int, data: bytes) -> str:
+    if source.in_folder and offset == 0 and b"\0" in data:
+        raise _NotTextError
+    try:
+        return data.decode("utf-8-sig" if offset == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        if source.in_folder and offset == 0:
+            raise _NotTextError from error
+        raise DataError(
+            f"'{source.path}' is not UTF-8 text at byte {offset + error.start}: convert it "
+            "(`iconv -t UTF-8`) or leave it out"
+        ) from error
+
+
+def find_cut(block: bytes) -> int:
+    """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
+
+    The best place is after a line end between two visible characters: there the usual byte-level
+    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Then after any line end, then
+    before a space, then anywhere between two characters, but not inside `<|…|>`. The first three
+    are looked for in the second half. 0 only for a block without a boundary between characters.
+    """
+    blank = b" \t\n\r\v\f"
+    half = max(1, len(block) // 2)
+    after_any_line_end = 0
+    for at in _positions(block, b"\n", half):
+        if block[at + 1] not in blank:
+            if block[at - 1] not in blank:
+                return at + 1
+            after_any_line_end = after_any_line_end or at + 1
+    if after_any_line_end:
+        return after_any_line_end
+    for at in _positions(block, b" ", half):
+        if block[at + 1] not in blank and block[at - 1] not in blank:
+            return at
+    end = max(0, len(block) - 1)
+    while end > 0 and block[end] & 0xC0 == 0x80:  # a continuation byte
+        end -= 1
+    bracket = block.rfind(b"<", max(1, end - 64), end)
+    return bracket if bracket > 0 else end
+
+
+def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
+    """Where a byte is, from the last but one place of the block back to `start`."""
+    at = len(block) - 1
+    while (at := block.rfind(byte, start, at)) >= 0:
+        yield at
+
+
+def _read_jsonl(source: Source, at: Position) -> Iterator[_Item]:
+    """The lines that are not blank, undecoded: that is left to the workers."""
+    line, offset = at.line, at.offset
+    with open(source.path, "rb") as raw, _unpack(source.path, raw) as file:
+        if file is raw:
+            file.seek(offset)
+        else:
+            for skipped in range(0, offset, PIECE_BYTES):
+                file.read(min(PIECE_BYTES, offset - skipped))
+        for text in file:
+            line += 1
+            offset += len(text)
+            if text.strip():
+                bytes_read = offset if file is raw else raw.tell()
+                yield _Item(text, True, offset, line, bytes_read, f"{source.path}:{line}")
+
+
+def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
+    if path.lower().endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.lower().endswith(".zst"):
+        stream = _pyarrow(path, "pyarrow").CompressedInputStream(raw, "zstd")
+        return io.BufferedReader(stream)
+    return raw
+
+
+def _read_parquet(source: Source, field: str, row: int) -> Iterator[_Item]:
+    arrow_error = _pyarrow(source.path, "pyarrow").ArrowException
+    try:
+        file = _pyarrow(source.path, "pyarrow.parquet").ParquetFile(source.path)
+        rows = file.metadata.num_rows
+        if field not in file.schema_arrow.names:
+            columns = ", ".join(file.schema_arrow.names)
+            raise DataError(f"'{source.path}' has no column '{field}': use --field with {columns}")
+        first = 0  # row of the group
+        for group in range(file.num_row_groups):
+            end = first + file.metadata.row_group(group).num_rows
+            at = first
+            first = end
+            if end <= row:
+                continue
+            for batch in file.iter_batches(BLOCK_PIECES, row_groups=[group], columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    at += 1
+                    if at > row:
+                        where = f"{source.path}: row {at}"
+                        text = check_text(text, field, where)
+                        yield _Item(text, True, at, 0, source.size * at // rows, where)
+    except arrow_error as error:
+        raise DataError(f"cannot read '{source.path}': {error}") from error
+
+
+def _pyarrow(path: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"reading '{path}' needs pyarrow: pip install pyarrow") from error
+
+
+def check_text(value: Any, field: str, where: str) -> str:
+    """The text of a record; a null is an empty text. DataError for anything else."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: field '{field}' is a {type(value).__name__}, not a text: choose another one "
+            "with --field"
+        )
+    return value

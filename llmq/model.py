@@ -1,0 +1,127 @@
+"""The layer loop both ways: gather weights, run the block, release, notify the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq import embedding
+from llmq.block import Blocks, Recompute
+from llmq.config import ModelConfig
+from llmq.dtypes import DType
+from llmq.grads import Gradients
+from llmq.head import Head
+from llmq.runtime.device import Device
+from llmq.runtime.tensor import Accumulator, Tensor
+from llmq.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is run: sizes of a micro-step, formats, what is recomputed."""
+
+    micro_batch: int
+    seq_len: int
+    dtype: DType
+    z_loss: float
+    recompute: Recompute
+    lmhead_chunks: int
+    attention_backend: str
+    attention_chunks: int
+
+
+class Model:
+    """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
+        self.dev, self.config, self.options, self.weights = dev, config, options, weights
+        B, T = options.micro_batch, options.seq_len
+        rows, shape = B * T, (B * T, config.hidden_size)
+        self.blocks = Blocks(
+            dev,
+            config,
+            options.recompute,
+            options.dtype,
+            B,
+            T,
+            attention_backend=options.attention_backend,
+            attention_chunks=options.attention_chunks,
+        )
+        self.head = Head(dev, config, options.dtype, rows, options.lmhead_chunks)
+        self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
+        self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
+
+    @property
+    def _layers(self) -> range:
+        return range(self.config.num_layers)
+
+    @property
+    def _head_slab(self) -> tuple[str, str]:
+        """Slab and key of the matrix that makes logits."""
+        return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
+
+    def forward(self, tokens: Tensor) -> None:
+        """Tokens to the output of the final norm."""
+        weights = self.weights
+        weights.gather("embed")
+        residual = self.blocks.layers[0].residual.view(*tokens.shape, self.config.hidden_size)
+        embedding.forward(self.dev, weights.get("embed"), residual, tokens)
+        weights.release("embed")
+        weights.gather("layers.0")
+        for layer in self._layers:
+            weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
+            with self.dev.range(f"forward {layer}"):
+                self.blocks.forward(layer, weights.get(f"layers.{layer}"))
+            weights.release(f"layers.{layer}")
+        self.head.forward(weights.get("head"), self.blocks.layers[-1], self.blocks.branch)
+        weights.release("head")
+
+    def loss(self, targets: Tensor) -> None:
+        """Per-token losses after `forward`, without gradients."""
+        slab, key = self._head_slab
+        self.weights.gather(slab)
+        self.head.loss(self.weights.get(slab)[key], targets.view(targets.size))
+        self.weights.release(slab)
+
+    def backward(self, grads: Gradients, tokens: Tensor, targets: Tensor, accumulate: bool) -> None:
+        """Per-token losses and all gradients after `forward`.
+
+        accumulate False: gradients are overwritten; True: added to.
+        """
+        grads.start_micro_step(accumulate)
+        with self.dev.range("head"):
+            self._backward_head(grads, targets)
+        weights = self.weights
+        weights.gather(f"layers.{self._layers[-1]}")
+        for layer in reversed(self._layers):
+            if layer > 0:
+                weights.gather(f"layers.{layer - 1}")
+            name = f"layers.{layer}"
+            with self.dev.range(f"backward {layer}"):
+                args = (weights.get(name), grads.full(name), self.d_residual, self.d_norm)
+                self.blocks.backward(layer, *args)
+            weights.release(name)
+            grads.notify(name)
+        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
+        tied = self.config.tied_embeddings
+        embedding.backward(self.dev, grads.full("embed"), d_residual, tokens, tied=tied)
+        grads.notify("embed")
+        grads.end_micro_step()
+
+    def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
+        weights, (slab, key) = self.weights, self._head_slab
+        for name in {slab, "head"}:
+            weights.gather(name)
+        d_lm_head: Accumulator = grads.full(slab)[key]
+        self.head.loss_and_backward(
+            weights.get("head"),
+            grads.full("head"),
+            weights.get(slab)[key],
+            d_lm_head,
+            targets.view(targets.size),
+            self.options.z_loss,
+            self.d_residual,
+            self.d_norm,
+        )
+        for name in {slab, "head"}:
+            weights.release(name)
+        grads.notify("head")

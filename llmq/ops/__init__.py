@@ -1,0 +1,1 @@
+"""Operations: check shapes and dtypes, choose the grid, launch."""

@@ -1,0 +1,313 @@
+"""Causal self-attention with grouped key/value heads: training forward and backward, decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.dtypes import BF16, F32, U8, DType
+from llmq.runtime.cudnn import backward_workspace_bytes, forward_workspace_bytes
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Tensor
+
+BACKENDS = ("native", "cudnn")
+HEAD_DIM_MULTIPLE = 16  # one step of the tensor cores' inner dimension
+MAX_HEAD_DIM = 128
+DELTA_THREADS = 256
+DELTA_LANES = 8  # threads that share a row
+DECODE_THREADS = 128
+
+_SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
+FORWARD = Kernel("attention.cu", "attention_forward", f"T* out, f32* lse, const T* qkv, {_SIZES}")
+DELTA = Kernel(
+    "attention.cu",
+    "attention_delta",
+    "f32* delta, const T* d_out, const T* out, i32 seq_len, i32 num_heads, i64 rows",
+)
+BACKWARD = Kernel(
+    "attention.cu",
+    "attention_backward_tiles",
+    f"T* d_qkv, const T* d_out, const f32* lse, const f32* delta, const T* qkv, {_SIZES}",
+)
+DECODE = Kernel(
+    "attention.cu",
+    "attention_decode",
+    "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
+    "i32 max_positions, i32 num_heads, i32 num_kv_heads",
+)
+CUDNN_FORWARD = Kernel(
+    "attention",
+    "attention_forward",
+    f"bf16* out, f32* lse, const bf16* qkv, {_SIZES}, u8* workspace",
+)
+CUDNN_BACKWARD = Kernel(
+    "attention",
+    "attention_backward",
+    "bf16* d_qkv, const bf16* d_out, const bf16* out, const f32* lse, const bf16* qkv, "
+    f"u8* workspace, i32 deterministic, {_SIZES}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel cuts its work. A thread block owns `own` rows (queries in the forward, keys or
+    queries in the backward) and walks over the other side in steps of `step` rows.
+
+    shared: bytes of dynamic shared memory.
+    """
+
+    own: int
+    step: int
+    threads: int
+    shared: int
+
+
+def forward_tiles(dtype: DType, head_dim: int) -> Tiles:
+    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values."""
+    if dtype == F32:
+        own, step = 64, 32
+        return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
+    # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger heads
+    # leave registers for fewer scores.
+    own, step = 128, 64 if head_dim <= 96 else 32
+    return Tiles(own, step, 128, (own + 2 * step) * (head_dim + 8) * 2)
+
+
+def backward_tiles(dtype: DType, head_dim: int) -> Tiles:
+    """Tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and two of a
+    step, for BF16 twice and with the step's statistics."""
+    if dtype == F32:
+        own, step = (32, 32) if head_dim > 96 else (64, 32)
+        rows = 2 * own + 2 * step
+        return Tiles(own, step, 256, rows * (head_dim + 4) * 4 + own * (step + 4) * 4)
+    own, step = 128 if head_dim <= 64 else 64, 32  # as registers allow for two sums of own rows
+    rows = 2 * own + 4 * step
+    return Tiles(own, step, 128, rows * (head_dim + 8) * 2 + 4 * step * 4)
+
+
+def compile_consts(dtype: DType, head_dim: int) -> dict[str, int]:
+    """The compile-time constants of attention.cu: the same for all its entries."""
+    consts = {"HEAD_DIM": head_dim}
+    for name, tiles in (
+        ("FORWARD", forward_tiles(dtype, head_dim)),
+        ("BACKWARD", backward_tiles(dtype, head_dim)),
+    ):
+        consts[f"{name}_OWN"] = tiles.own
+        consts[f"{name}_STEP"] = tiles.step
+        consts[f"{name}_THREADS"] = tiles.threads
+    return consts
+
+
+def _check(
+    op: str, qkv: Tensor, num_heads: int, num_kv_heads: int, backend: str = "native"
+) -> tuple[int, int, int]:
+    """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
+    if len(qkv.shape) != 4 or qkv.shape[2] != num_heads + 2 * num_kv_heads:
+        raise ValueError(
+            f"{op}: qkv must have shape (B, T, {num_heads + 2 * num_kv_heads}, Hd), got {qkv.shape}"
+        )
+    batch, seq_len, _, head_dim = qkv.shape
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
+    if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{op}: head_dim must be a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
+            f"got {head_dim}"
+        )
+    if qkv.dtype not in (F32, BF16):
+        raise TypeError(f"{op}: qkv must be F32 or BF16, got {qkv.dtype.label}")
+    if backend not in BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "cudnn" and qkv.dtype != BF16:
+        raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
+    return batch, seq_len, head_dim
+
+
+def forward(
+    dev: Device,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    backend: str = "native",
+) -> None:
+    """out = softmax(q k^T / sqrt(Hd), causal) v for each head; lse for the backward.
+
+    Args (contiguous; T-type F32 or BF16, all the same; statistics and sums in F32):
+        out      out  (B,T,Hq,Hd)          or (B,T,Hq*Hd)
+        lse      out  F32 (B,Hq,T)         log of the softmax's denominator, natural logarithm
+        qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
+                                           query head h uses key/value head h // (Hq/Hkv)
+        backend  "native": llmq/cu/attention.cu; "cudnn": the library, BF16 only
+
+    Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square); one launch; cudnn takes a workspace.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
+    """
+    op = "attention.forward"
+    batch, seq_len, head_dim = _check(op, qkv, num_heads, num_kv_heads, backend)
+    expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
+    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
+    out = out.view(batch, seq_len, num_heads, head_dim)
+    sizes = (seq_len, num_heads, num_kv_heads)
+    flops = 2 * batch * num_heads * seq_len * seq_len * head_dim
+    if backend == "cudnn":
+        nbytes = forward_workspace_bytes(batch, *sizes, head_dim)
+        with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
+            args = (out, lse, qkv, *sizes, workspace)
+            dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
+        return
+    tiles = forward_tiles(qkv.dtype, head_dim)
+    dev.launch(
+        FORWARD,
+        (ceil_div(seq_len, tiles.own), num_heads, batch),
+        tiles.threads,
+        (out, lse, qkv, *sizes),
+        consts=compile_consts(qkv.dtype, head_dim),
+        smem=tiles.shared,
+        flops=flops,
+    )
+
+
+def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:
+    """The expected shape of x, heads apart or merged as x has them."""
+    if len(x.shape) == 3:
+        return (batch, seq_len, num_heads * head_dim)
+    return (batch, seq_len, num_heads, head_dim)
+
+
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    chunks: int = 1,
+    *,
+    backend: str = "native",
+    deterministic: bool = True,
+) -> None:
+    """Gradient of attention: probabilities are computed again from lse.
+
+    Args (contiguous; T-type F32 or BF16, all the same; sums in F32):
+        d_qkv          out  (B,T,Hq+2*Hkv,Hd)   every element is written
+        d_out, out     in   (B,T,Hq,Hd)         or (B,T,Hq*Hd)
+        lse            in   F32 (B,Hq,T)        of the forward
+        qkv            in   (B,T,Hq+2*Hkv,Hd)
+        chunks         pieces that the batch is cut into, one after another, to share a workspace
+        deterministic  False lets cudnn add in any order, for less workspace; native always is
+
+    Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square; native spends 7); native: two launches a
+             chunk, workspace 4*B*Hq*T/chunks bytes.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
+    """
+    op = "attention.backward"
+    batch, seq_len, head_dim = _check(op, qkv, num_heads, num_kv_heads, backend)
+    expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
+    for name, x in (("d_out", d_out), ("out", out)):
+        expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
+    expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
+    if not 1 <= chunks <= batch:
+        raise ValueError(f"{op}: chunks must be from 1 to {batch}, the batch, got {chunks}")
+    heads = (batch, seq_len, num_heads, head_dim)
+    tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
+    step = ceil_div(batch, chunks)
+    for start in range(0, batch, step):
+        stop = min(start + step, batch)
+        part = tuple(x.rows(start, stop) for x in tensors)
+        if backend == "cudnn":
+            _backward_cudnn(dev, part, num_heads, num_kv_heads, deterministic)
+        else:
+            _backward_native(dev, part, num_heads, num_kv_heads)
+
+
+def _backward_native(dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int) -> None:
+    """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
+    d_qkv, d_out, out, lse, qkv = tensors
+    batch, seq_len, _, head_dim = qkv.shape
+    tiles = backward_tiles(qkv.dtype, head_dim)
+    blocks = ceil_div(seq_len, tiles.own)
+    with dev.scratch("attention_delta", lse.shape, F32) as delta:
+        dev.launch(
+            DELTA,
+            ceil_div(lse.size * DELTA_LANES, DELTA_THREADS),
+            DELTA_THREADS,
+            (delta, d_out, out, seq_len, num_heads, lse.size),
+            consts=compile_consts(qkv.dtype, head_dim),
+        )
+        dev.launch(
+            BACKWARD,
+            # First the blocks that own keys, which are the long ones, then those of queries.
+            blocks * batch * (num_kv_heads + num_heads),
+            tiles.threads,
+            (d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads),
+            consts=compile_consts(qkv.dtype, head_dim),
+            smem=tiles.shared,
+            flops=7 * batch * num_heads * seq_len * seq_len * head_dim,
+        )
+
+
+def _backward_cudnn(
+    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, deterministic: bool
+) -> None:
+    """One chunk with cuDNN; tensors: d_qkv, d_out, out, lse, qkv."""
+    batch, seq_len, _, head_dim = tensors[-1].shape
+    sizes = (seq_len, num_heads, num_kv_heads)
+    nbytes = backward_workspace_bytes(batch, *sizes, head_dim, deterministic)
+    with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
+        dev.launch(
+            CUDNN_BACKWARD,
+            1,  # the library chooses its own grid and block
+            1,
+            (*tensors, workspace, int(deterministic), *sizes),
+            flops=5 * batch * num_heads * seq_len * seq_len * head_dim,
+        )
+
+
+def decode(
+    dev: Device,
+    out: Tensor,
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    position: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Store the keys and values of n new positions, and attend causally to all so far.
+
+    Args (contiguous; F32 or BF16, all the same):
+        out               out    (B,n,Hq,Hd)          or (B,n,Hq*Hd)
+        qkv               in     (B,n,Hq+2*Hkv,Hd)    rotated already
+        k_cache, v_cache  inout  (B,P,Hkv,Hd)         rows [position, position + n) are written,
+                                                      earlier ones read, later ones untouched
+        position          number of positions that the cache holds; position + n <= P
+
+    Cost:    reads the used part of the cache once per query head; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or position.
+    """
+    op = "attention.decode"
+    batch, num_new, head_dim = _check(op, qkv, num_heads, num_kv_heads)
+    expect(op, "out", out, qkv.dtype, _like(out, batch, num_new, num_heads, head_dim))
+    max_positions = k_cache.shape[1]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        expect(op, name, cache, qkv.dtype, (batch, max_positions, num_kv_heads, head_dim))
+    if not 0 <= position <= max_positions - num_new:
+        raise ValueError(
+            f"{op}: position must be from 0 to {max_positions - num_new}, for {num_new} new "
+            f"positions in a cache of {max_positions}, got {position}"
+        )
+    out = out.view(batch, num_new, num_heads, head_dim)
+    sizes = (position, num_new, max_positions, num_heads, num_kv_heads)
+    dev.launch(
+        DECODE,
+        (num_heads, num_new, batch),
+        DECODE_THREADS,
+        (out, k_cache, v_cache, qkv, *sizes),
+        consts=compile_consts(qkv.dtype, head_dim),
+        flops=4 * batch * num_heads * num_new * (position + num_new) * head_dim,
+    )

@@ -1,0 +1,149 @@
+"""Cross-entropy of next-token logits, fused with its gradient, and the step's loss statistics."""
+
+from __future__ import annotations
+
+from llmq.dtypes import F32, F64, I32, STATS
+from llmq.ops.common import VECTOR_BYTES, expect_float
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Tensor
+
+THREADS = 512
+STATS_THREADS = 1024
+MAX_VECTORS = 16  # 16-byte vectors of a row that one thread holds in registers
+
+_ROW_ARGS = (
+    "inout T* logits, f32* losses, f32* lse, const i32* targets, "
+    "i64 rows, i32 vocab, i32 padded_vocab, f32 z_loss"
+)
+FORWARD_BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_forward_backward", args=_ROW_ARGS)
+FORWARD_BACKWARD_REGISTERS = Kernel(
+    "cross_entropy.cu", "cross_entropy_forward_backward_registers", args=_ROW_ARGS
+)
+FORWARD = Kernel(
+    "cross_entropy.cu",
+    "cross_entropy_forward",
+    args="f32* losses, f32* lse, const T* logits, const i32* targets, "
+    "i64 rows, i32 vocab, i32 padded_vocab",
+)
+ADD_STATS = Kernel(
+    "cross_entropy.cu",
+    "cross_entropy_stats",
+    args="inout f64* stats, const f32* losses, const f32* lse, const i32* targets, "
+    "i64 n, i32 seq_len",
+)
+
+
+def register_layout(row_bytes: int, capability: int) -> dict[str, int] | None:
+    """How one row is held in registers, as compile-time constants; None where it does not fit.
+
+    THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER. Clusters of blocks
+    (compute capability 9.0 and later) share a row; small blocks let several rows be in different
+    phases on one multiprocessor, so that reading, computing and writing overlap.
+    """
+    vectors = ceil_div(row_bytes, VECTOR_BYTES)
+    if capability < 90:
+        threads, clusters = THREADS, (1,)
+    else:
+        threads, clusters = 256, (1, 2, 4, 8)
+    for cluster in clusters:
+        per_thread = ceil_div(vectors, threads * cluster)
+        if per_thread <= MAX_VECTORS:
+            return {"THREADS": threads, "VECTORS": per_thread, "CLUSTER": cluster}
+    return None
+
+
+def forward_backward(
+    dev: Device,
+    logits: Tensor,
+    losses: Tensor,
+    lse: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    z_loss: float,
+) -> None:
+    """Replaces logits by d_logits = softmax(logits) * (1 + z_loss * lse) - onehot(target).
+
+    That is the gradient of loss + z_loss / 2 * lse^2, not divided by any count of tokens.
+
+    Args (X is BF16 or F32):
+        logits   inout  X   (rows, Vp)   Vp a multiple of 16 bytes; columns >= vocab_size are
+                                         ignored on entry and 0 on return
+        losses   out    F32 (rows,)      lse - logit of the target; 0 for masked rows
+        lse      out    F32 (rows,)      log-sum-exp of the row, also for masked rows
+        targets  in     I32 (rows,)      ids in [0, vocab_size); negative: masked, gradient 0
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    """
+    op = "cross_entropy.forward_backward"
+    rows, padded_vocab = _check(op, logits, losses, lse, targets, vocab_size)
+    args = (logits, losses, lse, targets, rows, vocab_size, padded_vocab, z_loss)
+    layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
+    if layout is None:
+        dev.launch(FORWARD_BACKWARD, rows, THREADS, args)
+    else:
+        dev.launch(
+            FORWARD_BACKWARD_REGISTERS,
+            rows * layout["CLUSTER"],
+            layout["THREADS"],
+            args,
+            consts=layout,
+        )
+
+
+def forward(
+    dev: Device, losses: Tensor, lse: Tensor, logits: Tensor, targets: Tensor, vocab_size: int
+) -> None:
+    """losses and lse of forward_backward, without a gradient; logits stay as they are.
+
+    Args (X is BF16 or F32):
+        losses   out  F32 (rows,)
+        lse      out  F32 (rows,)
+        logits   in   X   (rows, Vp)   Vp a multiple of 16 bytes; columns >= vocab_size are ignored
+        targets  in   I32 (rows,)      ids in [0, vocab_size); negative: masked, loss 0
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    """
+    rows, padded_vocab = _check("cross_entropy.forward", logits, losses, lse, targets, vocab_size)
+    args = (losses, lse, logits, targets, rows, vocab_size, padded_vocab)
+    dev.launch(FORWARD, rows, THREADS, args)
+
+
+def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tensor) -> None:
+    """Adds a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
+
+    loss, tokens, lse_sum, lse_max: over targets that are not masked; loss_1k, tokens_1k: of these
+    the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
+
+    Args:
+        stats    inout  F64 (8,)     entries llmq.dtypes.STAT
+        losses   in     F32 (B, T)   0 where masked
+        lse      in     F32 (B, T)
+        targets  in     I32 (B, T)   negative: masked
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "cross_entropy.stats"
+    expect(op, "stats", stats, F64, (len(STATS),))
+    if len(targets.shape) != 2:
+        raise ValueError(f"{op}: targets must have shape (B, T), got {targets.shape}")
+    expect(op, "targets", targets, I32, targets.shape)
+    expect(op, "losses", losses, F32, targets.shape)
+    expect(op, "lse", lse, F32, targets.shape)
+    args = (stats, losses, lse, targets, targets.size, targets.shape[1])
+    dev.launch(ADD_STATS, 1, STATS_THREADS, args)
+
+
+def _check(
+    op: str, logits: Tensor, losses: Tensor, lse: Tensor, targets: Tensor, vocab_size: int
+) -> tuple[int, int]:
+    expect_float(op, "logits", logits)
+    if len(logits.shape) != 2 or logits.shape[1] * logits.dtype.itemsize % VECTOR_BYTES:
+        raise ValueError(f"{op}: logits must be (rows, Vp), Vp a multiple of 16 bytes: {logits!r}")
+    rows, padded_vocab = logits.shape
+    if not 0 < vocab_size <= padded_vocab:
+        raise ValueError(f"{op}: vocab_size must be in [1, {padded_vocab}], got {vocab_size}")
+    expect(op, "losses", losses, F32, (rows,))
+    expect(op, "lse", lse, F32, (rows,))
+    expect(op, "targets", targets, I32, (rows,))
+    return rows, padded_vocab

@@ -1,0 +1,169 @@
+"""Token (and learned position) embeddings, and their deterministic gradients."""
+
+from __future__ import annotations
+
+from llmq.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.ops.common import expect_float
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Accumulator, Tensor
+
+THREADS = 256
+SORT_THREADS = 1024
+# Of cu/embedding.cu: channels per thread, channels and sorted tokens that one warp sums.
+WIDTH = 8
+SLICE = 32 * WIDTH
+CHUNK = 32
+
+FORWARD = Kernel(
+    "embedding.cu",
+    "embedding_forward",
+    args="T* out, const i32* tokens, const T* weight, const T*? position_weight, "
+    "i64 n, i32 seq_len, i32 C, i32 first_position",
+)
+SORT = Kernel(
+    "embedding.cu",
+    "embedding_sort",
+    args="i32* order, i32* spare, const i32* tokens, i32 n, i32 vocab, i32 buckets",
+)
+BACKWARD = Kernel(
+    "embedding.cu",
+    "embedding_backward",
+    args="inout G* d_weight, f32* partial, const T* d_out, const i32* tokens, "
+    "const i32* order, const i32* scalars, i32 n, i32 C, u32 salt",
+)
+FINISH = Kernel(
+    "embedding.cu",
+    "embedding_finish",
+    args="inout G* d_weight, const f32* partial, const i32* tokens, const i32* order, "
+    "const i32* scalars, i32 n, i32 C, u32 salt",
+)
+BACKWARD_POSITIONS = Kernel(
+    "embedding.cu",
+    "embedding_backward_positions",
+    args="inout G* d_position, const T* d_out, const i32* scalars, i32 positions, i32 batch, "
+    "i32 seq_len, i32 C, i32 accumulate, u32 salt",
+)
+
+
+def num_buckets(n: int) -> int:
+    """Blocks that sort n tokens: a power of two, at most 128, at least about 128 tokens each."""
+    return min(128, 1 << (ceil_div(n, 128) - 1).bit_length())
+
+
+def forward(
+    dev: Device,
+    out: Tensor,
+    tokens: Tensor,
+    weight: Tensor,
+    position_weight: Tensor | None,
+    first_position: int = 0,
+) -> None:
+    """out[b, t] = weight[tokens[b, t]] (+ position_weight[first_position + t]).
+
+    Args (X is BF16 or F32):
+        out              out  X   (B, T, C)   C a multiple of 8
+        tokens           in   I32 (B, T)      ids in [0, Vp)
+        weight           in   X   (Vp, C)
+        position_weight  in   X   (P, C) or None; first_position + T <= P
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
+    """
+    op = "embedding.forward"
+    B, T, C = _check(op, "out", out, tokens)
+    expect(op, "weight", weight, out.dtype, (weight.shape[0], C))
+    if position_weight is not None:
+        P = position_weight.shape[0]
+        expect(op, "position_weight", position_weight, out.dtype, (P, C))
+        if not 0 <= first_position <= P - T:
+            raise ValueError(
+                f"{op}: positions [{first_position}, {first_position + T}) are outside of [0, {P})"
+            )
+    dev.launch(
+        FORWARD,
+        ceil_div(B * T, THREADS // 32),
+        THREADS,
+        (out, tokens, weight, position_weight, B * T, T, C, first_position),
+    )
+
+
+def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) -> None:
+    """d_weight[id] += sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
+
+    Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are.
+
+    Args (X is BF16 or F32, G is BF16 or F32):
+        d_weight  inout  Accumulator G (Vp, C), accumulate must be True
+        d_out     in     X   (B, T, C)   C a multiple of 8
+        tokens    in     I32 (B, T)      ids in [0, Vp)
+
+    Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
+    """
+    op = "embedding.backward"
+    B, T, C = _check(op, "d_out", d_out, tokens)
+    n, vocab = B * T, d_weight.tensor.shape[0]
+    weight, accumulate, scalars, salt = d_weight
+    expect_float(op, "d_weight", weight)
+    expect(op, "d_weight", weight, None, (vocab, C))
+    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    if not accumulate:
+        raise ValueError(f"{op}: d_weight must accumulate, or rows of absent ids stay undefined")
+    buckets, chunks = num_buckets(n), ceil_div(n, CHUNK)
+    slices = ceil_div(C, SLICE)
+    with (
+        dev.scratch("embedding token order", (n,), I32) as order,
+        dev.scratch("embedding partial sums", (chunks, 2, C), F32) as partial,
+    ):
+        with dev.scratch("embedding sort", (n,), I32) as spare:
+            dev.launch(SORT, buckets, SORT_THREADS, (order, spare, tokens, n, vocab, buckets))
+        dev.launch(
+            BACKWARD,
+            ceil_div(chunks * slices, THREADS // 32),
+            THREADS,
+            (weight, partial, d_out, tokens, order, scalars, n, C, salt),
+        )
+        dev.launch(
+            FINISH,
+            (chunks, slices),
+            THREADS,
+            (weight, partial, tokens, order, scalars, n, C, salt),
+        )
+
+
+def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> None:
+    """d_position[t] = sum over b of d_out[b, t]; rows >= T are zeroed unless accumulating.
+
+    Args (X is BF16 or F32, G is BF16 or F32):
+        d_position  inout  Accumulator G (P, C), P >= T
+        d_out       in     X (B, T, C)   C a multiple of 8
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "embedding.backward_positions"
+    B, T, C = _check(op, "d_out", d_out, None)
+    target, accumulate, scalars, salt = d_position
+    P = target.shape[0]
+    expect_float(op, "d_position", target)
+    expect(op, "d_position", target, None, (P, C))
+    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    if T > P:
+        raise ValueError(f"{op}: d_position must have at least {T} rows, got {P}")
+    rows = T if accumulate else P
+    dev.launch(
+        BACKWARD_POSITIONS,
+        ceil_div(rows * C, WIDTH * THREADS),
+        THREADS,
+        (target, d_out, scalars, rows, B, T, C, int(accumulate), salt),
+    )
+
+
+def _check(op: str, name: str, x: Tensor, tokens: Tensor | None) -> tuple[int, int, int]:
+    expect_float(op, name, x)
+    if len(x.shape) != 3 or x.shape[2] % WIDTH:
+        raise ValueError(
+            f"{op}: {name} must be (B, T, C), C a multiple of {WIDTH}, got shape {x.shape}"
+        )
+    if tokens is not None:
+        expect(op, "tokens", tokens, I32, x.shape[:2])
+    return x.shape

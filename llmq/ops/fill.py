@@ -1,0 +1,26 @@
+"""Fill a tensor with one value."""
+
+from __future__ import annotations
+
+from llmq.dtypes import BF16, F32
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+from llmq.runtime.tensor import Tensor
+
+THREADS = 256
+
+FILL = Kernel("fill.cu", "fill", args="T* x, f32 value, i64 n")
+
+
+def constant(dev: Device, x: Tensor, value: float) -> None:
+    """x[i] = value, rounded to x's dtype.
+
+    Args:
+        x   out  F32 or BF16, any shape
+
+    Cost:    x written once; one launch.
+    Raises:  TypeError for a wrong dtype.
+    """
+    if x.dtype not in (F32, BF16):
+        raise TypeError(f"fill: x must be F32 or BF16, got {x.dtype.label}")
+    dev.launch(FILL, ceil_div(x.nbytes, 16 * THREADS), THREADS, (x, float(value), x.size))

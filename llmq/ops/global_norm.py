@@ -1,0 +1,76 @@
+"""The norm of all gradients, and the scale that AdamW applies to them."""
+
+from __future__ import annotations
+
+from llmq.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Tensor
+
+THREADS = 256
+PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
+SUM_THREADS = 1024
+
+PARTIALS = Kernel("global_norm.cu", "global_norm_partials", args="f64* partials, const G* x, i64 n")
+SUM = Kernel(
+    "global_norm.cu",
+    "global_norm_sum",
+    args="inout f64* stats, const f64* partials, i32 num_partials",
+)
+FINISH = Kernel("global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars")
+
+
+def grid_of(nbytes: int, num_sms: int) -> int:
+    """Blocks for one tensor: each writes one partial sum; 8 blocks fill an SM.
+
+    Even, so that the partial sums of the next tensor start on 16 bytes.
+    """
+    return 2 * min(ceil_div(nbytes, 2 * PER_BLOCK), 4 * num_sms)
+
+
+def squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
+    """stats[norm_squared] += the sum of squares of all tensors; the same bits every time.
+
+    Args (contiguous, 16-byte aligned):
+        stats   inout  F64 (8,)            llmq.dtypes.STAT
+        xs      in     F32 or BF16, any shape, at least one element each
+
+    Cost:    one read of xs; one launch a tensor and one more; 8 bytes of scratch a block.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
+    """
+    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    for x in xs:
+        if x.dtype not in (F32, BF16):
+            raise TypeError(f"global_norm: {x.name} must be F32 or BF16, got {x.dtype.label}")
+        if x.size == 0:
+            raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
+    grids = [grid_of(x.nbytes, dev.num_sms) for x in xs]
+    with dev.scratch("norm_partials", (sum(grids),), F64) as partials:
+        start = 0
+        for x, grid in zip(xs, grids, strict=True):
+            part = partials.rows(start, start + grid)
+            dev.launch(PARTIALS, grid, THREADS, (part, x, x.size), flops=2 * x.size)
+            start += grid
+        dev.launch(SUM, 1, SUM_THREADS, (stats, partials, start))
+
+
+def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
+    """From the sum of squares to what AdamW needs.
+
+        tokens = stats[tokens]            norm = sqrt(stats[norm_squared]) / tokens
+        stats[norm] = norm
+        scalars.grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
+        scalars.skip_update = norm is not finite, or tokens == 0
+
+    Without tokens the norm is 0. A skipped update has grad_scale 0.
+
+    Args:
+        stats    inout  F64 (8,)    tokens and norm_squared are final
+        scalars  inout  I32 (16,)   StepScalars
+
+    Cost:    one launch of one thread.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    dev.launch(FINISH, 1, 1, (stats, scalars))

@@ -1,0 +1,180 @@
+"""RMSNorm over every query and key head, in place in the packed QKV activation."""
+
+from __future__ import annotations
+
+from llmq.dtypes import BF16, F32
+from llmq.ops.common import VECTOR_BYTES, finish_column_sum
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Accumulator, Tensor
+
+QK_NORM_FORWARD = Kernel(
+    "qk_norm.cu",
+    "qk_norm_forward",
+    args="inout T* qkv, T* raw, f32* rstd, const T* q_weight, const T* k_weight, f32 eps, "
+    "i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
+)
+QK_NORM_BACKWARD = Kernel(
+    "qk_norm.cu",
+    "qk_norm_backward",
+    args="inout T* d_qkv, f32* partial, const T* raw, const f32* rstd, const T* q_weight, "
+    "const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
+)
+QK_NORM_BACKWARD_WEIGHT = Kernel(
+    "qk_norm.cu",
+    "qk_norm_backward_weight",
+    args="inout G* d_weight, const f32* partial, const i32* scalars, i32 num_partials, "
+    "i32 head_dim, i32 accumulate, u32 salt",
+)
+
+HEAD_DIMS = (64, 80, 96, 128)
+THREADS = 256
+HEADS_PER_LANE = 4  # that a thread has loads in flight for
+FORWARD_BLOCKS_PER_SM = 8
+BACKWARD_BLOCKS_PER_SM = 4
+
+
+def group_size(head_dim: int, itemsize: int) -> int:
+    """Lanes that share a head, 16 bytes each: a power of two, so that shuffles stay inside."""
+    return 1 << (head_dim * itemsize // VECTOR_BYTES - 1).bit_length()
+
+
+def grid(
+    tokens: int, num_heads: int, num_kv_heads: int, group: int, max_blocks: int
+) -> tuple[int, int]:
+    """Blocks that loop over the query heads and blocks that loop over the key heads.
+
+    max_blocks, as many as run at a time, are divided so that each has as many heads.
+    """
+    step = THREADS // group * HEADS_PER_LANE
+    key_blocks = max(1, max_blocks * num_kv_heads // (num_heads + num_kv_heads))
+    return (
+        min(ceil_div(tokens * num_heads, step), max_blocks - key_blocks),
+        min(ceil_div(tokens * num_kv_heads, step), key_blocks),
+    )
+
+
+def _consts(head_dim: int, group: int) -> dict[str, int]:
+    """The kernels' compile-time constants."""
+    return {"HEAD_DIM": head_dim, "GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+
+
+# For the entry that does not depend on them: it is compiled once, not for every head size.
+ANY_CONSTS = _consts(64, 32)
+
+
+def _check(
+    op: str, name: str, qkv: Tensor, heads: int, raw: Tensor, rstd: Tensor, weights: tuple
+) -> tuple[int, int]:
+    """(tokens, Hd) of a packed QKV tensor whose companions fit."""
+    if qkv.dtype not in (F32, BF16):
+        raise TypeError(f"{op}: {name} must be F32 or BF16, got {qkv.dtype.label}")
+    if len(qkv.shape) != 4 or qkv.shape[2] < heads:
+        raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
+    B, T, _, head_dim = qkv.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{op}: Hd must be one of {HEAD_DIMS}, got {head_dim}")
+    expect(op, "raw", raw, qkv.dtype, (B, T, heads, head_dim))
+    expect(op, "rstd", rstd, F32, (B, T, heads))
+    for weight_name, weight in zip(("q_weight", "k_weight"), weights, strict=True):
+        expect(op, weight_name, weight, qkv.dtype, (head_dim,))
+    return B * T, head_dim
+
+
+def forward(
+    dev: Device,
+    qkv: Tensor,
+    raw: Tensor,
+    rstd: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Keep the query and key heads in raw, then normalise them in qkv.
+
+        head = T(T(rstd * head) * weight)        rstd = 1 / sqrt(mean(head^2) + eps)
+
+    Args:
+        qkv       inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
+        raw       out    T   (B,T,Hq+Hkv,Hd)   heads before the norm, for the backward pass
+        rstd      out    F32 (B,T,Hq+Hkv)
+        q_weight  in     T   (Hd,)             Hd 64, 80, 96 or 128
+        k_weight  in     T   (Hd,)
+
+    Cost:    one read and two writes of the query and key heads; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "qk_norm.forward"
+    heads = num_heads + num_kv_heads
+    tokens, head_dim = _check(op, "qkv", qkv, heads, raw, rstd, (q_weight, k_weight))
+    expect(op, "qkv", qkv, None, (*qkv.shape[:2], heads + num_kv_heads, head_dim))
+    group = group_size(head_dim, qkv.dtype.itemsize)
+    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
+    query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
+    sizes = (tokens, num_heads, num_kv_heads, query_blocks)
+    dev.launch(
+        QK_NORM_FORWARD,
+        query_blocks + key_blocks,
+        THREADS,
+        (qkv, raw, rstd, q_weight, k_weight, eps, *sizes),
+        consts=_consts(head_dim, group),
+    )
+
+
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    d_q_weight: Accumulator,
+    d_k_weight: Accumulator,
+    raw: Tensor,
+    rstd: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Turn the gradients of the normalised heads into those of the raw ones, in place.
+
+        d_head = T(rstd * (d_head * weight - x_hat * mean(d_head * weight * x_hat)))
+        d_weight = or += sum over tokens and heads of d_head * x_hat        x_hat = rstd * raw
+
+    Args:
+        d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
+        d_q_weight  inout  F32, BF16  (Hd,)             added to when accumulating
+        d_k_weight  inout  F32, BF16  (Hd,)             added to when accumulating
+        raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
+        rstd        in     F32        (B,T,Hq+Hkv)
+        q_weight    in     T          (Hd,)             Hd 64, 80, 96 or 128
+        k_weight    in     T          (Hd,)
+
+    Cost:    two reads and one write of the query and key heads; three launches; workspace F32
+             (grid, Hd).
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "qk_norm.backward"
+    heads = num_heads + num_kv_heads
+    tokens, head_dim = _check(op, "d_qkv", d_qkv, heads, raw, rstd, (q_weight, k_weight))
+    expect(op, "d_qkv", d_qkv, None, (*d_qkv.shape[:2], heads + num_kv_heads, head_dim))
+    for name, d_weight in (("d_q_weight", d_q_weight), ("d_k_weight", d_k_weight)):
+        expect(op, name, d_weight.tensor, None, (head_dim,))
+    group = group_size(head_dim, d_qkv.dtype.itemsize)
+    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
+    query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
+    blocks = query_blocks + key_blocks
+    sizes = (tokens, num_heads, num_kv_heads, query_blocks)
+    with dev.scratch("qk_norm_partial", (blocks, head_dim), F32) as partial:
+        dev.launch(
+            QK_NORM_BACKWARD,
+            blocks,
+            THREADS,
+            (d_qkv, partial, raw, rstd, q_weight, k_weight, *sizes),
+            consts=_consts(head_dim, group),
+        )
+        for target, start, stop in (
+            (d_q_weight, 0, query_blocks),
+            (d_k_weight, query_blocks, blocks),
+        ):
+            sums = partial.rows(start, stop)
+            finish_column_sum(dev, QK_NORM_BACKWARD_WEIGHT, target, sums, ANY_CONSTS)

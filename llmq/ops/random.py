@@ -1,0 +1,41 @@
+"""Normally distributed random numbers, for initial weights."""
+
+from __future__ import annotations
+
+from llmq.dtypes import BF16, F32
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+from llmq.runtime.tensor import Tensor
+
+THREADS = 256
+PER_THREAD = 4  # elements: one Philox call
+
+RANDOM_NORMAL = Kernel(
+    "random.cu",
+    "random_normal",
+    args="T* out, f32 std, u32 seed_low, u32 seed_high, i64 first_index, i64 n",
+)
+
+
+def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0) -> None:
+    """out[i] ~ N(0, std^2); element i depends only on the seed and first_index + i.
+
+    So the pieces of a tensor that several ranks fill are those of the whole tensor.
+
+    Args:
+        out           out  F32 or BF16, any shape
+        std           standard deviation
+        seed          64 bits
+        first_index   place of out's first element in the whole tensor, >= 0
+
+    Cost:    out written once; one launch. Meant for start-up, not tuned.
+    Raises:  TypeError for a wrong dtype, ValueError for a negative first_index.
+    """
+    if out.dtype not in (F32, BF16):
+        raise TypeError(f"random: out must be F32 or BF16, got {out.dtype.label}")
+    if first_index < 0:
+        raise ValueError(f"random: first_index must be at least 0, got {first_index}")
+    counters = ceil_div(first_index % PER_THREAD + out.size, PER_THREAD)
+    seeds = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    args = (out, float(std), *seeds, first_index, out.size)
+    dev.launch(RANDOM_NORMAL, ceil_div(counters, THREADS), THREADS, args)

@@ -1,0 +1,151 @@
+"""RMSNorm over the channels, alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+from llmq.dtypes import F32
+from llmq.ops.common import ANY_LAYOUT, expect_rows, finish_column_sum, row_layout
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.tensor import Accumulator, Tensor
+
+RMSNORM_FORWARD = Kernel(
+    "rmsnorm.cu",
+    "rmsnorm_forward",
+    args="T* out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C",
+)
+RMSNORM_FORWARD_RESIDUAL = Kernel(
+    "rmsnorm.cu",
+    "rmsnorm_forward_residual",
+    args="T* residual_out, T* out, f32* rstd, const T* residual, const T* branch, "
+    "const T* weight, f32 eps, i64 rows, i32 C",
+)
+RMSNORM_BACKWARD = Kernel(
+    "rmsnorm.cu",
+    "rmsnorm_backward",
+    args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* rstd, "
+    "const T*? d_residual, i64 rows, i32 C",
+)
+RMSNORM_BACKWARD_WEIGHT = Kernel(
+    "rmsnorm.cu",
+    "rmsnorm_backward_weight",
+    args="inout G* d_weight, const f32* partial, const i32* scalars, i32 num_partials, i32 C, "
+    "i32 accumulate, u32 salt",
+)
+
+LANE_VECTORS = 4  # as many as the backward kernel has registers for, two blocks on an SM
+FORWARD_BLOCKS_PER_SM = 8
+BACKWARD_BLOCKS_PER_SM = 2
+
+
+def forward(dev: Device, out: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """out = T(T(rstd * x) * weight), rstd = 1 / sqrt(mean(x^2) + eps): rounds as HF does.
+
+    Args:
+        out     out  T   (rows,C)  F32 or BF16
+        rstd    out  F32 (rows,)
+        x       in   T   (rows,C)  C a multiple of 8, at most 8192
+        weight  in   T   (C,)
+
+    Cost:    x read once, out written once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    rows, C = expect_rows("rmsnorm.forward", "x", x)
+    expect("rmsnorm.forward", "out", out, x.dtype, (rows, C))
+    expect("rmsnorm.forward", "rstd", rstd, F32, (rows,))
+    expect("rmsnorm.forward", "weight", weight, x.dtype, (C,))
+    layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
+    dev.launch(
+        RMSNORM_FORWARD,
+        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
+        layout.threads,
+        (out, rstd, x, weight, eps, rows, C),
+        consts=layout.consts,
+    )
+
+
+def forward_residual(
+    dev: Device,
+    residual_out: Tensor,
+    out: Tensor,
+    rstd: Tensor,
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    """residual_out = T(residual + branch); out and rstd = RMSNorm of the rounded sum.
+
+    Args:
+        residual_out  out  T   (rows,C)  may be residual
+        out           out  T   (rows,C)  F32 or BF16
+        rstd          out  F32 (rows,)
+        residual      in   T   (rows,C)  C a multiple of 8, at most 8192
+        branch        in   T   (rows,C)
+        weight        in   T   (C,)
+
+    Cost:    two reads and two writes of (rows,C); one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "rmsnorm.forward_residual"
+    rows, C = expect_rows(op, "residual", residual)
+    for name, tensor in (("residual_out", residual_out), ("out", out), ("branch", branch)):
+        expect(op, name, tensor, residual.dtype, (rows, C))
+    expect(op, "rstd", rstd, F32, (rows,))
+    expect(op, "weight", weight, residual.dtype, (C,))
+    layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS)
+    dev.launch(
+        RMSNORM_FORWARD_RESIDUAL,
+        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
+        layout.threads,
+        (residual_out, out, rstd, residual, branch, weight, eps, rows, C),
+        consts=layout.consts,
+    )
+
+
+def backward(
+    dev: Device,
+    d_x: Tensor,
+    d_weight: Accumulator,
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    d_residual: Tensor | None,
+) -> None:
+    """Gradients of the norm, with the gradient that reaches x past it added to d_x.
+
+        d_x = T(rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + d_residual)
+        d_weight = or += sum over rows of d_out * x_hat        x_hat = rstd * x
+
+    Args:
+        d_x         out    T          (rows,C)  may be d_residual
+        d_weight    inout  F32, BF16  (C,)      added to when accumulating
+        d_out       in     T          (rows,C)
+        x           in     T          (rows,C)  C a multiple of 8, at most 8192
+        weight      in     T          (C,)
+        rstd        in     F32        (rows,)
+        d_residual  in     T          (rows,C)  or None
+
+    Cost:    three reads and one write of (rows,C); two launches; workspace F32 (grid, C).
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "rmsnorm.backward"
+    rows, C = expect_rows(op, "x", x)
+    expect(op, "d_x", d_x, x.dtype, (rows, C))
+    expect(op, "d_weight", d_weight.tensor, None, (C,))
+    expect(op, "d_out", d_out, x.dtype, (rows, C))
+    expect(op, "weight", weight, x.dtype, (C,))
+    expect(op, "rstd", rstd, F32, (rows,))
+    if d_residual is not None:
+        expect(op, "d_residual", d_residual, x.dtype, (rows, C))
+    layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
+    blocks = layout.grid(rows, BACKWARD_BLOCKS_PER_SM * dev.num_sms)
+    with dev.scratch("rmsnorm_partial", (blocks, C), F32) as partial:
+        dev.launch(
+            RMSNORM_BACKWARD,
+            blocks,
+            layout.threads,
+            (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C),
+            consts=layout.consts,
+        )
+        finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_LAYOUT.consts)

@@ -1,0 +1,1 @@
+"""NumPy references: the specification of every kernel, and the CPU device's arithmetic."""

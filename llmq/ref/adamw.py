@@ -1,0 +1,106 @@
+"""Reference of the AdamW update."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import BF16, mix_seed, random_bits, round_stochastic, step_scalars
+
+# name: ends of the parameters in the slab, in elements; every second one decays.
+CASES = {
+    "one": (128,),
+    "three": (256, 384, 2432),
+    "ragged_grid": (2048, 4096, 4224, 5120),
+    "qwen05b": (4358144, 14912384),  # attention and MLP of one block
+    "qwen15b": (13762560, 46792704),
+}
+
+BLOCK = 1 << 16  # elements at a time: few calls, and what a block needs stays in the L2 cache
+
+
+def adamw(
+    param: np.ndarray,
+    work: np.ndarray | None,
+    grad: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    segments: np.ndarray,
+    num_segments: int,
+    scalars: np.ndarray,
+    one_minus_beta1: float,
+    one_minus_beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    salt: int,
+    n: int,
+) -> None:
+    """One step of AdamW on a slab; see llmq.ops.adamw for the arguments and the formula."""
+    s = step_scalars(scalars)
+    if s["skip_update"]:
+        return
+    real = np.float64 if param.dtype == np.float64 else np.float32
+    lr = real(s["lr"])
+    constants = {
+        "grad_scale": real(s["grad_scale"]),
+        "one_minus_beta1": real(one_minus_beta1),
+        "one_minus_beta2": real(one_minus_beta2),
+        "beta2_correction": real(s["beta2_correction"]),
+        "epsilon": real(epsilon),
+        "step_size": lr * real(s["beta1_correction"]),
+    }
+    seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
+    temporaries = np.empty((2, min(BLOCK, n)), real)
+    start = 0
+    for end, decays in segments.tolist():
+        decay = lr * real(weight_decay) if decays else real(0)
+        for low in range(start, end, BLOCK):
+            part = slice(low, min(low + BLOCK, end))
+            stored = (param[part], m[part], v[part])
+            values = [x.astype(real, copy=False) for x in stored]  # BF16: copies
+            _update(*values, grad[part].astype(real, copy=False), decay, constants, temporaries)
+            _round(stored, values, seed, low)
+            if work is not None:
+                work[part] = param[part]
+        start = end
+
+
+def _update(
+    p: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    decay: np.floating,
+    constants: dict[str, np.floating],
+    temporaries: np.ndarray,
+) -> None:
+    """p, m and v in place, in the kernel's order of operations."""
+    t, u = temporaries[:, : p.size]
+    np.multiply(g, constants["grad_scale"], out=t)
+    np.subtract(t, m, out=u)
+    u *= constants["one_minus_beta1"]
+    m += u
+    t *= t
+    t -= v
+    t *= constants["one_minus_beta2"]
+    v += t
+    np.multiply(v, constants["beta2_correction"], out=t)
+    np.sqrt(t, out=t)
+    t += constants["epsilon"]
+    np.divide(m, t, out=u)
+    u *= constants["step_size"]
+    if decay:
+        np.multiply(p, decay, out=t)
+        u += t
+    p -= u
+
+
+def _round(stored: tuple[np.ndarray, ...], values: list[np.ndarray], seed: int, first: int) -> None:
+    """Write back what is BF16, each element with 16 random bits of its own for p, m and v."""
+    if all(x.dtype != BF16 for x in stored):
+        return
+    index = np.arange(first, first + stored[0].size, dtype=np.uint64)
+    shared = random_bits(seed, index)  # two halves: p takes the low one, v the high one
+    bits = (shared, random_bits(mix_seed(seed), index), shared >> np.uint32(16))
+    for array, value, b in zip(stored, values, bits, strict=True):
+        if array.dtype == BF16:
+            array[...] = round_stochastic(value, b)

@@ -1,0 +1,191 @@
+"""Causal self-attention with grouped key/value heads: reference of llmq/cu/attention.cu.
+
+Queries are processed in blocks of ROWS positions against the keys up to the block's end, so that
+nothing above the diagonal block is computed. The heads that share a key/value head are stacked
+into one matrix, and a column of ones carries row sums and offsets through the matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+# (B, T, Hq, Hkv, Hd); names starting with "qwen" are for benchmarks, too large for the emulator.
+CASES = {
+    "one_position": (2, 1, 2, 1, 64),
+    "ragged": (2, 37, 4, 2, 64),
+    "two_tiles": (1, 150, 2, 2, 64),
+    "gqa_80": (1, 70, 6, 2, 80),
+    "heads_96": (1, 33, 3, 1, 96),
+    "heads_128": (1, 100, 2, 1, 128),
+    "qwen05b": (32, 1024, 14, 2, 64),
+    "qwen15b": (32, 1024, 12, 2, 128),
+    "qwen7b": (16, 1024, 28, 4, 128),
+}
+
+ROWS = 64  # query positions in one block
+TILE = 1 << 18  # score elements per block, about: the batch is cut so that they stay in the cache
+
+
+def _batches(qkv: np.ndarray, num_heads: int) -> Iterator[slice]:
+    """Slices of the batch whose blocks hold about TILE scores."""
+    batch, seq_len = qkv.shape[:2]
+    step = max(1, TILE // (num_heads * min(ROWS, seq_len) * seq_len))
+    return (slice(b, min(b + step, batch)) for b in range(0, batch, step))
+
+
+def _stack(x: np.ndarray, num_kv_heads: int, last: np.ndarray | float) -> np.ndarray:
+    """(B, rows, H, Hd) -> (B, Hkv, H/Hkv * rows, Hd + 1), the last column given."""
+    batch, rows, heads, head_dim = x.shape
+    group = heads // num_kv_heads
+    out = np.empty((batch, num_kv_heads, group, rows, head_dim + 1), x.dtype)
+    out[..., :-1] = x.reshape(batch, rows, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    out[..., -1] = last
+    return out.reshape(batch, num_kv_heads, group * rows, head_dim + 1)
+
+
+def _unstack(x: np.ndarray, rows: int) -> np.ndarray:
+    """(B, Hkv, G * rows, n) -> (B, rows, Hkv * G, n), a view or a copy."""
+    batch, kv_heads, stacked, n = x.shape
+    x = x.reshape(batch, kv_heads, stacked // rows, rows, n).transpose(0, 3, 1, 2, 4)
+    return x.reshape(batch, rows, -1, n)
+
+
+def _mask_diagonal(scores: np.ndarray, rows: int) -> None:
+    """Set the scores of later keys to -inf; scores: (B, Hkv, G * rows, keys), keys end at rows."""
+    batch, kv_heads, stacked, keys = scores.shape
+    blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)[..., keys - rows :]
+    blocks += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
+
+
+def attention_forward(
+    out: np.ndarray,
+    lse: np.ndarray,
+    qkv: np.ndarray,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    workspace: np.ndarray | None = None,
+) -> None:
+    """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator.
+
+    out: (B, T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd).
+    workspace: the cuDNN kernel's memory, not used here.
+    """
+    scale = qkv.shape[-1] ** -0.5
+    for batch in _batches(qkv, num_heads):
+        x = compute(qkv[batch])
+        q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
+        keys = np.ascontiguousarray(k.transpose(0, 2, 3, 1))
+        values = _stack(v, num_kv_heads, 1)
+        for start in range(0, seq_len, ROWS):
+            end = min(start + ROWS, seq_len)
+            queries = _stack(q[:, start:end], num_kv_heads, 0)[..., :-1]
+            queries *= scale
+            scores = queries @ keys[..., :end]
+            _mask_diagonal(scores, end - start)
+            row_max = scores.max(axis=-1, keepdims=True)
+            scores -= row_max
+            np.exp(scores, out=scores)
+            product = _unstack(scores @ values[:, :, :end], end - start)
+            total = product[..., -1:]
+            out[batch, start:end] = product[..., :-1] / total
+            row_lse = _unstack(row_max, end - start) + np.log(total)
+            lse[batch, :, start:end] = row_lse[..., 0].transpose(0, 2, 1)
+
+
+def attention_delta(
+    delta: np.ndarray, d_out: np.ndarray, out: np.ndarray, seq_len: int, num_heads: int, rows: int
+) -> None:
+    """delta = sum of d_out * out over Hd. delta: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd)."""
+    delta[...] = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
+
+
+def attention_backward_tiles(
+    d_qkv: np.ndarray,
+    d_out: np.ndarray,
+    lse: np.ndarray,
+    delta: np.ndarray,
+    qkv: np.ndarray,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """The whole gradient d_qkv, probabilities recomputed from lse; shapes as in the forward."""
+    scale = qkv.shape[-1] ** -0.5
+    for batch in _batches(qkv, num_heads):
+        x, d_o = compute(qkv[batch]), compute(d_out[batch])
+        q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
+        keys, values = _stack(k, num_kv_heads, 1), _stack(v, num_kv_heads, 1)
+        d_keys, d_values = np.zeros_like(keys[..., :-1]), np.zeros_like(values[..., :-1])
+        grouped = (len(x), num_kv_heads, num_heads // num_kv_heads, -1)
+        for start in range(0, seq_len, ROWS):
+            end = min(start + ROWS, seq_len)
+            row_lse = lse[batch, :, start:end].reshape(grouped)
+            row_delta = delta[batch, :, start:end].reshape(grouped)
+            queries = _stack(q[:, start:end] * scale, num_kv_heads, -row_lse)
+            d_outs = _stack(d_o[:, start:end], num_kv_heads, -row_delta)
+            probs = queries @ keys[:, :, :end].swapaxes(2, 3)
+            _mask_diagonal(probs, end - start)
+            np.exp(probs, out=probs)
+            d_values[:, :, :end] += probs.swapaxes(2, 3) @ d_outs[..., :-1]
+            probs *= d_outs @ values[:, :, :end].swapaxes(2, 3)  # now the gradient of the scores
+            d_keys[:, :, :end] += probs.swapaxes(2, 3) @ queries[..., :-1]
+            d_queries = probs @ keys[:, :, :end, :-1]
+            d_queries *= scale
+            d_qkv[batch, start:end, :num_heads] = _unstack(d_queries, end - start)
+        d_qkv[batch, :, num_heads : num_heads + num_kv_heads] = d_keys.transpose(0, 2, 1, 3)
+        d_qkv[batch, :, num_heads + num_kv_heads :] = d_values.transpose(0, 2, 1, 3)
+
+
+def attention_backward(
+    d_qkv: np.ndarray,
+    d_out: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    qkv: np.ndarray,
+    workspace: np.ndarray,
+    deterministic: int,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """d_qkv in one call, as cuDNN computes it; workspace: its memory, not used here.
+
+    d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2 Hkv, Hd).
+    """
+    delta = np.empty(lse.shape, compute(qkv).dtype)
+    attention_delta(delta, d_out, out, seq_len, num_heads, delta.size)
+    attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads)
+
+
+def attention_decode(
+    out: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    qkv: np.ndarray,
+    position: int,
+    num_new: int,
+    max_positions: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Attention of num_new positions to themselves and everything before, through a cache.
+
+    out: (B, n, Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are
+    written, earlier rows are read; qkv: (B, n, Hq + 2 Hkv, Hd).
+    """
+    q, k, v = np.split(qkv, (num_heads, num_heads + num_kv_heads), axis=2)
+    end = position + num_new
+    k_cache[:, position:end], v_cache[:, position:end] = k, v
+    queries = _stack(compute(q), num_kv_heads, 0)[..., :-1]
+    queries *= queries.shape[-1] ** -0.5
+    scores = queries @ compute(k_cache[:, :end]).transpose(0, 2, 3, 1)
+    _mask_diagonal(scores, num_new)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    out[...] = _unstack(scores @ compute(v_cache[:, :end]).transpose(0, 2, 1, 3), num_new)

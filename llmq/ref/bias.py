@@ -1,0 +1,36 @@
+"""References of cu/bias.cu: column sums in two stages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, store_gradient
+
+# rows, N
+CASES = {
+    "one_vector": (1, 8),
+    "ragged": (77, 200),
+    "several_splits": (700, 136),
+    "qwen05b_qkv": (32 * 1024, 1152),
+    "qwen15b_qkv": (32 * 1024, 2048),
+}
+
+
+def bias_backward(partial: np.ndarray, d_out: np.ndarray, rows: int, N: int, splits: int) -> None:
+    d_out = d_out.reshape(rows, N)
+    step = -(-rows // splits)
+    for split in range(splits):
+        block = compute(d_out[split * step : (split + 1) * step])
+        np.add.reduce(block, axis=0, out=partial[split])
+
+
+def bias_finish(
+    d_bias: np.ndarray,
+    partial: np.ndarray,
+    scalars: np.ndarray,
+    N: int,
+    splits: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    store_gradient(d_bias, partial.sum(axis=0), scalars, bool(accumulate), salt)

@@ -1,0 +1,90 @@
+"""What several references share: computing precision, random bits, stochastic rounding."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from llmq.dtypes import STEP_SCALARS
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def compute(x: np.ndarray) -> np.ndarray:
+    """x in the precision references compute in: F64 stays (finite differences), else F32."""
+    return x if x.dtype == np.float64 else x.astype(np.float32, copy=False)
+
+
+def step_scalars(words: np.ndarray) -> np.ndarray:
+    """The STEP_SCALARS record behind an I32 (16,) tensor, in place."""
+    return words.view(STEP_SCALARS)[0]
+
+
+def random_bits(seed: int, index: np.ndarray) -> np.ndarray:
+    """uint32 hash of (seed, index): the random number of element `index`.
+
+    Two multiply-xorshift rounds ("lowbias32" with the constants of C. Wellons' hash-prospector);
+    index may exceed 32 bits, its high word is folded into the seed.
+    """
+    index = index.astype(np.uint64)
+    high = (index >> np.uint64(32)).astype(np.uint32)
+    h = index.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(seed & 0xFFFFFFFF)
+    h ^= high * np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x21F0AAAD)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(0x735A2D97)
+    h ^= h >> np.uint32(15)
+    return h
+
+
+def mix_seed(*words: int) -> int:
+    """One 32-bit seed from several words; the CUDA side is `mix_seed` in common.cuh."""
+    h = 0
+    for word in words:
+        h = ((h ^ (word & 0xFFFFFFFF)) * 0x01000193 + 0x9E3779B9) & 0xFFFFFFFF
+        h ^= h >> 15
+        h = h * 0x2C1B3C6D & 0xFFFFFFFF
+        h ^= h >> 12
+    return h
+
+
+def round_stochastic(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """F32 -> BF16, up with the probability of the dropped part; bits: uint32, low 16 are used.
+
+    Infinities and NaN go through unchanged (round to nearest).
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    raw = x.view(np.uint32) + (bits & np.uint32(0xFFFF))
+    rounded = (raw >> np.uint32(16)).astype(np.uint16).view(BF16)
+    return np.where(np.isfinite(x), rounded, x.astype(BF16))
+
+
+def store_gradient(
+    d_weight: np.ndarray, value: np.ndarray, scalars: np.ndarray, accumulate: bool, salt: int
+) -> None:
+    """Write or add a parameter gradient, as llmq.runtime.tensor.Accumulator describes."""
+    if not accumulate:
+        d_weight[...] = value.astype(d_weight.dtype, copy=False)
+    elif d_weight.dtype == BF16:
+        s = step_scalars(scalars)
+        seed = mix_seed(int(s["seed"]), int(s["step"]), int(s["micro_step"]), salt)
+        index = np.arange(d_weight.size, dtype=np.uint64).reshape(d_weight.shape)
+        total = d_weight.astype(np.float32) + value.astype(np.float32)
+        d_weight[...] = round_stochastic(total, random_bits(seed, index))
+    else:
+        d_weight += value.astype(d_weight.dtype, copy=False)
+
+
+def row_blocks(rows: int, columns: int) -> list[slice]:
+    """Cuts rows into pieces of about 64k elements, so that a chain of ufuncs stays in the cache."""
+    step = max(1, 65536 // columns)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)); 0 where exp overflows. Callers ignore that overflow (np.errstate)."""
+    s = np.negative(x)
+    np.exp(s, out=s)
+    s += 1
+    return np.reciprocal(s, out=s)

@@ -1,0 +1,99 @@
+"""References of cu/cross_entropy.cu: loss, log-sum-exp and gradient of rows of logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.dtypes import STAT
+from llmq.ref.common import compute, row_blocks
+
+# rows, V, Vp
+CASES = {
+    "tiny": (3, 257, 320),
+    "one_vector_short": (4, 505, 512),
+    "full": (5, 1024, 1024),
+    "few_long": (2, 151655, 151936),
+    "qwen": (8192, 151936, 151936),
+    "gpt2": (8192, 50257, 50304),
+    "llama3": (8192, 128256, 128256),
+}
+
+
+def _softmax(
+    x: np.ndarray, losses: np.ndarray, lse: np.ndarray, targets: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x (rows, V) becomes exp(x - row max). Writes losses and lse.
+
+    Returns the sums of the rows, and the indices and targets of the rows that count.
+    """
+    rows = np.flatnonzero(targets >= 0)
+    picked = targets[rows]
+    target_logits = x[rows, picked]
+    row_max = x.max(axis=1)
+    x -= row_max[:, None]
+    np.exp(x, out=x)
+    sums = np.add.reduce(x, axis=1)
+    lse[...] = row_max + np.log(sums)
+    losses[...] = 0
+    losses[rows] = lse[rows] - target_logits
+    return sums, rows, picked
+
+
+def cross_entropy_forward_backward(
+    logits: np.ndarray,
+    losses: np.ndarray,
+    lse: np.ndarray,
+    targets: np.ndarray,
+    rows: int,
+    vocab: int,
+    padded_vocab: int,
+    z_loss: float,
+) -> None:
+    for block in row_blocks(rows, padded_vocab):
+        x = compute(logits[block, :vocab])
+        sums, counted, picked = _softmax(x, losses[block], lse[block], targets[block])
+        factor = np.zeros_like(sums)
+        factor[counted] = (1 + z_loss * lse[block][counted]) / sums[counted]
+        x *= factor[:, None]
+        x[counted, picked] -= 1
+        if len(counted) < len(x):
+            x[targets[block] < 0] = 0
+        if logits.dtype != x.dtype:
+            logits[block, :vocab] = x
+    logits[:, vocab:] = 0
+
+
+cross_entropy_forward_backward_registers = cross_entropy_forward_backward
+
+
+def cross_entropy_forward(
+    losses: np.ndarray,
+    lse: np.ndarray,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    rows: int,
+    vocab: int,
+    padded_vocab: int,
+) -> None:
+    for block in row_blocks(rows, padded_vocab):
+        x = np.array(compute(logits[block, :vocab]))
+        _softmax(x, losses[block], lse[block], targets[block])
+
+
+def cross_entropy_stats(
+    stats: np.ndarray,
+    losses: np.ndarray,
+    lse: np.ndarray,
+    targets: np.ndarray,
+    n: int,
+    seq_len: int,
+) -> None:
+    losses, lse = losses.reshape(-1, seq_len), lse.reshape(-1, seq_len)
+    counted = targets.reshape(-1, seq_len) >= 0
+    stats[STAT["loss"]] += losses.sum(dtype=np.float64)
+    stats[STAT["tokens"]] += np.count_nonzero(counted)
+    stats[STAT["loss_1k"]] += losses[:, :1024].sum(dtype=np.float64)
+    stats[STAT["tokens_1k"]] += np.count_nonzero(counted[:, :1024])
+    counted_lse = lse[counted]
+    stats[STAT["lse_max"]] = np.fmax.reduce(counted_lse, initial=stats[STAT["lse_max"]])
+    stats[STAT["lse_sum"]] += counted_lse.sum(dtype=np.float64)

@@ -1,0 +1,106 @@
+"""References of cu/embedding.cu: table lookup, and the deterministic scatter-add back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import (
+    BF16,
+    compute,
+    mix_seed,
+    random_bits,
+    round_stochastic,
+    step_scalars,
+    store_gradient,
+)
+
+# B, T, C, Vp
+CASES = {
+    "one_token": (1, 1, 8, 64),
+    "small": (2, 50, 40, 64),
+    "several_slices": (2, 96, 264, 320),
+    "qwen05b": (32, 1024, 896, 151936),
+    "qwen15b": (32, 1024, 1536, 151936),
+}
+
+
+def embedding_forward(
+    out: np.ndarray,
+    tokens: np.ndarray,
+    weight: np.ndarray,
+    position_weight: np.ndarray | None,
+    n: int,
+    seq_len: int,
+    C: int,
+    first_position: int,
+) -> None:
+    np.take(weight, tokens, axis=0, out=out, mode="clip")
+    if position_weight is not None:
+        positions = compute(position_weight[first_position : first_position + seq_len])
+        np.add(compute(out), positions, out=out, casting="same_kind")
+
+
+def embedding_sort(
+    order: np.ndarray, spare: np.ndarray, tokens: np.ndarray, n: int, vocab: int, buckets: int
+) -> None:
+    """order: the token indices by (id % buckets, id // buckets), equal ids in ascending order."""
+    ids = tokens.reshape(-1)
+    order[...] = np.argsort(
+        (ids % buckets) * (vocab // buckets + 1) + ids // buckets, kind="stable"
+    )
+
+
+def embedding_backward(
+    d_weight: np.ndarray,
+    partial: np.ndarray,
+    d_out: np.ndarray,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    scalars: np.ndarray,
+    n: int,
+    C: int,
+    salt: int,
+) -> None:
+    """Adds the sum of every run of equal ids; embedding_finish has nothing left to do."""
+    ids = tokens.reshape(-1)[order]
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))
+    sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
+    rows = ids[starts]
+    if d_weight.dtype == BF16:
+        s = step_scalars(scalars)
+        seed = mix_seed(int(s["seed"]), int(s["step"]), int(s["micro_step"]), salt)
+        index = rows[:, None].astype(np.uint64) * np.uint64(C) + np.arange(C, dtype=np.uint64)
+        sums += d_weight[rows].astype(np.float32)
+        d_weight[rows] = round_stochastic(sums, random_bits(seed, index))
+    else:
+        d_weight[rows] += sums
+
+
+def embedding_finish(
+    d_weight: np.ndarray,
+    partial: np.ndarray,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    scalars: np.ndarray,
+    n: int,
+    C: int,
+    salt: int,
+) -> None:
+    """Adds the runs that embedding_backward left in pieces: none, in its reference."""
+
+
+def embedding_backward_positions(
+    d_position: np.ndarray,
+    d_out: np.ndarray,
+    scalars: np.ndarray,
+    positions: int,
+    batch: int,
+    seq_len: int,
+    C: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    total = np.add.reduce(compute(d_out), axis=0)
+    store_gradient(d_position[:seq_len], total, scalars, bool(accumulate), salt)
+    if not accumulate:
+        d_position[seq_len:] = 0

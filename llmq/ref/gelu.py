@@ -1,0 +1,57 @@
+"""References of cu/gelu.cu: GELU with the tanh approximation, and its gradient.
+
+0.5 * (1 + tanh(u)) = sigmoid(2u), so gelu(x) = x * sigmoid(x * (C1 + C3 * x^2)).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from llmq.ref.common import compute, row_blocks, sigmoid
+
+# shape of x
+CASES = {
+    "one_vector": (8,),
+    "ragged_block": (3, 1016),
+    "gpt2": (32 * 1024, 3072),
+    "gpt2_xl": (8 * 1024, 6400),
+}
+
+C1 = 2 * math.sqrt(2 / math.pi)
+C3 = C1 * 0.044715
+
+
+def gelu_forward(out: np.ndarray, x: np.ndarray, n: int) -> None:
+    out, x = out.reshape(-1), x.reshape(-1)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(n, 1):
+            xs = compute(x[block])
+            np.multiply(sigmoid(_argument(xs)), xs, out=out[block], casting="same_kind")
+
+
+def gelu_backward(d_x: np.ndarray, d_out: np.ndarray, x: np.ndarray, n: int) -> None:
+    d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(n, 1):
+            xs = compute(x[block])
+            s = sigmoid(_argument(xs))
+            # d gelu / dx = s + s * (1 - s) * x * (C1 + 3 * C3 * x^2)
+            slope = xs * xs
+            slope *= 3 * C3
+            slope += C1
+            slope *= xs
+            slope *= s
+            slope *= 1 - s
+            slope += s
+            slope *= compute(d_out[block])
+            d_x[block] = slope
+
+
+def _argument(x: np.ndarray) -> np.ndarray:
+    value = x * x
+    value *= C3
+    value += C1
+    value *= x
+    return value

@@ -1,0 +1,48 @@
+"""Reference of the gradient norm."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.dtypes import STAT
+from llmq.ref.common import compute, step_scalars
+
+# name: sizes of the tensors.
+CASES = {
+    "one": (1,),
+    "ragged": (7, 4096, 12345),
+    "loop": (40000, 129),
+    "qwen05b": (136134656, *[14912384] * 24, 896),
+    "qwen15b": (233373696, *[46792704] * 28, 1536),
+}
+
+BLOCK = 1 << 16  # elements summed in F32 before the F64 sum
+
+
+def global_norm_partials(partials: np.ndarray, x: np.ndarray, n: int) -> None:
+    """Numbers that add up to sum(x^2); here the first holds it all and the others are zero."""
+    flat = x.reshape(-1)
+    total = 0.0
+    for start in range(0, n, BLOCK):
+        part = compute(flat[start : start + BLOCK])
+        total += float(np.dot(part, part))
+    partials[:] = 0
+    partials[0] = total
+
+
+def global_norm_sum(stats: np.ndarray, partials: np.ndarray, num_partials: int) -> None:
+    """stats[norm_squared] += sum(partials)."""
+    stats[STAT["norm_squared"]] += partials[:num_partials].sum()
+
+
+def global_norm_finish(stats: np.ndarray, scalars: np.ndarray) -> None:
+    """Norm of the mean gradient, clip factor over token count, and whether to skip the update."""
+    s = step_scalars(scalars)
+    tokens = stats[STAT["tokens"]]
+    norm = np.sqrt(stats[STAT["norm_squared"]]) / tokens if tokens > 0 else np.float64(0)
+    stats[STAT["norm"]] = norm
+    skip = tokens == 0 or not np.isfinite(norm)
+    clip = np.float64(s["grad_clip"])
+    factor = clip / norm if clip > 0 and norm > clip else 1.0
+    s["grad_scale"] = 0 if skip else factor / tokens
+    s["skip_update"] = skip

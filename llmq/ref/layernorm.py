@@ -1,0 +1,127 @@
+"""Reference of LayerNorm, alone and fused with the residual addition."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, store_gradient
+
+# name: (rows, C)
+CASES = {
+    "one_row": (1, 64),
+    "narrow": (37, 72),
+    "warp_per_row": (19, 768),
+    "two_warps_per_row": (9, 1600),
+    "widest": (5, 8192),
+    "gpt2": (32768, 768),
+    "gpt2_xl": (16384, 1600),
+}
+
+
+def _normalise(
+    out: np.ndarray,
+    mean: np.ndarray,
+    rstd: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    eps: float,
+) -> None:
+    """out, mean and rstd from x in the computing precision; out may have a narrower type."""
+    np.mean(x, axis=-1, dtype=x.dtype, out=mean)
+    centred = np.subtract(x, mean[:, None], out=out if out.dtype == x.dtype else None)
+    variance = np.vecdot(centred, centred)
+    variance /= x.dtype.type(x.shape[-1])
+    variance += x.dtype.type(eps)
+    np.sqrt(variance, out=variance)
+    np.divide(x.dtype.type(1), variance, out=rstd)
+    centred *= rstd[:, None]
+    centred *= compute(weight)
+    centred += compute(bias)
+    if centred is not out:
+        out[...] = centred
+
+
+def layernorm_forward(
+    out: np.ndarray,
+    mean: np.ndarray,
+    rstd: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    eps: float,
+    rows: int,
+    C: int,
+) -> None:
+    """rstd = 1 / sqrt(variance(x) + eps); out = T((x - mean) * rstd * weight + bias)."""
+    _normalise(out, mean, rstd, compute(x), weight, bias, eps)
+
+
+def layernorm_forward_residual(
+    residual_out: np.ndarray,
+    out: np.ndarray,
+    mean: np.ndarray,
+    rstd: np.ndarray,
+    residual: np.ndarray,
+    branch: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    eps: float,
+    rows: int,
+    C: int,
+) -> None:
+    """residual_out = T(residual + branch), then the norm of the rounded sum."""
+    if residual_out.dtype == compute(residual).dtype:
+        np.add(residual, branch, out=residual_out)
+    else:
+        residual_out[...] = compute(residual) + compute(branch)
+    _normalise(out, mean, rstd, compute(residual_out), weight, bias, eps)
+
+
+def layernorm_backward(
+    d_x: np.ndarray,
+    partial: np.ndarray,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    mean: np.ndarray,
+    rstd: np.ndarray,
+    d_residual: np.ndarray | None,
+    rows: int,
+    C: int,
+) -> None:
+    """d_x from d_out; partial (2, any, C) adds up to the gradients of weight and bias."""
+    x, d_out, weight = compute(x), compute(d_out), compute(weight)
+    count = x.dtype.type(C)
+    x_hat = x - mean[:, None]
+    x_hat *= rstd[:, None]
+    total = d_out * x_hat
+    partial[:, 1:] = 0
+    np.sum(total, axis=0, out=partial[0, 0])
+    np.sum(d_out, axis=0, out=partial[1, 0])
+    # d(norm)/dx = rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat))
+    slope = total @ weight
+    slope /= count
+    offset = d_out @ weight
+    offset /= count
+    np.multiply(d_out, weight, out=total)
+    total -= offset[:, None]
+    x_hat *= slope[:, None]
+    total -= x_hat
+    total *= rstd[:, None]
+    if d_residual is not None:
+        total += compute(d_residual)
+    d_x[...] = total
+
+
+def layernorm_backward_parameter(
+    d_parameter: np.ndarray,
+    partial: np.ndarray,
+    scalars: np.ndarray,
+    num_partials: int,
+    C: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    """d_parameter = or += the sum of partial (num_partials, C) over its rows."""
+    store_gradient(d_parameter, partial.sum(0), scalars, bool(accumulate), salt)

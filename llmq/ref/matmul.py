@@ -1,0 +1,78 @@
+"""Reference of the matrix product: NumPy's BLAS."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+# name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
+# d_W = d_out^T @ x.
+CASES = {
+    "plain": (24, 40, 56, False, False),
+    "trans_a": (40, 24, 16, True, False),
+    "trans_b": (8, 136, 64, False, True),
+    "trans_both": (16, 8, 24, True, True),
+    "tall": (600, 8, 16, False, True),
+    "qwen05b_up_forward": (32768, 9728, 896, False, True),
+    "qwen05b_up_d_input": (32768, 896, 9728, False, False),
+    "qwen05b_up_d_weight": (9728, 896, 32768, True, False),
+    "qwen05b_head": (8192, 151936, 896, False, True),
+    "qwen15b_qkv_forward": (32768, 2048, 1536, False, True),
+    "qwen15b_down_d_weight": (1536, 8960, 32768, True, False),
+}
+
+# Elements of the buffer that holds a product before it is added: 4 MiB, so that the sum is read
+# back from the cache, and enough rows for the BLAS to be at full speed.
+CHUNK = 1 << 20
+_local = threading.local()
+
+
+def _buffer(size: int, dtype: np.dtype) -> np.ndarray:
+    """This thread's buffer: allocating a new one a call costs more in page faults than the sum."""
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None or buffer.size < size or buffer.dtype != dtype:
+        buffer = _local.buffer = np.empty(max(size, CHUNK), dtype)
+    return buffer
+
+
+def matmul(
+    out: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None,
+    workspace: np.ndarray,
+    M: int,
+    N: int,
+    K: int,
+    trans_a: int,
+    trans_b: int,
+    accumulate: int,
+) -> None:
+    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ out], summed in F32, rounded to out once.
+
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b.
+    """
+    left = compute(a.T if trans_a else a)
+    right = compute(b.T if trans_b else b)
+    if out.dtype != left.dtype:
+        total = left @ right
+        if bias is not None:
+            total += compute(bias)
+        if accumulate:
+            total += compute(out)
+        out[...] = total
+        return
+    if not accumulate:
+        np.matmul(left, right, out=out)
+    else:
+        rows = max(CHUNK // N, 256)
+        for start in range(0, M, rows):
+            stop = min(start + rows, M)
+            part = _buffer((stop - start) * N, out.dtype)[: (stop - start) * N]
+            part = np.matmul(left[start:stop], right, out=part.reshape(stop - start, N))
+            out[start:stop] += part
+    if bias is not None:
+        out += bias

@@ -1,0 +1,112 @@
+"""Reference of RMSNorm, alone and fused with the residual addition."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, store_gradient
+
+# name: (rows, C)
+CASES = {
+    "one_row": (1, 64),
+    "narrow": (37, 72),
+    "warp_per_row": (19, 896),
+    "two_warps_per_row": (9, 1536),
+    "four_warps_per_row": (11, 3584),
+    "widest": (5, 8192),
+    "qwen05b": (32768, 896),
+    "qwen15b": (32768, 1536),
+    "qwen7b": (16384, 3584),
+}
+
+
+def _normalise(
+    out: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float
+) -> None:
+    """out and rstd from x in the computing precision; out may have a narrower type."""
+    mean_square = np.vecdot(x, x)
+    mean_square /= x.dtype.type(x.shape[-1])
+    mean_square += x.dtype.type(eps)
+    np.sqrt(mean_square, out=mean_square)
+    np.divide(x.dtype.type(1), mean_square, out=rstd)
+    if out.dtype == x.dtype:
+        np.multiply(x, rstd[:, None], out=out)
+        out *= weight
+    else:
+        rounded = (x * rstd[:, None]).astype(out.dtype)
+        out[...] = compute(rounded) * compute(weight)
+
+
+def rmsnorm_forward(
+    out: np.ndarray,
+    rstd: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    eps: float,
+    rows: int,
+    C: int,
+) -> None:
+    """rstd = 1 / sqrt(mean(x^2) + eps); out = T(T(rstd * x) * weight)."""
+    _normalise(out, rstd, compute(x), weight, eps)
+
+
+def rmsnorm_forward_residual(
+    residual_out: np.ndarray,
+    out: np.ndarray,
+    rstd: np.ndarray,
+    residual: np.ndarray,
+    branch: np.ndarray,
+    weight: np.ndarray,
+    eps: float,
+    rows: int,
+    C: int,
+) -> None:
+    """residual_out = T(residual + branch), then the norm of the rounded sum."""
+    if residual_out.dtype == compute(residual).dtype:
+        np.add(residual, branch, out=residual_out)
+    else:
+        residual_out[...] = compute(residual) + compute(branch)
+    _normalise(out, rstd, compute(residual_out), weight, eps)
+
+
+def rmsnorm_backward(
+    d_x: np.ndarray,
+    partial: np.ndarray,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    rstd: np.ndarray,
+    d_residual: np.ndarray | None,
+    rows: int,
+    C: int,
+) -> None:
+    """d_x from d_out; the rows of partial (any number, C) add up to the weight's gradient."""
+    x, d_out, weight = compute(x), compute(d_out), compute(weight)
+    product = d_out * x
+    partial[1:] = 0
+    partial[0] = rstd @ product
+    # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
+    slope = product @ weight
+    slope *= rstd * rstd * rstd / x.dtype.type(C)
+    total = np.multiply(d_out, weight, out=product)
+    total *= rstd[:, None]
+    if d_residual is not None:
+        total += compute(d_residual)
+    if d_x.dtype == x.dtype:
+        np.multiply(x, slope[:, None], out=d_x)
+        np.subtract(total, d_x, out=d_x)
+    else:
+        d_x[...] = total - x * slope[:, None]
+
+
+def rmsnorm_backward_weight(
+    d_weight: np.ndarray,
+    partial: np.ndarray,
+    scalars: np.ndarray,
+    num_partials: int,
+    C: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    """d_weight = or += the sum of partial over its rows."""
+    store_gradient(d_weight, partial.sum(0), scalars, bool(accumulate), salt)

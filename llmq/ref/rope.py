@@ -1,0 +1,79 @@
+"""Reference of the rotary position embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+# name: (B, T, Hq, Hkv, Hd)
+CASES = {
+    "one_token": (1, 1, 1, 1, 64),
+    "head_64": (2, 5, 4, 2, 64),
+    "head_80": (1, 7, 3, 1, 80),
+    "head_96": (1, 3, 5, 5, 96),
+    "head_128": (3, 4, 6, 2, 128),
+    "qwen05b": (32, 1024, 14, 2, 64),
+    "qwen15b": (32, 1024, 12, 2, 128),
+    "qwen7b": (16, 1024, 28, 4, 128),
+}
+
+
+def _rotate(
+    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_heads: int, num_kv_heads: int
+) -> None:
+    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2).
+
+    Both are laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a
+    broadcast makes its inner loop as short as half a head.
+    """
+    seq_length, half = cos.shape
+    heads = num_heads + num_kv_heads
+    wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
+    wide_cos[...] = cos[:, None, None]
+    wide_sin = np.empty_like(wide_cos)
+    np.negative(sin[:, None], out=wide_sin[:, :, 0])
+    wide_sin[:, :, 1] = sin[:, None]
+    swapped = np.empty_like(wide_cos)
+    for sequence in qkv:  # so that the temporaries are small
+        x = sequence[:, :heads].reshape(seq_length, heads, 2, half)
+        np.copyto(swapped, x[:, :, ::-1])
+        swapped *= wide_sin
+        rotated = np.multiply(x, wide_cos, out=x if x.dtype == cos.dtype else None)
+        rotated += swapped
+        if rotated is not x:
+            x[...] = rotated
+
+
+def _table(qkv: np.ndarray, table: np.ndarray, first_position: int) -> tuple:
+    """cos and sin (T, Hd/2) of the positions in qkv, in the computing precision."""
+    rows = table[first_position : first_position + qkv.shape[1]]
+    rows = rows.astype(compute(qkv[:0]).dtype, copy=False)
+    return rows[..., 0], rows[..., 1]
+
+
+def rope_forward(
+    qkv: np.ndarray,
+    table: np.ndarray,
+    tokens: int,
+    seq_length: int,
+    num_heads: int,
+    num_kv_heads: int,
+    first_position: int,
+) -> None:
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + Hd/2), in place."""
+    cos, sin = _table(qkv, table, first_position)
+    _rotate(qkv, cos, sin, num_heads, num_kv_heads)
+
+
+def rope_backward(
+    d_qkv: np.ndarray,
+    table: np.ndarray,
+    tokens: int,
+    seq_length: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """The rotation by the opposite angles, in place."""
+    cos, sin = _table(d_qkv, table, 0)
+    _rotate(d_qkv, cos, -sin, num_heads, num_kv_heads)

@@ -1,0 +1,49 @@
+"""References of cu/swiglu.cu: out = up * silu(gate), and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, row_blocks, sigmoid
+
+# rows, F
+CASES = {
+    "one_vector": (1, 8),
+    "ragged_block": (5, 24),
+    "several_blocks": (37, 344),
+    "qwen05b": (32 * 1024, 4864),
+    "qwen15b": (32 * 1024, 8960),
+}
+
+
+def swiglu_forward(out: np.ndarray, up_gate: np.ndarray, rows: int, F: int) -> None:
+    out, up_gate = out.reshape(rows, F), up_gate.reshape(rows, 2 * F)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(rows, F):
+            up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
+            value = sigmoid(gate)
+            value *= gate
+            np.multiply(value, up, out=out[block], casting="same_kind")
+
+
+def swiglu_backward(
+    d_up_gate: np.ndarray, d_out: np.ndarray, up_gate: np.ndarray, rows: int, F: int
+) -> None:
+    d_out = d_out.reshape(rows, F)
+    up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
+    with np.errstate(over="ignore"):
+        for block in row_blocks(rows, F):
+            up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
+            d = compute(d_out[block])
+            s = sigmoid(gate)
+            silu = gate * s
+            # d silu / d gate = s * (1 + gate * (1 - s))
+            slope = 1 - s
+            slope *= gate
+            slope += 1
+            slope *= s
+            slope *= up
+            slope *= d
+            silu *= d
+            d_up_gate[block, :F] = silu
+            d_up_gate[block, F:] = slope

@@ -1,0 +1,1 @@
+"""Mechanism: devices, memory, kernels, threads. Nothing here knows what a transformer is."""

@@ -1,0 +1,78 @@
+"""The file of tuned matrix-product algorithms, shared by the ranks of a process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from pathlib import Path
+
+from llmq.runtime.compile import write_file
+
+FORMAT = 1
+ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
+
+
+class AlgorithmFile:
+    """What tuning found, shared by the ranks of a process and kept on disk.
+
+    All ranks must run the same algorithm, and every run of a command the same as the last: the
+    first one published for a key stays. path None: in memory only. A file that cannot be read is
+    treated as empty, one that cannot be written is a warning: it holds nothing but time.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self._lock = threading.Lock()
+        self._known = self._read()
+
+    def get(self, key: str) -> bytes | None:
+        """The algorithm of the key, None if there is none."""
+        with self._lock:
+            return self._known.get(key)
+
+    def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
+        """Offer an algorithm; returns the one to use, another rank's if that came first.
+
+        instead_of: what `get` returned, and what is replaced if it is still there.
+        """
+        with self._lock:
+            if self._known.get(key) != instead_of:
+                return self._known[key]
+            self._known[key] = algorithm
+            if self.path is not None:
+                self._known = {**self._read(), **self._known}  # another process may have added
+                self._write()
+            return algorithm
+
+    def _read(self) -> dict[str, bytes]:
+        if self.path is None:
+            return {}
+        try:
+            content = json.loads(self.path.read_bytes())
+            if content["format"] != FORMAT:
+                return {}
+            known = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+        return {k: v for k, v in known.items() if len(v) == ALGORITHM_BYTES}
+
+    def _write(self) -> None:
+        algorithms = {k: v.hex() for k, v in sorted(self._known.items())}
+        text = json.dumps({"format": FORMAT, "algorithms": algorithms}, indent=1)
+        try:
+            write_file(self.path, text.encode() + b"\n")
+        except OSError as error:
+            warnings.warn(f"tuned matrix products are not kept: {error}", stacklevel=3)
+
+
+_files: dict[Path | None, AlgorithmFile] = {}
+_files_lock = threading.Lock()
+
+
+def algorithm_file(path: Path | None) -> AlgorithmFile:
+    """The process's one AlgorithmFile for the path."""
+    with _files_lock:
+        if path not in _files:
+            _files[path] = AlgorithmFile(path)
+        return _files[path]

@@ -1,0 +1,248 @@
+"""Kernel source to machine code: NVRTC, with a cache on disk.
+
+NVRTC needs neither a GPU nor a driver, so every kernel can be compiled anywhere for any GPU.
+Settings: LLMQ_CACHE_DIR (where compiled kernels are kept), LLMQ_LINEINFO=1 (source lines for
+profilers and sanitizers).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from llmq.dtypes import DType
+from llmq.errors import LlmqError
+from llmq.runtime.kernel import TYPE_VARIABLES
+
+KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
+DEFAULT_TYPE = "f32"  # of a type variable that only other entry points of the same file use
+FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
+
+_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What one entry point needs of a multiprocessor, as the assembler reports it.
+
+    registers: of one thread. shared: bytes of static shared memory of a block. spilled, stack:
+    bytes of one thread in local memory, which is slow.
+    """
+
+    registers: int
+    shared: int
+    spilled: int
+    stack: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cubin:
+    """Machine code of one source file under one set of definitions."""
+
+    code: bytes
+    resources: dict[str, Resources]  # by entry point
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder."""
+    if chosen := os.environ.get("LLMQ_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq"
+
+
+def cuda_include_dirs(major: int | None = None) -> list[Path]:
+    """Folders with cuda_bf16.h, pip packages first; major: the CUDA release preferred."""
+    packages = {12: "cuda_runtime/include", 13: "cu13/include"}
+    order = sorted(packages, key=lambda m: m != major)
+    try:
+        import nvidia
+
+        roots = [Path(p) for p in nvidia.__path__]
+    except ImportError:
+        roots = []
+    found = [root / packages[m] for m in order for root in roots]
+    found += [
+        Path(os.environ[v]) / "include" for v in ("CUDA_PATH", "CUDA_HOME") if v in os.environ
+    ]
+    found.append(Path("/usr/local/cuda/include"))
+    return [path for path in found if (path / "cuda_bf16.h").exists()]
+
+
+def definitions(file: str, types: dict[str, DType], consts: dict[str, int] | None) -> list[str]:
+    """`#define` lines: the type variables of the file's kernels, then the constants."""
+    variables = TYPE_VARIABLES.get(file, set()) | set(types)
+    lines = [
+        f"#define {v} {types[v].name if v in types else DEFAULT_TYPE}" for v in sorted(variables)
+    ]
+    return lines + [f"#define {name} {value}" for name, value in sorted((consts or {}).items())]
+
+
+def program(file: str, types: dict[str, DType], consts: dict[str, int] | None) -> str:
+    """What the compiler gets. Shared headers come before the definitions, whose one-letter names
+    would otherwise meet the template parameters in there."""
+    text = (KERNEL_DIR / file).read_text()
+    lines = ['#include "common.cuh"', *definitions(file, types, consts), f'#line 1 "{file}"', text]
+    return "\n".join(lines)
+
+
+def digest(parts: Iterable[str | bytes]) -> str:
+    """A name for this content."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:32]
+
+
+def included_texts(text: str, headers: dict[str, str]) -> list[str]:
+    """The headers (name -> text) that `text` includes by `#include "name"`, and those they do."""
+    used: set[str] = set()
+    pending = [text]
+    while pending:
+        for name in _INCLUDE.findall(pending.pop()):
+            if name in headers and name not in used:
+                used.add(name)
+                pending.append(headers[name])
+    return [headers[name] for name in sorted(used)]
+
+
+@functools.cache
+def _nvrtc():
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        raise LlmqError(
+            f"the CUDA kernel compiler NVRTC does not load ({error}); install cupy-cuda12x or "
+            "cupy-cuda13x together with the NVRTC package of the same CUDA release"
+        ) from error
+    return nvrtc
+
+
+def target(capability: int) -> str:
+    """The architecture to compile for: the GPU's own, or the nearest older one of its family."""
+    known = [a for a in _nvrtc().getSupportedArchs() if a // 10 == capability // 10]
+    usable = [a for a in known if a <= capability]
+    if not usable:
+        raise LlmqError(
+            f"NVRTC {'.'.join(map(str, _nvrtc().getVersion()))} cannot compile for compute "
+            f"capability {capability / 10}; install a newer CUDA release of CuPy"
+        )
+    # 90a: the only way to Hopper's warpgroup products and register hand-over.
+    return "sm_90a" if max(usable) == 90 else f"sm_{max(usable)}"
+
+
+def parse_resources(log: str) -> dict[str, Resources]:
+    """Read the assembler's -v report."""
+    found: dict[str, Resources] = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        entry = part[: part.index("'")]
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match.group(1)) if match else 0
+
+        found[entry] = Resources(
+            registers=number(r"Used (\d+) registers"),
+            shared=number(r"(\d+) bytes smem"),
+            spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            stack=number(r"(\d+) bytes stack frame"),
+        )
+    return found
+
+
+def compile_kernels(
+    file: str, types: dict[str, DType], consts: dict[str, int] | None, capability: int
+) -> Cubin:
+    """Machine code of llmq/cu/<file> for a GPU of this capability, from the cache if it is there.
+
+    Raises LlmqError when the compiler or its headers are missing, RuntimeError with the
+    compiler's messages when the source does not compile.
+    """
+    nvrtc = _nvrtc()
+    text = program(file, types, consts)
+    flags = [f"-arch={target(capability)}", *FLAGS]
+    if os.environ.get("LLMQ_LINEINFO") == "1":
+        flags.append("-lineinfo")
+    headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
+    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.getVersion())])
+    path = cache_dir() / f"{file.removesuffix('.cu')}-{key}.cubin"
+    with _locks[path]:  # ranks start with the same kernels: one compiles, the others read
+        cached = _read(path)
+        if cached is None:
+            cached = _compile(nvrtc, file, text, flags)
+            _write(path, cached)
+    return cached
+
+
+def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:
+    includes = cuda_include_dirs(nvrtc.getVersion()[0])
+    if not includes:
+        raise LlmqError(
+            "cuda_bf16.h is not found; install nvidia-cuda-runtime-cu12 (or nvidia-cuda-runtime "
+            "for CUDA 13), or set CUDA_PATH to a CUDA toolkit"
+        )
+    options = (*flags, f"-I{KERNEL_DIR}", f"-I{includes[0]}")
+    handle = nvrtc.createProgram(text, file, (), ())
+    try:
+        nvrtc.compileProgram(handle, options)
+        log = nvrtc.getProgramLog(handle)
+        return Cubin(code=bytes(nvrtc.getCUBIN(handle)), resources=parse_resources(log))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(handle).strip("\0 \n")
+        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(handle)
+
+
+def _read(path: Path) -> Cubin | None:
+    """The cached entry; None when there is none, or not a whole one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    checksum, body = data[:32], data[32:]
+    if hashlib.sha256(body).digest() != checksum:
+        return None
+    header, code = body.split(b"\n", 1)
+    resources = {name: Resources(**values) for name, values in json.loads(header).items()}
+    return Cubin(code=code, resources=resources)
+
+
+def _write(path: Path, cubin: Cubin) -> None:
+    header = json.dumps({name: asdict(r) for name, r in cubin.resources.items()}).encode()
+    body = header + b"\n" + cubin.code
+    try:
+        write_file(path, hashlib.sha256(body).digest() + body)
+    except OSError as error:
+        raise LlmqError(
+            f"cannot keep compiled kernels in {path.parent} ({error.strerror}); "
+            "set LLMQ_CACHE_DIR to a folder that can be written"
+        ) from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file or none: other processes may read and write the same name meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as f:
+        try:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+            os.replace(f.name, path)
+        except BaseException:
+            os.unlink(f.name)
+            raise

@@ -1,0 +1,352 @@
+"""An NVIDIA GPU as a device. Only here and beside it are CUDA libraries loaded, and only on use.
+
+Settings: LLMQ_GRAPHS=0 runs without CUDA graphs; LLMQ_SYNC=1 waits for every launch and names the
+one that failed (and runs without graphs); LLMQ_TUNE=0 takes the matrix-product library's first
+choice of algorithm instead of timing several.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from llmq.dtypes import DType
+from llmq.errors import LlmqError
+from llmq.runtime.arena import align_up
+from llmq.runtime.arguments import Arguments
+from llmq.runtime.compile import cache_dir, compile_kernels
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes
+from llmq.runtime.graph import CudaEvent, Graphs
+from llmq.runtime.kernel import Kernel
+from llmq.runtime.pinned import PinnedMemory
+from llmq.runtime.tensor import Storage, Tensor
+
+MIB = 1 << 20
+MIN_CAPABILITY = 80
+STREAMS = ("main", "copy", "comm")
+NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
+DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
+
+
+@functools.cache
+def _api() -> SimpleNamespace:
+    """CuPy's bindings of the CUDA runtime and driver, without CuPy's own allocators and streams."""
+    try:
+        from cupy_backends.cuda.api import driver, runtime
+        from cupy_backends.cuda.libs import nvtx
+    except ImportError as error:
+        raise LlmqError(
+            f"CuPy cannot be loaded ({error}); install cupy-cuda12x or cupy-cuda13x, or use "
+            "--device cpu"
+        ) from error
+    return SimpleNamespace(runtime=runtime, driver=driver, nvtx=nvtx)
+
+
+def device_spec(index: int) -> DeviceSpec:
+    """What GPU `index` is. Raises LlmqError where it is not there or cannot be used."""
+    runtime = _api().runtime
+    have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if have == 0:
+        raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
+    if have // 1000 < need // 1000:
+        raise LlmqError(
+            f"the NVIDIA driver supports CUDA {_version(have)} and this CuPy needs "
+            f"{_version(need)}; update the driver, or install cupy-cuda{have // 1000}x"
+        )
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise LlmqError(f"no NVIDIA GPU can be used ({error}); see nvidia-smi") from error
+    if index >= count:
+        raise LlmqError(f"GPU {index} is asked for, there are {count}; check CUDA_VISIBLE_DEVICES")
+    properties = runtime.getDeviceProperties(index)
+    capability = 10 * properties["major"] + properties["minor"]
+    name = properties["name"].decode()
+    if capability < MIN_CAPABILITY:
+        raise LlmqError(
+            f"GPU {index} ({name}) has compute capability {capability / 10}, "
+            f"{MIN_CAPABILITY / 10} (Ampere) is the oldest that works; use --device cpu"
+        )
+    return DeviceSpec(
+        name=name,
+        capability=capability,
+        num_sms=properties["multiProcessorCount"],
+        memory=properties["totalGlobalMem"],
+        # What NVIDIA advises for its matrix products: 32 MiB on Hopper and later, 4 MiB before.
+        library_workspace=(32 if capability >= 90 else 4) * MIB,
+    )
+
+
+def unusable_reason(index: int) -> str | None:
+    """Why GPU `index` cannot be used; None if it can."""
+    try:
+        device_spec(index)
+    except LlmqError as error:
+        return str(error)
+    return None
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+class CudaDevice(Device):
+    """One GPU, used by one thread. All memory is taken at construction.
+
+    sync_calls: how often the host has waited for the GPU.
+    """
+
+    kind = "cuda"
+
+    def __init__(
+        self,
+        index: int,
+        sizes: MemorySizes,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        memory_limit: int | None = None,
+    ):
+        """memory_limit: bytes of GPU memory that may be taken; None: what is free.
+
+        Raises LlmqError where the GPU cannot be used or has too little memory.
+        """
+        spec = device_spec(index)
+        api = _api()
+        self.index = index
+        self._runtime = api.runtime
+        self._driver = api.driver
+        self._nvtx = api.nvtx
+        self._runtime.setDevice(index)
+        stack_offset = align_up(sizes.device)
+        self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack), memory_limit)
+        self._pinned = PinnedMemory(self._runtime, sizes.pinned)
+        storages = {
+            "device": Storage("device", self._memory),
+            "stack": Storage("stack", self._memory + stack_offset),
+            "pinned": self._pinned.storage,
+        }
+        super().__init__(spec, storages, sizes, rank=rank, world_size=world_size)
+        self.sync_calls = 0
+        self._events: list[int] = []
+        self._streams = {
+            name: self._runtime.streamCreateWithFlags(NON_BLOCKING) for name in STREAMS
+        }
+        self._stream = self._streams["main"]
+        self._graphs = Graphs(self._runtime, self._streams, self._new_event)
+        self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
+        self._use_graphs = os.environ.get("LLMQ_GRAPHS") != "0" and not self._sync_launches
+        self._modules: dict[tuple, int] = {}
+        self._functions: dict[tuple, int] = {}
+        self._dynamic_shared: dict[int, int] = {}
+        self._arguments: dict[Kernel, Arguments] = {}
+        self._libraries: dict[str, Any] = {}
+
+    def _take_memory(self, spec: DeviceSpec, need: int, limit: int | None) -> int:
+        free, _ = self._runtime.memGetInfo()
+        allowed = free if limit is None else min(free, limit)
+        if need > allowed:
+            what = "is free" if limit is None or free < limit else "is allowed by --memory-limit"
+            raise LlmqError(
+                f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB are needed, "
+                f"{allowed / 2**30:.2f} GiB {what}; see `llmq plan` for flags that save memory"
+            )
+        try:
+            return self._runtime.malloc(max(need, 1))
+        except self._runtime.CUDARuntimeError as error:
+            raise LlmqError(
+                f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB in one piece cannot be "
+                f"had ({error}); another program may have just taken it, see nvidia-smi"
+            ) from error
+
+    @property
+    def stream(self) -> int:
+        """The current stream's handle (a cudaStream_t), for libraries."""
+        return self._stream
+
+    # -- launches --
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: tuple,
+        *,
+        consts: dict[str, int] | None = None,
+        smem: int = 0,
+        flops: int = 0,
+    ) -> None:
+        types = kernel.bind(args)
+        try:
+            if kernel.file.endswith(".cu"):
+                self._launch_kernel(kernel, grid, block, args, types, consts or {}, smem)
+            else:
+                method = kernel.entry.removeprefix(f"{kernel.op}_")
+                getattr(self._library(kernel.file), method)(self._stream, *args)
+            if self._sync_launches:
+                self._synchronize_stream()
+        except (self._runtime.CUDARuntimeError, self._driver.CUDADriverError) as error:
+            raise RuntimeError(
+                f"{kernel.entry}: {error} (rank {self.rank}, grid {grid}, block {block}, "
+                f"{smem} bytes of dynamic shared memory, arguments {args})"
+            ) from error
+
+    def _launch_kernel(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: tuple,
+        types: dict[str, DType],
+        consts: dict[str, int],
+        smem: int,
+    ) -> None:
+        function = self._function(kernel, types, consts)
+        if smem > DEFAULT_SHARED and smem > self._dynamic_shared.get(function, 0):
+            self._driver.funcSetAttribute(function, MAX_DYNAMIC_SHARED, smem)
+            self._dynamic_shared[function] = smem
+        arguments = self._arguments.get(kernel)
+        if arguments is None:
+            arguments = self._arguments[kernel] = Arguments(kernel)
+        arguments.set(args)
+        self._driver.launchKernel(
+            function, *_three(grid), *_three(block), smem, self._stream, arguments.address, 0
+        )
+
+    def _function(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> int:
+        """The loaded entry point; compiles and loads it on first use."""
+        source = (kernel.file, tuple(sorted((v, t.name) for v, t in types.items())))
+        source += (tuple(sorted(consts.items())),)
+        function = self._functions.get((source, kernel.entry))
+        if function is None:
+            if source not in self._modules:
+                cubin = compile_kernels(kernel.file, types, consts, self.spec.capability)
+                self._modules[source] = self._driver.moduleLoadData(cubin.code)
+            function = self._driver.moduleGetFunction(self._modules[source], kernel.entry)
+            self._functions[source, kernel.entry] = function
+        return function
+
+    def _library(self, name: str) -> Any:
+        """The library behind kernels that have no source of ours."""
+        if name not in self._libraries:
+            if name == "matmul":
+                from llmq.runtime.cublaslt import CublasLt
+
+                tune = os.environ.get("LLMQ_TUNE") != "0"
+                path = cache_dir() / "matmul.json"
+                self._libraries[name] = CublasLt(self.spec.name, tune=tune, cache_path=path)
+            else:
+                from llmq.runtime.cudnn import CudnnAttention
+
+                self._libraries[name] = CudnnAttention(self.index)
+        return self._libraries[name]
+
+    # -- data --
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        if dst.nbytes != src.nbytes:
+            raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpyAsync(dst.ptr, src.ptr, dst.nbytes, kind, self._stream)
+
+    def zero(self, tensor: Tensor) -> None:
+        self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
+
+    def upload(self, dst: Tensor, array: np.ndarray) -> None:
+        if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
+            raise ValueError(f"upload: {dst!r} given {array.dtype} {list(array.shape)}")
+        array = np.ascontiguousarray(array)
+        self.synchronize()
+        # Not memcpy: from pageable memory it may return before the bytes have arrived.
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpyAsync(dst.ptr, array.ctypes.data, dst.nbytes, kind, self._stream)
+        self._runtime.streamSynchronize(self._stream)
+
+    def download(self, src: Tensor) -> np.ndarray:
+        array = np.empty(src.shape, src.dtype.numpy)
+        self.synchronize()
+        self._runtime.memcpy(array.ctypes.data, src.ptr, src.nbytes, self._runtime.memcpyDefault)
+        return array
+
+    # -- order --
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self._stream = self._stream, self._streams[stream]
+        if self._graphs.capturing is not None:
+            self._graphs.use_stream(stream)
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def _new_event(self) -> int:
+        handle = self._runtime.eventCreateWithFlags(DISABLE_TIMING)
+        self._events.append(handle)
+        return handle
+
+    def event(self, name: str) -> CudaEvent:
+        return CudaEvent(self._runtime, name, self._new_event(), self._count_sync)
+
+    def record(self, event: CudaEvent) -> None:
+        self._graphs.record(event, self._stream)
+
+    def wait(self, event: CudaEvent) -> None:
+        self._graphs.wait(event, self._stream)
+
+    def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
+        if self._stream != self._streams["main"]:
+            raise RuntimeError(f"graph {key}: graphs run on the main stream only")
+        if self._use_graphs:
+            self._graphs.run(key, fn, self.stack.used)
+        else:
+            fn()
+
+    def _count_sync(self) -> None:
+        if self._graphs.capturing is not None:
+            raise RuntimeError("the host may not wait for the GPU while a graph is captured")
+        self.sync_calls += 1
+
+    def synchronize(self) -> None:
+        self._count_sync()
+        self._runtime.deviceSynchronize()
+
+    def _synchronize_stream(self) -> None:
+        self._count_sync()
+        self._runtime.streamSynchronize(self._stream)
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        self._nvtx.RangePush(name)
+        try:
+            yield
+        finally:
+            self._nvtx.RangePop()
+
+    def close(self) -> None:
+        self._runtime.setDevice(self.index)
+        self._runtime.deviceSynchronize()
+        for library in self._libraries.values():
+            library.close()
+        self._graphs.close()
+        for module in self._modules.values():
+            self._driver.moduleUnload(module)
+        for event in self._events:
+            self._runtime.eventDestroy(event)
+        for stream in self._streams.values():
+            self._runtime.streamDestroy(stream)
+        self._pinned.free()
+        self._runtime.free(self._memory)
+
+
+def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]

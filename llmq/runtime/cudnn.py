@@ -1,0 +1,285 @@
+"""cuDNN's fused attention (cudnn-frontend), as a library that CudaDevice launches like a kernel.
+
+Tensors go in as plain integer addresses: arrays would go through DLPack, whose use of the legacy
+stream breaks a graph capture. One object serves one device and one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llmq.dtypes import BF16
+from llmq.errors import LlmqError
+from llmq.runtime.kernel import ceil_div
+from llmq.runtime.tensor import Tensor
+
+MIN_CAPABILITY = 80
+MAX_BACKWARD_HEAD_DIM = 128
+MIN_VERSION = 90100  # cuDNN 9.1: deterministic backward
+SLACK = 1 << 20  # bytes: semaphores and rounding inside the library
+
+
+def forward_workspace_bytes(
+    batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> int:
+    """Bytes that the forward may ask for. An estimate: the first call on a GPU checks it."""
+    return SLACK
+
+
+def backward_workspace_bytes(
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    deterministic: bool = True,
+) -> int:
+    """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it.
+
+    Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 and 128, where it is within
+    1 MiB: F32 dQ (when deterministic, one for every block of keys), BF16 dK and dV of every query
+    head before their group is summed, F32 row sums. Other head sizes are taken to use the smaller
+    blocks of keys, other lengths to be padded.
+    """
+    padded = 256 * ceil_div(seq_len, 256)
+    rows = batch * num_heads * padded
+    d_q = 4 * rows * head_dim
+    d_kv = 2 * 2 * rows * head_dim
+    key_block = 256 if head_dim == 128 else 128
+    copies = padded // key_block if deterministic else 1
+    return d_q * copies + d_kv + 4 * rows + SLACK
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A built graph; names maps our names of its tensors to the library's ids."""
+
+    graph: Any
+    names: dict[str, int]
+    workspace: int
+
+
+class CudnnAttention:
+    """Attention forward and backward through cuDNN, for one device.
+
+    The forward and backward methods take a stream and the arguments of the library kernels
+    `attention_forward` and `attention_backward` that llmq/ops/attention.py declares.
+    """
+
+    def __init__(self, device_index: int):
+        """Raises LlmqError where the library or its Python front end cannot be loaded."""
+        try:
+            import cudnn
+            import cupy
+
+            with cupy.cuda.Device(device_index):
+                self._handle = cudnn.create_handle()
+        except Exception as error:  # the loader raises what it likes: ImportError, RuntimeError, …
+            raise LlmqError(
+                f"cuDNN attention is not available ({error}); install nvidia-cudnn-cu12 and "
+                "nvidia-cudnn-frontend, or use the native attention kernels"
+            ) from error
+        self._cudnn = cudnn
+        self._plans: dict[tuple, _Plan] = {}
+
+    def close(self) -> None:
+        """Release the library's handle."""
+        self._plans.clear()
+        self._cudnn.destroy_handle(self._handle)
+
+    def supported(self, capability: int, dtype: Any, head_dim: int) -> str | None:
+        """None when this attention can be computed, else the reason why not.
+
+        capability: compute capability times 10; dtype: of qkv.
+        """
+        version = self._cudnn.backend_version()
+        if version < MIN_VERSION:
+            return f"cuDNN {version} is older than {MIN_VERSION}"
+        if capability < MIN_CAPABILITY:
+            return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
+        if dtype != BF16:
+            return f"it needs BF16, not {dtype.label}"
+        if head_dim % 8 or head_dim > MAX_BACKWARD_HEAD_DIM:
+            return f"head size {head_dim} is not a multiple of 8 up to {MAX_BACKWARD_HEAD_DIM}"
+        return None
+
+    def workspace_bytes(
+        self,
+        batch: int,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        deterministic: bool = True,
+    ) -> tuple[int, int]:
+        """What forward and backward ask for on this GPU, to compare with the estimates."""
+        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
+        forward = self._plan("forward", shape, False)
+        backward = self._plan("backward", shape, deterministic)
+        return forward.workspace, backward.workspace
+
+    def forward(
+        self,
+        stream: int,
+        out: Tensor,
+        lse: Tensor,
+        qkv: Tensor,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        workspace: Tensor,
+    ) -> None:
+        """Enqueue attention_forward on the stream (a cudaStream_t as an integer)."""
+        batch, head_dim = qkv.shape[0], qkv.shape[3]
+        plan = self._plan("forward", (batch, seq_len, num_heads, num_kv_heads, head_dim), False)
+        pointers = _packed("", qkv, num_heads, num_kv_heads)
+        self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
+
+    def backward(
+        self,
+        stream: int,
+        d_qkv: Tensor,
+        d_out: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        qkv: Tensor,
+        workspace: Tensor,
+        deterministic: int,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> None:
+        """Enqueue attention_backward on the stream (a cudaStream_t as an integer)."""
+        batch, head_dim = qkv.shape[0], qkv.shape[3]
+        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
+        plan = self._plan("backward", shape, bool(deterministic))
+        pointers = {
+            **_packed("", qkv, num_heads, num_kv_heads),
+            **_packed("d_", d_qkv, num_heads, num_kv_heads),
+            "d_out": d_out.ptr,
+            "out": out.ptr,
+            "lse": lse.ptr,
+        }
+        self._execute(plan, stream, pointers, workspace)
+
+    def _execute(
+        self, plan: _Plan, stream: int, pointers: dict[str, int], workspace: Tensor
+    ) -> None:
+        if plan.workspace > workspace.nbytes:
+            raise LlmqError(
+                f"cuDNN attention asks for a workspace of {plan.workspace} bytes, "
+                f"{workspace.nbytes} were planned; use the native attention kernels"
+            )
+        self._cudnn.set_stream(handle=self._handle, stream=stream)
+        buffers = {plan.names[name]: pointer for name, pointer in pointers.items()}
+        plan.graph.execute(buffers, workspace.ptr, handle=self._handle)
+
+    def _plan(self, direction: str, shape: tuple, deterministic: bool) -> _Plan:
+        """The built graph for these sizes: 0.1 s the first time, then from the cache."""
+        key = (direction, shape, deterministic)
+        if key not in self._plans:
+            build = self._forward_graph
+            if direction == "backward":
+                build = partial(self._backward_graph, deterministic=deterministic)
+            self._plans[key] = self._build(build, shape)
+        return self._plans[key]
+
+    def _build(self, add_nodes: Any, shape: tuple) -> _Plan:
+        cudnn = self._cudnn
+        graph = cudnn.pygraph(
+            io_data_type=cudnn.data_type.BFLOAT16,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=self._handle,
+        )
+        tensors = add_nodes(graph, *shape)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+        names = {name: tensor.get_uid() for name, tensor in tensors.items()}
+        return _Plan(graph, names, graph.get_workspace_size())
+
+    def _forward_graph(
+        self, graph: Any, batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int
+    ) -> dict[str, Any]:
+        """Adds the nodes of the forward; returns its tensors by name."""
+        layouts = _layouts(batch, seq_len, heads, kv_heads, head_dim)
+        q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
+        out, lse = graph.sdpa(
+            q,
+            k,
+            v,
+            generate_stats=True,
+            attn_scale=head_dim**-0.5,
+            diagonal_band_right_bound=0,  # causal
+        )
+        _output(out, layouts["out"])
+        _output(lse, layouts["lse"])
+        lse.set_data_type(self._cudnn.data_type.FLOAT)
+        return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+
+    def _backward_graph(
+        self,
+        graph: Any,
+        batch: int,
+        seq_len: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        deterministic: bool,
+    ) -> dict[str, Any]:
+        """Adds the nodes of the backward; returns its tensors by name."""
+        layouts = _layouts(batch, seq_len, heads, kv_heads, head_dim)
+        tensors = {name: graph.tensor(name=name, **layouts[name]) for name in ("q", "k", "v")}
+        tensors["out"] = graph.tensor(name="out", **layouts["out"])
+        tensors["d_out"] = graph.tensor(name="d_out", **layouts["out"])
+        tensors["lse"] = graph.tensor(
+            name="lse", data_type=self._cudnn.data_type.FLOAT, **layouts["lse"]
+        )
+        gradients = graph.sdpa_backward(
+            *(tensors[name] for name in ("q", "k", "v", "out", "d_out", "lse")),
+            attn_scale=head_dim**-0.5,
+            diagonal_band_right_bound=0,  # causal
+            use_deterministic_algorithm=deterministic,
+        )
+        for name, gradient in zip("qkv", gradients, strict=True):
+            _output(gradient, layouts[name])
+            tensors[f"d_{name}"] = gradient
+        return tensors
+
+
+def _packed(prefix: str, qkv: Tensor, heads: int, kv_heads: int) -> dict[str, int]:
+    """Addresses of the first query, key and value head in (B, T, Hq + 2 Hkv, Hd)."""
+    head_bytes = qkv.shape[3] * qkv.dtype.itemsize
+    first = {"q": 0, "k": heads, "v": heads + kv_heads}
+    return {prefix + name: qkv.ptr + head * head_bytes for name, head in first.items()}
+
+
+def _layouts(
+    batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, dict[str, list[int]]]:
+    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd)."""
+
+    def rows(num_heads: int, row: int) -> dict[str, list[int]]:
+        return {
+            "dim": [batch, num_heads, seq_len, head_dim],
+            "stride": [seq_len * row, head_dim, row, 1],
+        }
+
+    packed = (heads + 2 * kv_heads) * head_dim
+    return {
+        "q": rows(heads, packed),
+        "k": rows(kv_heads, packed),
+        "v": rows(kv_heads, packed),
+        "out": rows(heads, heads * head_dim),
+        "lse": {"dim": [batch, heads, seq_len, 1], "stride": [heads * seq_len, seq_len, 1, 1]},
+    }
+
+
+def _output(tensor: Any, layout: dict[str, list[int]]) -> None:
+    tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])

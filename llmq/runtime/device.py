@@ -1,0 +1,173 @@
+"""The interface through which the training step sees a machine.
+
+Three devices implement it: CudaDevice launches kernels, HostDevice calls their NumPy references,
+PlanDevice checks, counts and moves nothing. One thread owns one device; nothing here is shared.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmq.dtypes import DType
+from llmq.runtime.arena import Arena, Stack
+from llmq.runtime.kernel import Kernel
+from llmq.runtime.tensor import Storage, Tensor
+
+PLACES = ("device", "pinned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """What launchers and the planner need to know of a machine.
+
+    capability: compute capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the
+    grids and with them the workspaces. memory: bytes in total. library_workspace: bytes that the
+    matrix-product library gets, taken from the arena.
+    """
+
+    name: str
+    capability: int
+    num_sms: int
+    memory: int
+    library_workspace: int
+
+
+HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_workspace=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySizes:
+    """Bytes of each memory that one rank needs: the result of a plan, the input of a device."""
+
+    device: int
+    stack: int
+    pinned: int
+
+
+class Event(ABC):
+    """A point in a stream's work."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Make the host wait until the work before the last `record` is done."""
+
+
+class Device(ABC):
+    """Memory, launches, copies and order on one rank's machine."""
+
+    kind: str  # "cuda", "host" or "plan"
+
+    def __init__(
+        self,
+        spec: DeviceSpec,
+        storages: dict[str, Storage],
+        sizes: MemorySizes | None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        """storages: "device", "stack" and "pinned". sizes None: unlimited (plan)."""
+        self.spec = spec
+        self.rank = rank
+        self.world_size = world_size
+        capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
+        self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
+        self.stack = Stack(storages["stack"], capacity("stack"))
+
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors, for grid sizes."""
+        return self.spec.num_sms
+
+    def alloc(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        category: str,
+        place: str = "device",
+    ) -> Tensor:
+        """A tensor that lives as long as the device; content undefined."""
+        return self.arenas[place].take(name, shape, dtype, category)
+
+    def scratch(
+        self, name: str, shape: tuple[int, ...], dtype: DType
+    ) -> AbstractContextManager[Tensor]:
+        """A tensor from the LIFO stack, for the length of a `with` block; content undefined."""
+        return self.stack.scratch(name, shape, dtype)
+
+    @abstractmethod
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: tuple,
+        *,
+        consts: dict[str, int] | None = None,
+        smem: int = 0,
+        flops: int = 0,
+    ) -> None:
+        """Enqueue one kernel on the current stream.
+
+        consts: compile-time integers (-DNAME=value). smem: bytes of dynamic shared memory.
+        flops: floating-point operations, for the planner and the profile.
+        Raises TypeError or ValueError when args do not fit the kernel's declaration.
+        """
+
+    @abstractmethod
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Enqueue a copy of src's bytes to dst (same size, any places) on the current stream."""
+
+    @abstractmethod
+    def zero(self, tensor: Tensor) -> None:
+        """Enqueue filling the tensor with zero bytes on the current stream."""
+
+    @abstractmethod
+    def upload(self, dst: Tensor, array: np.ndarray) -> None:
+        """Write host data of the same shape and dtype; synchronous, for set-up and tests."""
+
+    @abstractmethod
+    def download(self, src: Tensor) -> np.ndarray:
+        """A host copy of the tensor, after all work enqueued so far; synchronous."""
+
+    @abstractmethod
+    def on(self, stream: str) -> AbstractContextManager[None]:
+        """Make "main", "copy" or "comm" the current stream within the `with` block."""
+
+    @abstractmethod
+    def event(self, name: str) -> Event:
+        """A new event."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Mark the current end of the current stream."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Make the current stream wait for the event's last record; the host goes on."""
+
+    @abstractmethod
+    def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
+        """Run fn's launches; a CUDA device captures them under the key and replays them later.
+
+        Everything that may differ between two calls of one key is in device memory.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Make the host wait for everything enqueued."""
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """Name a span of work for profilers; costs nothing where there is none."""
+        yield
+
+    def close(self) -> None:  # noqa: B027 - most devices hold nothing that needs closing
+        """Release what the operating system or a driver holds."""

@@ -1,0 +1,153 @@
+"""CUDA graphs: the second run of a function is captured, every later one replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmq.runtime.device import Event
+
+WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the graph
+
+
+class CudaEvent(Event):
+    """A CUDA event. capture: what it was last recorded in; None outside of a graph."""
+
+    def __init__(self, api: Any, name: str, handle: int, count_sync: Callable[[], None]):
+        self._api = api
+        self._count_sync = count_sync
+        self.name = name
+        self.handle = handle
+        self.capture: Capture | None = None
+
+    def synchronize(self) -> None:
+        self._count_sync()
+        self._api.eventSynchronize(self.handle)
+
+
+@dataclass(eq=False, slots=True)
+class Capture:
+    """One captured function.
+
+    executable: 0 until instantiated. stack_used: bytes of the stack at its start; replays need
+    the same. streams: side streams it uses. events: those it records.
+    """
+
+    stack_used: int
+    executable: int = 0
+    streams: list[str] = field(default_factory=list)
+    events: set[CudaEvent] = field(default_factory=set)
+
+
+class Graphs:
+    """The graphs of one device, by key. Not for use by two threads.
+
+    A replay behaves, for the streams and events outside, as the calls themselves would: side
+    streams that the function uses wait for it and are waited for, and each event it records counts
+    as recorded when the whole graph is done.
+    """
+
+    def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
+        """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""
+        self._api = api
+        self._streams = streams
+        self._main = streams["main"]
+        self._ran: set[tuple] = set()
+        self._captured: dict[tuple, Capture] = {}
+        self._start = new_event()
+        self._side = new_event()
+        self.capturing: Capture | None = None
+
+    def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
+        """Run fn's launches: at first as they are, then from a graph.
+
+        Everything is loaded, tuned and allocated when fn runs for the first time, because
+        capturing forbids it. Raises RuntimeError when a replay would use other addresses.
+        """
+        if self.capturing is not None:
+            fn()  # a part of the graph being captured
+            return
+        if key not in self._ran:
+            self._ran.add(key)
+            fn()
+            return
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(key, fn, stack_used)
+        if captured.stack_used != stack_used:
+            raise RuntimeError(
+                f"graph {key}: captured with {captured.stack_used} bytes on the stack, replayed "
+                f"with {stack_used}; what differs belongs in the key"
+            )
+        self._launch(captured)
+
+    def use_stream(self, name: str) -> None:
+        """Within a capture: make the stream a part of it, from the graph's start on."""
+        if name != "main" and name not in self.capturing.streams:
+            self.capturing.streams.append(name)
+            self._api.streamWaitEvent(self._streams[name], self._start)
+
+    def record(self, event: CudaEvent, stream: int) -> None:
+        """Mark the stream's current end."""
+        self._api.eventRecord(event.handle, stream)
+        event.capture = self.capturing
+        if self.capturing is not None:
+            self.capturing.events.add(event)
+
+    def wait(self, event: CudaEvent, stream: int) -> None:
+        """Make the stream wait for the event's last record."""
+        outside = self.capturing is not None and event.capture is not self.capturing
+        self._api.streamWaitEvent(stream, event.handle, WAIT_EXTERNAL if outside else 0)
+
+    def _capture(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> Capture:
+        api = self._api
+        capture = self.capturing = Capture(stack_used)
+        api.streamBeginCapture(self._main, api.streamCaptureModeThreadLocal)
+        try:
+            api.eventRecord(self._start, self._main)
+            fn()
+            for name in capture.streams:
+                self._order(self._streams[name], self._main)
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, api.CUDARuntimeError):
+                raise RuntimeError(
+                    f"graph {key}: capture failed ({error}); LLMQ_GRAPHS=0 runs without graphs"
+                ) from error
+            raise
+        finally:
+            self.capturing = None
+            for event in capture.events:
+                event.capture = None
+        graph = api.streamEndCapture(self._main)
+        capture.executable = api.graphInstantiate(graph)
+        api.graphDestroy(graph)
+        return capture
+
+    def _abandon(self) -> None:
+        """End a failed capture, so that the stream can be used again."""
+        # The error that broke the capture is the one to report.
+        with contextlib.suppress(self._api.CUDARuntimeError):
+            self._api.graphDestroy(self._api.streamEndCapture(self._main))
+
+    def _launch(self, captured: Capture) -> None:
+        for name in captured.streams:
+            self._order(self._streams[name], self._main)
+        self._api.graphLaunch(captured.executable, self._main)
+        for name in captured.streams:
+            self._order(self._main, self._streams[name])
+        for event in captured.events:
+            self._api.eventRecord(event.handle, self._main)
+
+    def _order(self, first: int, then: int) -> None:
+        """Make the stream `then` wait for all that is in `first`."""
+        self._api.eventRecord(self._side, first)
+        self._api.streamWaitEvent(then, self._side)
+
+    def close(self) -> None:
+        """Destroy all graphs."""
+        for captured in self._captured.values():
+            self._api.graphExecDestroy(captured.executable)
+        self._captured.clear()

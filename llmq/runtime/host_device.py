@@ -1,0 +1,125 @@
+"""The CPU as a device: kernels are their NumPy references, called on views of the tensors."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from llmq.dtypes import DType
+from llmq.runtime.device import HOST_SPEC, Device, Event, MemorySizes
+from llmq.runtime.kernel import Kernel
+from llmq.runtime.tensor import Storage, Tensor
+
+
+class HostEvent(Event):
+    """Host work is done when the call returns, so there is nothing to wait for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+@cache
+def reference(kernel: Kernel) -> Callable[..., None]:
+    """The NumPy function that a kernel is checked against."""
+    return getattr(importlib.import_module(f"llmq.ref.{kernel.op}"), kernel.entry)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.numpy().reshape(-1).view(np.uint8)
+
+
+class HostDevice(Device):
+    """Runs on NumPy arrays, in the calling thread.
+
+    poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
+    expose reads of memory that nothing wrote.
+    """
+
+    kind = "host"
+
+    def __init__(
+        self, sizes: MemorySizes, *, rank: int = 0, world_size: int = 1, poison: bool = False
+    ):
+        storages = {}
+        for place in ("device", "stack", "pinned"):
+            # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
+            raw = np.empty(getattr(sizes, place) + 256, np.uint8)
+            skip = -raw.ctypes.data % 256
+            data = raw[skip : skip + getattr(sizes, place)]
+            storages[place] = Storage(place, raw.ctypes.data + skip, data)
+        super().__init__(HOST_SPEC, storages, sizes, rank=rank, world_size=world_size)
+        self.poison = poison
+
+    def alloc(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        category: str,
+        place: str = "device",
+    ) -> Tensor:
+        tensor = super().alloc(name, shape, dtype, category, place)
+        if self.poison:
+            _bytes(tensor).fill(0xFF)
+        return tensor
+
+    @contextmanager
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Iterator[Tensor]:
+        with super().scratch(name, shape, dtype) as tensor:
+            if self.poison:
+                _bytes(tensor).fill(0xFF)
+            yield tensor
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: tuple,
+        *,
+        consts: dict[str, int] | None = None,
+        smem: int = 0,
+        flops: int = 0,
+    ) -> None:
+        kernel.bind(args)
+        reference(kernel)(*[a.numpy() if isinstance(a, Tensor) else a for a in args])
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        if dst.nbytes != src.nbytes:
+            raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
+        _bytes(dst)[:] = _bytes(src)
+
+    def zero(self, tensor: Tensor) -> None:
+        _bytes(tensor).fill(0)
+
+    def upload(self, dst: Tensor, array: np.ndarray) -> None:
+        if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
+            raise ValueError(f"upload: {dst!r} given {array.dtype} {list(array.shape)}")
+        dst.numpy()[...] = array
+
+    def download(self, src: Tensor) -> np.ndarray:
+        return src.numpy().copy()
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        yield
+
+    def event(self, name: str) -> Event:
+        return HostEvent()
+
+    def record(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
+        fn()
+
+    def synchronize(self) -> None:
+        pass

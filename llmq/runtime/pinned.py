@@ -1,0 +1,35 @@
+"""Pinned host memory: the GPU copies to and from it without the host's help."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from llmq.errors import LlmqError
+from llmq.runtime.tensor import Storage
+
+PORTABLE = 1  # cudaHostAllocPortable: pinned for every GPU, not only the current one
+
+
+class PinnedMemory:
+    """One cudaHostAlloc; `storage` is readable and writable by the host and by all GPUs."""
+
+    def __init__(self, api: Any, nbytes: int):
+        """api: CuPy's CUDA runtime module. Raises LlmqError if so much cannot be locked."""
+        self._api = api
+        try:
+            # A byte more than nothing: cudaHostAlloc(0) gives no address.
+            self._address = api.hostAlloc(max(nbytes, 1), PORTABLE)
+        except api.CUDARuntimeError as error:
+            raise LlmqError(
+                f"cannot pin {nbytes / 2**30:.1f} GiB of host memory ({error}); offload less, or "
+                "raise the memory limit of the container and `ulimit -l`"
+            ) from error
+        data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self._address), np.uint8)
+        self.storage = Storage("pinned", self._address, data)
+
+    def free(self) -> None:
+        """Give the memory back; no tensor in it may be used afterwards."""
+        self._api.freeHost(self._address)

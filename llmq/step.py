@@ -1,0 +1,195 @@
+"""One optimizer step: micro-steps of forward and backward, then the update. Only calls.
+
+Nothing here waits for the device. What varies between steps goes to the device through a ring of
+pinned slots (scalars, tokens, targets), and comes back through another (losses, norms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmq.config import ModelConfig
+from llmq.dtypes import F64, I32, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.grads import Gradients
+from llmq.model import Model, ModelOptions
+from llmq.ops import cross_entropy
+from llmq.optimizer import AdamW, AdamWConstants
+from llmq.params import weight_table
+from llmq.runtime.device import Device, Event
+from llmq.weights import Weights
+
+SLOTS = 4  # micro-steps that the host may be ahead of the device, and results not yet read
+HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
+
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Everything that shapes a step and its memory."""
+
+    model: ModelOptions
+    master_dtype: DType
+    grad_dtype: DType
+    m_dtype: DType
+    v_dtype: DType
+    adamw: AdamWConstants
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a step or an evaluation measured; losses are means over unmasked target tokens.
+
+    tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
+    the gradient norm before clipping, 0 for evaluations.
+    """
+
+    loss: float
+    loss_1k: float
+    tokens: int
+    norm: float
+    lse_max: float
+    lse_mean: float
+
+    @classmethod
+    def from_stats(cls, stats: np.ndarray) -> Result:
+        """stats: F64 (8,), sums as named in llmq.dtypes.STATS."""
+        value = {name: float(stats[i]) for name, i in STAT.items()}
+        tokens, tokens_1k = value["tokens"], value["tokens_1k"]
+        return cls(
+            loss=value["loss"] / tokens if tokens else float("nan"),
+            loss_1k=value["loss_1k"] / tokens_1k if tokens_1k else float("nan"),
+            tokens=int(tokens),
+            norm=value["norm"],
+            lse_max=value["lse_max"],
+            lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
+        )
+
+
+class Ring:
+    """SLOTS pinned buffers that are used in turn, each with the event of its last use."""
+
+    def __init__(self, dev: Device, name: str, words: int, dtype: DType):
+        self.dev = dev
+        self.slots = [
+            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(SLOTS)
+        ]
+        self.events: list[Event] = [dev.event(f"{name}.{i}") for i in range(SLOTS)]
+        self.used = 0
+
+    def advance(self) -> int:
+        """Index of the next slot; recording its event is the caller's part."""
+        index = self.used % SLOTS
+        self.used += 1
+        return index
+
+
+class Step:
+    """Weights, gradients, optimizer and activations of one rank, and the step over them."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
+        self.dev, self.config, self.options = dev, config, options
+        self.table = weight_table(config)
+        B, T = options.model.micro_batch, options.model.seq_len
+        self.inbox = dev.alloc("inbox", (HEADER + 2 * B * T,), I32, "Activations")
+        self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
+        self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
+        self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
+        self.stats = dev.alloc("stats", (len(STATS),), F64, "Activations")
+        self.outgoing = Ring(dev, "inbox", HEADER + 2 * B * T, I32)
+        self.incoming = Ring(dev, "stats", len(STATS), F64)
+        self.weights = Weights(dev, self.table, options.model.dtype, options.master_dtype)
+        self.grads = Gradients(dev, self.table, options.grad_dtype, self.scalars)
+        self.optimizer = AdamW(dev, self.table, options.adamw, options.m_dtype, options.v_dtype)
+        self.model = Model(dev, config, options.model, self.weights)
+
+    def train(self, step: int, lr: float, grad_clip: float, batches: Iterable[Batch]) -> int:
+        """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
+
+        step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping off.
+        """
+        self.dev.zero(self.stats)
+        for micro_step, batch in enumerate(batches):
+            self._send(self._scalars(step, micro_step, lr, grad_clip), batch)
+            accumulate = micro_step > 0
+            self.dev.graph(("micro_step", accumulate), lambda a=accumulate: self._micro_step(a))
+        self.dev.graph(("update",), self._update)
+        return self._post()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Result:
+        """The mean loss over the batches; waits for the device."""
+        self.dev.zero(self.stats)
+        for batch in batches:
+            self.evaluate_batch(batch)
+        return self.result(self._post())
+
+    def evaluate_batch(self, batch: Batch) -> None:
+        """Enqueue adding one batch's losses to the stats."""
+        self._send(self._scalars(0, 0, 0.0, 0.0), batch)
+        self.dev.graph(("evaluate",), self._evaluate)
+
+    def result(self, ticket: int) -> Result:
+        """What the step with this ticket measured; waits until it is done.
+
+        A result can be read until SLOTS - 1 further ones have been enqueued.
+        """
+        if not self.incoming.used - SLOTS <= ticket < self.incoming.used:
+            raise ValueError(f"result: ticket {ticket} is not among the last {SLOTS}")
+        index = ticket % SLOTS
+        self.incoming.events[index].synchronize()
+        return Result.from_stats(self.incoming.slots[index].numpy())
+
+    def _micro_step(self, accumulate: bool) -> None:
+        self.model.forward(self.tokens)
+        self.model.backward(self.grads, self.tokens, self.targets, accumulate)
+        self._add_stats()
+
+    def _evaluate(self) -> None:
+        self.model.forward(self.tokens)
+        self.model.loss(self.targets)
+        self._add_stats()
+
+    def _add_stats(self) -> None:
+        shape = self.targets.shape
+        losses, lse = (t.view(*shape) for t in (self.model.head.losses, self.model.head.lse))
+        cross_entropy.stats(self.dev, self.stats, losses, lse, self.targets)
+
+    def _update(self) -> None:
+        with self.dev.range("optimizer"):
+            self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
+
+    def _scalars(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
+        words = np.zeros(STEP_SCALARS_WORDS, np.int32)
+        record = words.view(STEP_SCALARS)[0]
+        adamw, t = self.options.adamw, step + 1
+        record["lr"] = lr
+        record["beta1_correction"] = 1.0 / (1.0 - adamw.beta1**t)
+        record["beta2_correction"] = 1.0 / (1.0 - adamw.beta2**t)
+        record["grad_clip"] = grad_clip
+        record["seed"] = self.options.seed & 0xFFFFFFFF
+        record["step"] = step
+        record["micro_step"] = micro_step
+        return words
+
+    def _send(self, scalars: np.ndarray, batch: Batch) -> None:
+        """Scalars and tokens to the device, in one copy from the next pinned slot."""
+        index = self.outgoing.advance()
+        self.outgoing.events[index].synchronize()
+        if self.dev.kind != "plan":
+            words = self.outgoing.slots[index].numpy()
+            words[:STEP_SCALARS_WORDS] = scalars
+            words[HEADER:] = np.concatenate([part.reshape(-1) for part in batch])
+        self.dev.copy(self.inbox, self.outgoing.slots[index])
+        self.dev.record(self.outgoing.events[index])
+
+    def _post(self) -> int:
+        """Start copying the stats to the next pinned slot; returns its ticket."""
+        ticket = self.incoming.used
+        index = self.incoming.advance()
+        self.dev.copy(self.incoming.slots[index], self.stats)
+        self.dev.record(self.incoming.events[index])
+        return ticket

@@ -1,0 +1,53 @@
+"""Fixtures: random numbers, and the devices that kernels are tested on."""
+
+import functools
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.emulator import device as emulator
+from tests.harness import SIZES
+
+
+def pytest_configure(config):
+    # Compiled kernels of test runs; CI keeps this folder between runs.
+    cache = config.rootpath / ".pytest_cache" / "kernels"
+    os.environ.setdefault("LLMQ_CACHE_DIR", str(Path(cache)))
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Why no GPU can be used; None if one can."""
+    try:
+        from llmq.runtime.cuda_device import device_spec
+
+        device_spec(0)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Random numbers that depend on the test's name only."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def dev(request):
+    """Each device that runs the CUDA kernels, in turn."""
+    if request.param == "emulator":
+        if problem := emulator.missing():
+            pytest.skip(problem)
+        yield emulator.EmulatorDevice(SIZES)
+        return
+    if problem := gpu_problem():
+        pytest.skip(problem)
+    from llmq.runtime.cuda_device import CudaDevice
+
+    device = CudaDevice(0, SIZES)
+    yield device
+    device.close()

@@ -1,0 +1,50 @@
+"""Run one operation on any device: arrays in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from llmq.dtypes import DTYPES, STEP_SCALARS, DType
+from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.host_device import HostDevice
+
+MIB = 1 << 20
+SIZES = MemorySizes(device=256 * MIB, stack=256 * MIB, pinned=16 * MIB)
+
+
+def host_device() -> HostDevice:
+    """The reference device, with memory that reads as NaN until written."""
+    return HostDevice(SIZES, poison=True)
+
+
+def dtype_of(array: np.ndarray) -> DType:
+    """The llmq dtype of a NumPy array."""
+    return next(d for d in DTYPES.values() if d.numpy == array.dtype)
+
+
+def step_scalars(**values: float) -> np.ndarray:
+    """An I32 (16,) StepScalars array with these fields set, the others zero."""
+    words = np.zeros(16, np.int32)
+    record = words.view(STEP_SCALARS)[0]
+    for name, value in values.items():
+        record[name] = value
+    return words
+
+
+def run(dev: Device, call: Callable, arrays: dict[str, np.ndarray | None]) -> dict:
+    """Upload the arrays, call(dev, **tensors), download them all again.
+
+    None stays None. Pass NaN-filled arrays for outputs: an element the op forgets stays NaN.
+    """
+    tensors = {}
+    for name, array in arrays.items():
+        if array is None:
+            tensors[name] = None
+            continue
+        tensors[name] = dev.alloc(name, array.shape, dtype_of(array), "Activations")
+        dev.upload(tensors[name], np.ascontiguousarray(array))
+    call(dev, **tensors)
+    dev.synchronize()
+    return {k: None if t is None else dev.download(t) for k, t in tensors.items()}

@@ -1,0 +1,94 @@
+"""Small random Hugging Face models of every architecture, and trainers on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from llmq.trainer import Trainer
+
+VOCAB = 131
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(**_SHARED, tie_word_embeddings=True),
+    "qwen2_untied": lambda: transformers.Qwen2Config(**_SHARED, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHARED, head_dim=32, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(
+        **_SHARED, rope_parameters=_LLAMA3, head_dim=32, tie_word_embeddings=False
+    ),
+    "llama_biases": lambda: transformers.LlamaConfig(
+        **_SHARED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_SHARED, sliding_window=None),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+def hf_model(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+    """A model in F32 whose every parameter is random, biases and norms included."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def trainer_for(path: Path, **options: object) -> Trainer:
+    """A CPU trainer on an exported model; small batches, F32, unless the options say otherwise."""
+    defaults = {
+        "model": str(path),
+        "device": "cpu",
+        "model_dtype": "fp32",
+        "batch_size": 2,
+        "seq_len": 24,
+        "grad_accumulation": 1,
+        "steps": 10,
+        "learning_rate": 1e-3,
+    }
+    return Trainer(**(defaults | options))
+
+
+def random_batch(rng: np.random.Generator, B: int = 2, T: int = 24) -> tuple:
+    """Inputs and targets, some of them masked."""
+    inputs = rng.integers(0, VOCAB, (B, T)).astype(np.int32)
+    targets = rng.integers(0, VOCAB, (B, T)).astype(np.int32)
+    targets[rng.random((B, T)) < 0.2] = -100
+    return inputs, targets
+
+
+def torch_loss(model: transformers.PreTrainedModel, batches: list[tuple]) -> torch.Tensor:
+    """Mean loss over all unmasked targets of the batches."""
+    total, count = 0.0, 0
+    for inputs, targets in batches:
+        logits = model(torch.from_numpy(inputs).long()).logits
+        labels = torch.from_numpy(targets).long().view(-1)
+        total = total + torch.nn.functional.cross_entropy(
+            logits.view(-1, VOCAB), labels, ignore_index=-100, reduction="sum"
+        )
+        count += int((labels != -100).sum())
+    return total / count

@@ -1,0 +1,227 @@
+"""Attention on a device against the reference."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.ops import attention
+from llmq.ref.attention import CASES
+from llmq.runtime.cudnn import backward_workspace_bytes
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+# Error of the whole tensor relative to its norm. F32: the same sums in another order, and expf
+# of another library. BF16: the kernel rounds probabilities and score gradients to BF16 (relative
+# error up to 2^-9 each) before it multiplies them; then both sides round the result.
+NORM_ERROR = {F32: 2e-6, BF16: 2**-8}
+# The largest error of an element relative to the largest element: a few roundings of the above.
+MAX_ERROR = {F32: 4e-6, BF16: 2**-6}
+
+
+def _arrays(rng, case, dtype):
+    batch, seq_len, heads, kv_heads, head_dim = case
+    qkv = rng.normal(size=(batch, seq_len, heads + 2 * kv_heads, head_dim))
+    d_out = rng.normal(size=(batch, seq_len, heads, head_dim))
+    return qkv.astype(dtype.numpy), d_out.astype(dtype.numpy)
+
+
+def _forward(dev, qkv, heads, kv_heads, **options):
+    batch, seq_len, _, head_dim = qkv.shape
+    arrays = {
+        "out": np.full((batch, seq_len, heads, head_dim), np.nan, qkv.dtype),
+        "lse": np.full((batch, heads, seq_len), np.nan, np.float32),
+        "qkv": qkv,
+    }
+    call = partial(attention.forward, num_heads=heads, num_kv_heads=kv_heads, **options)
+    got = run(dev, call, arrays)
+    np.testing.assert_array_equal(got["qkv"], qkv)
+    return got["out"], got["lse"]
+
+
+def _backward(dev, qkv, d_out, heads, kv_heads, **options):
+    out, lse = _forward(host_device(), qkv, heads, kv_heads)
+    arrays = {
+        "d_qkv": np.full(qkv.shape, np.nan, qkv.dtype),
+        **{"d_out": d_out, "out": out, "lse": lse, "qkv": qkv},
+    }
+    call = partial(attention.backward, num_heads=heads, num_kv_heads=kv_heads, **options)
+    return run(dev, call, arrays)["d_qkv"]
+
+
+def _compare(got, want, dtype, floor=0.0):
+    """floor: an error that is allowed in any case, in the tensor's units."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    assert np.linalg.norm(got - want) <= NORM_ERROR[dtype] * np.linalg.norm(want) + floor
+    assert np.abs(got - want).max() <= MAX_ERROR[dtype] * np.abs(want).max() + floor
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_forward(dev, rng, case, dtype):
+    qkv, _ = _arrays(rng, case, dtype)
+    out, lse = _forward(dev, qkv, *case[2:4])
+    want_out, want_lse = _forward(host_device(), qkv, *case[2:4])
+    _compare(out, want_out, dtype)
+    # Sums of products of BF16 numbers are F32 on both sides.
+    np.testing.assert_allclose(lse, want_lse, rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_backward(dev, rng, case, dtype):
+    qkv, d_out = _arrays(rng, case, dtype)
+    got = _backward(dev, qkv, d_out, *case[2:4])
+    want = _backward(host_device(), qkv, d_out, *case[2:4])
+    # d_out v^T - delta cancels, for a single position to nothing but the rounding of either.
+    floor = 1e-6 * np.linalg.norm(want.astype(np.float64))
+    first_k, first_v = case[2], case[2] + case[3]
+    for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
+        _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_large_scores(dev, rng, dtype):
+    """Scores beyond the range of exp, and rows whose maximum moves from step to step."""
+    case = CASES["two_tiles"]
+    qkv, d_out = _arrays(rng, case, dtype)
+    qkv[:, :, : 2 * case[2]] *= 8
+    out, _ = _forward(dev, qkv, *case[2:4])
+    _compare(out, _forward(host_device(), qkv, *case[2:4])[0], dtype)
+    # exp turns the rounding of scores of size 500 into a relative error of 500 * 2^-24.
+    got = _backward(dev, qkv, d_out, *case[2:4]).astype(np.float64)
+    want = _backward(host_device(), qkv, d_out, *case[2:4]).astype(np.float64)
+    assert np.linalg.norm(got - want) <= (2**-8 + 2e-4) * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_chunks_change_nothing(dev, rng, dtype):
+    case = (3, *CASES["ragged"][1:])
+    qkv, d_out = _arrays(rng, case, dtype)
+    whole = _backward(dev, qkv, d_out, *case[2:4])
+    for chunks in (2, 3):
+        pieces = _backward(dev, qkv, d_out, *case[2:4], chunks=chunks)
+        np.testing.assert_array_equal(pieces, whole)
+
+
+def test_sequences_and_later_positions_do_not_matter(dev, rng):
+    """Bitwise: each sequence by itself, and each position without those after it."""
+    case = CASES["ragged"]
+    qkv, d_out = _arrays(rng, case, BF16)
+    out, _ = _forward(dev, qkv, *case[2:4])
+    np.testing.assert_array_equal(_forward(dev, qkv[1:], *case[2:4])[0], out[1:])
+    np.testing.assert_array_equal(_forward(dev, qkv[:, :20], *case[2:4])[0], out[:, :20])
+    d_out[:, 20:] = 0
+    d_qkv = _backward(dev, qkv, d_out, *case[2:4])
+    assert not d_qkv[:, 20:].any()
+    short = _backward(dev, qkv[:, :20], d_out[:, :20], *case[2:4])
+    _compare(short, d_qkv[:, :20], BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_cudnn(dev, rng, case, deterministic):
+    qkv, d_out = _arrays(rng, case, BF16)
+    out, lse = _forward(dev, qkv, *case[2:4], backend="cudnn")
+    want_out, want_lse = _forward(host_device(), qkv, *case[2:4])
+    _compare(out, want_out, BF16)
+    # As for our own kernel, with exp2 in place of exp.
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    got = _backward(dev, qkv, d_out, *case[2:4], backend="cudnn", deterministic=deterministic)
+    want = _backward(host_device(), qkv, d_out, *case[2:4])
+    _compare(got, want, BF16)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_decode(dev, rng, dtype):
+    """A prompt longer than the kernel's block of keys, then single positions."""
+    batch, seq_len, heads, kv_heads, head_dim = case = (2, 133, 2, 1, 64)
+    qkv, _ = _arrays(rng, case, dtype)
+    want, _ = _forward(host_device(), qkv, heads, kv_heads)
+    caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]
+    position = 0
+    for n in (130, 1, 2):
+        piece = slice(position, position + n)
+        arrays = {
+            "out": np.full((batch, n, heads * head_dim), np.nan, dtype.numpy),
+            "qkv": qkv[:, piece],
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+        }
+        sizes = {"position": position, "num_heads": heads, "num_kv_heads": kv_heads}
+        got = run(dev, partial(attention.decode, **sizes), arrays)
+        caches = [got["k_cache"], got["v_cache"]]
+        _compare(got["out"], want[:, piece].reshape(got["out"].shape), dtype)
+        position += n
+    keys = qkv[:, :, heads : heads + kv_heads]
+    np.testing.assert_array_equal(caches[0][:, :seq_len], keys)
+    np.testing.assert_array_equal(caches[1][:, :seq_len], qkv[:, :, heads + kv_heads :])
+    assert np.isnan(caches[0][:, seq_len:].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("head_dim", range(16, 129, 16))
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_tiles_fit(dtype, head_dim):
+    """Consumer GPUs give a block 99 KiB of shared memory."""
+    for tiles in (attention.forward_tiles, attention.backward_tiles):
+        chosen = tiles(dtype, head_dim)
+        assert chosen.shared <= 99 * 1024
+        rows_at_once = 16 if dtype == F32 else chosen.threads // 2  # of the thread block
+        assert chosen.own % rows_at_once == 0 and chosen.step % 16 == 0
+
+
+def _plan(B=2, T=8, Hq=4, Hkv=2, Hd=64, dtype=BF16):
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    packed, heads = (B, T, Hq + 2 * Hkv, Hd), (B, T, Hq, Hd)
+    tensors = {
+        **{"d_qkv": make(packed, dtype), "d_out": make(heads, dtype), "out": make(heads, dtype)},
+        **{"lse": make((B, Hq, T), F32), "qkv": make(packed, dtype)},
+    }
+    return dev, tensors
+
+
+def test_planned_workspace():
+    dev, tensors = _plan()
+    attention.backward(dev, **tensors, num_heads=4, num_kv_heads=2, chunks=2)
+    assert dev.stack.high_water_mark == 256  # 4 * 1 * 4 * 8 bytes of row sums, padded
+    attention.backward(dev, **tensors, num_heads=4, num_kv_heads=2, chunks=2, backend="cudnn")
+    assert dev.stack.high_water_mark == backward_workspace_bytes(1, 8, 4, 2, 64)
+    assert dev.launches["attention_backward"] == dev.launches["attention_backward_tiles"] == 2
+    assert dev.flops["attention_backward"] == 2 * 5 * 4 * 8 * 8 * 64
+
+
+def test_wrong_arguments():
+    dev, tensors = _plan()
+    forward = {name: tensors[name] for name in ("out", "lse", "qkv")}
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def refuse(error, match, call=attention.forward, arguments=forward, **changes):
+        with pytest.raises(error, match=match):
+            call(dev, **{**arguments, "num_heads": 4, "num_kv_heads": 2, **changes})
+
+    refuse(ValueError, r"attention\.forward: qkv must have shape \(B, T, 10, Hd\)", num_heads=6)
+    refuse(ValueError, "2 heads cannot share 3 key/value heads", num_heads=2, num_kv_heads=3)
+    refuse(ValueError, "head_dim must be a multiple of 16 up to 128", qkv=make((2, 8, 8, 24), BF16))
+    refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
+    refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
+    refuse(ValueError, "backend must be one of", backend="flash")
+    backward = partial(refuse, call=attention.backward, arguments=tensors)
+    backward(ValueError, "chunks must be from 1 to 2, the batch, got 3", chunks=3)
+    backward(TypeError, r"attention\.backward: d_qkv must be BF16", d_qkv=make((2, 8, 8, 64), F32))
+    single = _plan(dtype=F32)[1]
+    backward(TypeError, "the cudnn backend needs BF16", arguments=single, backend="cudnn")
+    caches = {"out": tensors["out"], "qkv": tensors["qkv"]}
+    caches |= {name: make((2, 16, 2, 64), BF16) for name in ("k_cache", "v_cache")}
+    decode = partial(refuse, call=attention.decode, arguments=caches)
+    decode(ValueError, "position must be from 0 to 8, .* got 9", position=9)
+    decode(ValueError, "v_cache must have shape", position=0, v_cache=make((2, 15, 2, 64), BF16))

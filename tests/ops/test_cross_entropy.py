@@ -1,0 +1,175 @@
+"""Cross-entropy on a device against the reference."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32, F64, I32, STAT
+from llmq.ops import cross_entropy as op
+from llmq.ref.cross_entropy import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: shape for name, shape in CASES.items() if shape[0] < 100}
+# exp2(x * log2(e)) has the error of its rounded argument: 2^-24 * 30 for the smallest exponentials
+# here; p - 1 cancels. A BF16 gradient may then round the other way, one unit.
+GRADIENT = {F32: {"rtol": 2**-18, "atol": 2**-23}, BF16: {"rtol": 2**-7, "atol": 2**-23}}
+# A sum of up to 150,000 terms in another order, and the logarithm of it.
+LSE = {"rtol": 2**-20}
+LOSS = {"atol": 2**-18}  # lse - logit, both below 32
+
+
+def _arrays(rng, rows, vocab, padded_vocab, dtype):
+    logits = rng.normal(size=(rows, padded_vocab)) * 3
+    logits[:, vocab:] = np.nan  # must be ignored
+    targets = rng.integers(0, vocab, rows)
+    targets[0] = vocab - 1
+    targets[1::3] = -100
+    return {
+        "logits": logits.astype(dtype.numpy),
+        "losses": np.full(rows, np.nan, np.float32),
+        "lse": np.full(rows, np.nan, np.float32),
+        "targets": targets.astype(np.int32),
+    }
+
+
+def _call(vocab, z_loss):
+    def call(dev, **tensors):
+        op.forward_backward(dev, **tensors, vocab_size=vocab, z_loss=z_loss)
+
+    return call
+
+
+def _compare(got, want, dtype):
+    logits, expected = got["logits"].astype(np.float32), want["logits"].astype(np.float32)
+    np.testing.assert_allclose(logits, expected, **GRADIENT[dtype])
+    np.testing.assert_allclose(got["lse"], want["lse"], **LSE)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0, **LOSS)
+    masked = want["targets"] < 0
+    assert not logits[masked].any() and not got["losses"][masked].any()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, vocab, padded_vocab", SMALL.values(), ids=SMALL)
+def test_forward_backward(dev, rng, rows, vocab, padded_vocab, dtype, z_loss):
+    arrays = _arrays(rng, rows, vocab, padded_vocab, dtype)
+    call = _call(vocab, z_loss)
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    assert np.isfinite(want["logits"].astype(np.float32)).all()
+    _compare(got, want, dtype)
+    assert not got["logits"][:, vocab:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, vocab, padded_vocab", SMALL.values(), ids=SMALL)
+def test_two_pass_kernel(dev, rng, rows, vocab, padded_vocab, dtype):
+    """What older GPUs do with long rows."""
+    arrays = _arrays(rng, rows, vocab, padded_vocab, dtype)
+
+    def call(dev, logits, losses, lse, targets):
+        args = (logits, losses, lse, targets, rows, vocab, padded_vocab, 1e-2)
+        dev.launch(op.FORWARD_BACKWARD, rows, op.THREADS, args)
+
+    got = run(dev, call, arrays)
+    _compare(got, run(host_device(), call, arrays), dtype)
+    assert not got["logits"][:, vocab:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, vocab, padded_vocab", SMALL.values(), ids=SMALL)
+def test_forward(dev, rng, rows, vocab, padded_vocab, dtype):
+    arrays = _arrays(rng, rows, vocab, padded_vocab, dtype)
+
+    def call(dev, logits, losses, lse, targets):
+        op.forward(dev, losses, lse, logits, targets, vocab)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    assert got["logits"].tobytes() == arrays["logits"].tobytes()
+    np.testing.assert_allclose(got["lse"], want["lse"], **LSE)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0, **LOSS)
+    assert not got["losses"][want["targets"] < 0].any()
+
+
+def test_extreme_logits(dev):
+    """Infinities that mask a token, values far apart, and a row that is all equal."""
+    x = np.zeros((3, 64), np.float32)
+    x[0, ::2], x[1, 5], x[1, 6:] = -np.inf, 1e4, -1e4
+    arrays = {
+        "logits": x,
+        "losses": np.full(3, np.nan, np.float32),
+        "lse": np.full(3, np.nan, np.float32),
+        "targets": np.array([1, 5, 63], np.int32),
+    }
+    got = run(dev, _call(64, 0.0), arrays)
+    want = np.array([np.log(32), 0, np.log(64)])
+    np.testing.assert_allclose(got["losses"], want, rtol=2**-22)  # the logarithm's last place
+    np.testing.assert_array_equal(got["logits"][0, :4], [0, 1 / 32 - 1, 0, 1 / 32])
+    np.testing.assert_array_equal(got["logits"][1], 0)
+    np.testing.assert_array_equal(got["logits"][2, 62:], [1 / 64, 1 / 64 - 1])
+
+
+def test_nan_is_not_hidden(dev):
+    x = np.zeros((1, 64), np.float32)
+    x[0, 7] = np.nan
+    one = np.zeros(1, np.float32)
+    arrays = {"logits": x, "losses": one, "lse": one, "targets": np.array([3], np.int32)}
+    got = run(dev, _call(64, 0.0), arrays)
+    assert np.isnan(got["losses"]).all() and np.isnan(got["logits"]).all()
+
+
+@pytest.mark.parametrize("B, T", [(1, 1), (3, 700), (2, 1500)])
+def test_stats(dev, rng, B, T):
+    targets = rng.integers(-2, 5, (B, T)).astype(np.int32)
+    arrays = {
+        "stats": np.arange(8, dtype=np.float64),
+        # Multiples of 1/64: exact in any order.
+        "losses": (rng.integers(0, 640, (B, T)) / 64 * (targets >= 0)).astype(np.float32),
+        "lse": (rng.integers(0, 640, (B, T)) / 64).astype(np.float32),
+        "targets": targets,
+    }
+    got, want = run(dev, op.stats, arrays), run(host_device(), op.stats, arrays)
+    np.testing.assert_array_equal(got["stats"], want["stats"])
+    assert got["stats"][STAT["tokens"]] == 1 + (targets >= 0).sum()
+
+
+def test_stats_of_masked_rows_change_nothing(dev):
+    arrays = {
+        "stats": np.arange(8, dtype=np.float64),
+        "losses": np.zeros((2, 40), np.float32),
+        "lse": np.full((2, 40), 50, np.float32),
+        "targets": np.full((2, 40), -100, np.int32),
+    }
+    np.testing.assert_array_equal(run(dev, op.stats, arrays)["stats"], np.arange(8))
+
+
+def test_register_layout():
+    assert op.register_layout(2 * 320, 90) == {"THREADS": 256, "VECTORS": 1, "CLUSTER": 1}
+    assert op.register_layout(2 * 50304, 90) == {"THREADS": 256, "VECTORS": 13, "CLUSTER": 2}
+    assert op.register_layout(2 * 151936, 90) == {"THREADS": 256, "VECTORS": 10, "CLUSTER": 8}
+    assert op.register_layout(2 * 262144, 100) == {"THREADS": 256, "VECTORS": 16, "CLUSTER": 8}
+    assert op.register_layout(4 * 262144, 100) is None
+    assert op.register_layout(2 * 50304, 80) == {"THREADS": 512, "VECTORS": 13, "CLUSTER": 1}
+    assert op.register_layout(2 * 151936, 89) is None
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    x, row, targets = make((4, 64), BF16), make((4,), F32), make((4,), I32)
+    name = r"cross_entropy\.forward_backward: "
+    with pytest.raises(TypeError, match=name + "logits must be F32 or BF16, got I32"):
+        op.forward_backward(dev, make((4, 64), I32), row, row, targets, 60, 0.0)
+    with pytest.raises(TypeError, match=name + "targets must be I32, got F32"):
+        op.forward_backward(dev, x, row, row, row, 60, 0.0)
+    with pytest.raises(ValueError, match=name + r"logits must be \(rows, Vp\)"):
+        op.forward_backward(dev, make((4, 60), BF16), row, row, targets, 60, 0.0)
+    with pytest.raises(ValueError, match=name + r"vocab_size must be in \[1, 64\], got 65"):
+        op.forward_backward(dev, x, row, row, targets, 65, 0.0)
+    with pytest.raises(ValueError, match=r"cross_entropy\.forward: lse must have shape \(4,\)"):
+        op.forward(dev, row, make((5,), F32), x, targets, 60)
+    with pytest.raises(ValueError, match=r"cross_entropy\.stats: targets must have shape"):
+        op.stats(dev, make((8,), F64), row, row, targets)

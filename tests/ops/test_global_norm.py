@@ -1,0 +1,78 @@
+"""The gradient norm on a device against its reference."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32, F64, I32, STAT
+from llmq.ops import global_norm
+from llmq.ref.global_norm import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run, step_scalars
+
+SMALL = {name: sizes for name, sizes in CASES.items() if not name.startswith("qwen")}
+
+
+def squared(dev, stats, **xs):
+    global_norm.squared(dev, stats, list(xs.values()))
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_squared(dev, rng, case, dtype):
+    arrays = {f"x{i}": rng.normal(size=n).astype(dtype.numpy) for i, n in enumerate(SMALL[case])}
+    arrays["stats"] = np.arange(8, dtype=np.float64)
+    got, again = run(dev, squared, arrays)["stats"], run(dev, squared, arrays)["stats"]
+    np.testing.assert_array_equal(got, again)
+    # F32 sums of 16 to 64 squares on the device, of up to 64k by the host's BLAS; then F64.
+    np.testing.assert_allclose(got, run(host_device(), squared, arrays)["stats"], rtol=1e-5)
+    exact = 6 + sum(np.square(x.astype(np.float64)).sum() for x in arrays.values() if x.size != 8)
+    # Each of at most 32 additions rounds by half of 2^-23 of a partial sum that is positive.
+    np.testing.assert_allclose(got[STAT["norm_squared"]], exact, rtol=32 * 2**-24)
+
+
+def test_infinity_and_nan_reach_the_sum(dev):
+    for value in (np.inf, np.nan):
+        x = np.ones(5000, np.float32)
+        x[4999] = value
+        got = run(dev, squared, {"stats": np.zeros(8), "x": x})["stats"][STAT["norm_squared"]]
+        np.testing.assert_equal(got, value)
+
+
+@pytest.mark.parametrize(
+    "norm_squared, tokens, clip",
+    [
+        *((900, 10, 0), (900, 10, 5), (900, 7, 1.5), (0, 10, 1)),
+        *((np.inf, 10, 1), (np.nan, 1, 1), (0, 0, 1), (900, 0, 0)),
+    ],
+)
+def test_finish(dev, norm_squared, tokens, clip):
+    stats = np.arange(8, dtype=np.float64)
+    stats[STAT["norm_squared"]], stats[STAT["tokens"]] = norm_squared, tokens
+    arrays = {"stats": stats, "scalars": step_scalars(grad_clip=clip, lr=3, skip_update=7)}
+    got = run(dev, global_norm.finish, arrays)
+    want = run(host_device(), global_norm.finish, arrays)
+    np.testing.assert_array_equal(got["stats"], want["stats"])
+    np.testing.assert_array_equal(got["scalars"], want["scalars"])
+
+
+def test_grid():
+    assert global_norm.grid_of(1, 132) == 2
+    assert global_norm.grid_of(2 * global_norm.PER_BLOCK + 1, 132) == 4
+    assert global_norm.grid_of(1 << 40, 132) == 8 * 132
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+    stats = dev.alloc("stats", (8,), F64, "Gradients")
+    scalars = dev.alloc("scalars", (16,), I32, "Gradients")
+    tokens = dev.alloc("tokens", (16,), I32, "Gradients")
+    x = dev.alloc("x", (5,), F32, "Gradients")
+    with pytest.raises(TypeError, match="global_norm: tokens must be F32 or BF16, got I32"):
+        global_norm.squared(dev, stats, [x, tokens])
+    with pytest.raises(TypeError, match="global_norm: stats must be F64"):
+        global_norm.squared(dev, x, [x])
+    with pytest.raises(ValueError, match="global_norm: stats must have shape"):
+        global_norm.finish(dev, stats.rows(0, 4), scalars)
+    with pytest.raises(TypeError, match="global_norm: scalars must be I32"):
+        global_norm.finish(dev, stats, dev.alloc("scalars", (16,), F32, "Gradients"))

@@ -1,0 +1,167 @@
+"""layernorm's kernels against their references."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32, I32
+from llmq.ops import layernorm
+from llmq.ref.layernorm import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.tensor import Accumulator
+from tests.exact import coarse, nan, run_exact
+from tests.harness import host_device, run, step_scalars
+
+EPS = 1e-5
+SMALL = [name for name in CASES if not name.startswith("gpt2")]
+BOTH = ["narrow", "warp_per_row", "widest"]
+DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+SHAPES = pytest.mark.parametrize(
+    "shape, dtype",
+    [(CASES[name], BF16) for name in SMALL] + [(CASES[name], F32) for name in BOTH],
+    ids=[f"{name}-bf16" for name in SMALL] + [f"{name}-f32" for name in BOTH],
+)
+
+
+def balanced(rng, shape, dtype, mean) -> np.ndarray:
+    """Coarse numbers around an integer mean that is exact, so that all statistics are."""
+    half = coarse(rng, (shape[0], shape[1] // 2), F32)
+    return (np.concatenate([half, -half], axis=1) + mean).astype(dtype.numpy)
+
+
+@SHAPES
+def test_forward(dev, rng, shape, dtype):
+    rows, C = shape
+    arrays = {
+        "out": nan(shape, dtype),
+        "mean": nan(rows, F32),
+        "rstd": nan(rows, F32),
+        "x": balanced(rng, shape, dtype, mean=3),
+        "weight": coarse(rng, C, dtype),
+        "bias": coarse(rng, C, dtype),
+    }
+    got = run_exact(dev, lambda dev, **t: layernorm.forward(dev, **t, eps=EPS), arrays)
+    np.testing.assert_array_equal(got["mean"], 3)
+
+
+@SHAPES
+def test_forward_residual(dev, rng, shape, dtype):
+    rows, C = shape
+    arrays = {
+        "residual_out": nan(shape, dtype),
+        "out": nan(shape, dtype),
+        "mean": nan(rows, F32),
+        "rstd": nan(rows, F32),
+        "residual": balanced(rng, shape, dtype, mean=-1),
+        "branch": balanced(rng, shape, dtype, mean=2),
+        "weight": coarse(rng, C, dtype),
+        "bias": coarse(rng, C, dtype),
+    }
+    got = run_exact(dev, lambda dev, **t: layernorm.forward_residual(dev, **t, eps=EPS), arrays)
+
+    def in_place(dev, residual, **t):
+        layernorm.forward_residual(dev, residual, residual=residual, **t, eps=EPS)
+
+    del arrays["residual_out"]
+    again = run(dev, in_place, arrays)
+    np.testing.assert_array_equal(again["residual"], got["residual_out"])
+    np.testing.assert_array_equal(again["out"], got["out"])
+
+
+def call_backward(accumulate: bool):
+    """layernorm.backward on tensors by name; d_x None: in place over d_residual."""
+
+    def call(dev, d_x, d_weight, d_bias, scalars, d_residual, **t):
+        targets = (Accumulator(d, accumulate, scalars, i) for i, d in enumerate((d_weight, d_bias)))
+        layernorm.backward(dev, d_x or d_residual, *targets, d_residual=d_residual, **t)
+
+    return call
+
+
+def backward_arrays(rng, shape, dtype, gradient_dtype) -> dict:
+    """Inputs whose sums are exact: rstd is a power of two, mean an integer."""
+    rows, C = shape
+    return {
+        "d_x": nan(shape, dtype),
+        "d_weight": coarse(rng, C, gradient_dtype),
+        "d_bias": coarse(rng, C, gradient_dtype),
+        "d_out": coarse(rng, shape, dtype),
+        "x": coarse(rng, shape, dtype),
+        "weight": coarse(rng, C, dtype),
+        "mean": rng.integers(-1, 2, size=rows).astype(np.float32),
+        "rstd": 2.0 ** rng.integers(-1, 2, size=rows).astype(np.float32),
+        "d_residual": coarse(rng, shape, dtype),
+        "scalars": step_scalars(seed=7, step=2, micro_step=1),
+    }
+
+
+@SHAPES
+def test_backward(dev, rng, shape, dtype):
+    arrays = backward_arrays(rng, shape, dtype, F32)
+    arrays["d_weight"][:] = arrays["d_bias"][:] = np.nan
+    got = run_exact(dev, call_backward(False), arrays)
+    in_place = run(dev, call_backward(False), arrays | {"d_x": None})
+    np.testing.assert_array_equal(in_place["d_residual"], got["d_x"])
+    np.testing.assert_array_equal(in_place["d_weight"], got["d_weight"])
+
+
+@pytest.mark.parametrize("gradient_dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_backward_adds_to_the_gradients_and_works_without_residual(dev, rng, gradient_dtype):
+    arrays = backward_arrays(rng, (19, 136), BF16, gradient_dtype) | {"d_residual": None}
+    got = run_exact(dev, call_backward(True), arrays)
+    alone = run_exact(dev, call_backward(False), arrays)
+    for name in ("d_weight", "d_bias"):
+        total = arrays[name].astype(np.float32) + alone[name].astype(np.float32)
+        # Exact in F32; BF16 rounds each of the two by at most a step of 2^-7.
+        rtol = 2**-6 if gradient_dtype == BF16 else 0
+        np.testing.assert_allclose(got[name].astype(np.float32), total, rtol=rtol, atol=rtol)
+
+
+@DTYPES
+def test_ordinary_numbers(dev, rng, dtype):
+    rows, C = 21, 768
+    x, weight, bias, d_out, past = (
+        rng.normal(size=s).astype(np.float32).astype(dtype.numpy)
+        for s in [(rows, C), C, C, (rows, C), (rows, C)]
+    )
+    forward = {name: nan(rows, F32) for name in ("mean", "rstd")} | {"out": nan(x.shape, dtype)}
+    forward |= {"x": x + np.float32(1).astype(x.dtype), "weight": weight, "bias": bias}
+    got, want = (
+        run(d, lambda dev, **t: layernorm.forward(dev, **t, eps=EPS), forward)
+        for d in (dev, host_device())
+    )
+    # 768 numbers added in another order: some F32 roundings.
+    np.testing.assert_allclose(got["mean"], want["mean"], rtol=1e-6)
+    np.testing.assert_allclose(got["rstd"], want["rstd"], rtol=1e-6)
+    # The same for out, where terms of size 1 may cancel; BF16's one rounding may turn.
+    tolerance = {"rtol": 2e-6 if dtype == F32 else 2**-7, "atol": 5e-6}
+    np.testing.assert_allclose(*(a["out"].astype(np.float32) for a in (got, want)), **tolerance)
+
+    arrays = backward_arrays(rng, (rows, C), dtype, F32)
+    arrays |= {"x": forward["x"], "weight": weight, "d_out": d_out, "d_residual": past}
+    arrays |= {"mean": want["mean"], "rstd": want["rstd"]}
+    got, want = (run(d, call_backward(False), arrays) for d in (dev, host_device()))
+    np.testing.assert_allclose(*(a["d_x"].astype(np.float32) for a in (got, want)), **tolerance)
+    for name in ("d_weight", "d_bias"):  # 21 terms of size 1, F32
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        ({"mean": ((4,), BF16)}, TypeError, "mean must be F32, got BF16"),
+        ({"rstd": ((3,), F32)}, ValueError, "rstd must have shape"),
+        ({"out": ((4, 64), F32)}, TypeError, "out must be BF16, got F32"),
+        ({"bias": ((32,), BF16)}, ValueError, "bias must have shape"),
+        ({"x": ((4, 64), I32)}, TypeError, "x must be F32 or BF16, got I32"),
+        ({"x": ((4, 60), BF16)}, ValueError, "C must be a positive multiple of 8"),
+    ],
+)
+def test_wrong_arguments_raise(change, error, text):
+    specs = {"out": ((4, 64), BF16), "x": ((4, 64), BF16)}
+    specs |= {"mean": ((4,), F32), "rstd": ((4,), F32)}
+    specs |= {"weight": ((64,), BF16), "bias": ((64,), BF16)} | change
+    plan = PlanDevice(HOST_SPEC)
+    tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
+    with pytest.raises(error, match=f"layernorm.forward: .*{text}"):
+        layernorm.forward(plan, **tensors, eps=EPS)

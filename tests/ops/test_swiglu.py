@@ -1,0 +1,87 @@
+"""SwiGLU on a device against the reference."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.ops import swiglu
+from llmq.ref.swiglu import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
+# F32: expf of the C library, of NumPy and of CUDA differ by a few units in the last place, and
+# 1 + gate * (1 - s) cancels near its zero. BF16: that may move a rounding by one unit.
+TOLERANCE = {F32: {"rtol": 2**-20, "atol": 2**-20}, BF16: {"rtol": 2**-7, "atol": 2**-20}}
+
+
+def _inputs(rng, rows, F, dtype):
+    up_gate = (rng.normal(size=(rows, 2 * F)) * 4).astype(dtype.numpy)
+    up_gate[0, F:] = np.resize([-200, -90, -20, 0, 20, 90, 200, 1], F)
+    return up_gate, rng.normal(size=(rows, F)).astype(dtype.numpy)
+
+
+def _compare(got, want, dtype):
+    assert not np.isnan(got.astype(np.float32)).any()
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, F", SMALL.values(), ids=SMALL)
+def test_forward(dev, rng, rows, F, dtype):
+    up_gate, _ = _inputs(rng, rows, F, dtype)
+    arrays = {"out": np.full((rows, F), np.nan, dtype.numpy), "up_gate": up_gate}
+    got = run(dev, swiglu.forward, arrays)
+    _compare(got["out"], run(host_device(), swiglu.forward, arrays)["out"], dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, F", SMALL.values(), ids=SMALL)
+def test_backward(dev, rng, rows, F, dtype):
+    up_gate, d_out = _inputs(rng, rows, F, dtype)
+    arrays = {
+        "d_up_gate": np.full((rows, 2 * F), np.nan, dtype.numpy),
+        "d_out": d_out,
+        "up_gate": up_gate,
+    }
+    got = run(dev, swiglu.backward, arrays)["d_up_gate"]
+    _compare(got, run(host_device(), swiglu.backward, arrays)["d_up_gate"], dtype)
+
+    def in_place(dev, d_out, up_gate):
+        swiglu.backward(dev, up_gate, d_out, up_gate)
+
+    del arrays["d_up_gate"]
+    np.testing.assert_array_equal(run(dev, in_place, arrays)["up_gate"], got)
+
+
+def test_leading_dimensions_are_rows(dev, rng):
+    up_gate, _ = _inputs(rng, 6, 16, F32)
+    flat = run(dev, swiglu.forward, {"out": np.empty((6, 16), np.float32), "up_gate": up_gate})
+    arrays = {"out": np.empty((2, 3, 16), np.float32), "up_gate": up_gate.reshape(2, 3, 32)}
+    np.testing.assert_array_equal(
+        run(dev, swiglu.forward, arrays)["out"].reshape(6, 16), flat["out"]
+    )
+
+
+def test_grid():
+    assert swiglu.grid(8, 2) == 1
+    assert swiglu.grid(512 * 8, 2) == 1
+    assert swiglu.grid(512 * 8 + 8, 2) == 2
+    assert swiglu.grid(512 * 8, 4) == 2
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    with pytest.raises(TypeError, match=r"swiglu\.forward: up_gate must be BF16, got F32"):
+        swiglu.forward(dev, make((2, 8), BF16), make((2, 16), F32))
+    with pytest.raises(ValueError, match=r"swiglu\.forward: up_gate must have shape \(2, 16\)"):
+        swiglu.forward(dev, make((2, 8), BF16), make((2, 24), BF16))
+    with pytest.raises(ValueError, match=r"swiglu\.forward: out must have rows of a multiple"):
+        swiglu.forward(dev, make((2, 12), BF16), make((2, 24), BF16))
+    with pytest.raises(ValueError, match=r"swiglu\.backward: d_up_gate must have shape"):
+        swiglu.backward(dev, make((2, 8), F32), make((2, 8), F32), make((2, 16), F32))

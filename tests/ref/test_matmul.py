@@ -1,0 +1,52 @@
+"""Reference of the matrix product against torch."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.dtypes import BF16
+from llmq.ref import matmul as ref
+
+CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}
+NO_WORKSPACE = np.empty(0, np.uint8)
+
+
+def operands(rng, M, N, K, trans_a, trans_b, dtype):
+    a = rng.normal(size=(K, M) if trans_a else (M, K)).astype(dtype)
+    b = rng.normal(size=(N, K) if trans_b else (K, N)).astype(dtype)
+    return a, b, rng.normal(size=N).astype(dtype), rng.normal(size=(M, N)).astype(dtype)
+
+
+def torch_product(a, b, trans_a, trans_b):
+    a, b = (torch.from_numpy(x.astype(np.float64)) for x in (a, b))
+    return ((a.T if trans_a else a) @ (b.T if trans_b else b)).numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16.numpy])
+def test_equals_torch(rng, monkeypatch, case, with_bias, accumulate, dtype):
+    monkeypatch.setattr(ref, "CHUNK", 512)  # so that accumulation works in several pieces
+    M, N, K, *trans = CASES[case]
+    a, b, bias, out = operands(rng, M, N, K, *trans, dtype)
+    want = torch_product(a, b, *trans)
+    want += bias.astype(np.float64) * with_bias + out.astype(np.float64) * accumulate
+    if not accumulate:
+        out[:] = np.nan
+    ref.matmul(
+        out, a, b, bias if with_bias else None, NO_WORKSPACE, M, N, K, *trans, int(accumulate)
+    )
+    # Every partial sum of K products of about 1 (below 4 sqrt(K) <= 48) is rounded, and at the end
+    # BF16 results once more.
+    epsilon = 2.0**-53 if dtype == np.float64 else 2.0**-24
+    rtol = 2.0**-8 if dtype == BF16.numpy else 0
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=rtol, atol=48 * K * epsilon)
+
+
+def test_f32_out_of_bf16_operands_is_not_rounded(rng):
+    a, b, bias, _ = operands(rng, 16, 24, 64, False, True, BF16.numpy)
+    out, bias = np.ones((16, 24), np.float32), bias.astype(np.float32)
+    ref.matmul(out, a, b, bias, NO_WORKSPACE, 16, 24, 64, 0, 1, 1)
+    want = torch_product(a, b, False, True) + bias + 1
+    np.testing.assert_allclose(out, want, atol=1e-5)  # sums of 64 products of about 1, in F32

@@ -1,0 +1,28 @@
+"""Reference of adding to a gradient."""
+
+import numpy as np
+
+from llmq.dtypes import BF16
+from llmq.ref.reduce import reduce_add
+from tests.harness import step_scalars
+
+
+def test_f32_adds_or_overwrites_exactly(rng):
+    d_sum, x = rng.normal(size=(2, 100)).astype(np.float32)
+    want = d_sum + x
+    reduce_add(d_sum, x, step_scalars(), 1, 0, 100)
+    np.testing.assert_array_equal(d_sum, want)
+    reduce_add(d_sum, x.astype(BF16.numpy), step_scalars(), 0, 0, 100)
+    np.testing.assert_array_equal(d_sum, x.astype(BF16.numpy).astype(np.float32))
+
+
+def test_small_additions_to_bf16_are_not_lost(rng):
+    n, times = 4096, 64
+    d_sum, x = np.ones(n, BF16.numpy), np.full(n, 1e-3, np.float32)
+    for micro_step in range(times):
+        words = step_scalars(seed=1, step=2, micro_step=micro_step)
+        reduce_add(d_sum, x, words, 1, salt=3, n=n)
+    # One addition is 1/8 of a BF16 step (2^-7) above 1: to nearest, all would be lost. A rounding
+    # has a standard deviation of sqrt(1/8 * 7/8) steps; 5 sigma of the mean of their sums.
+    sigma = np.sqrt(times * 7 / 64 / n) * 2**-7
+    assert abs(d_sum.astype(np.float64).mean() - 1.064) < 5 * sigma

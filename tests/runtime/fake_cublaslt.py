@@ -1,0 +1,177 @@
+"""Stand-ins for cuBLASLt and the CUDA runtime, which compute in NumPy on host memory."""
+
+import ctypes
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmq.dtypes import F32
+from llmq.runtime.algorithm_file import ALGORITHM_BYTES
+from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES
+
+NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
+WORKSPACE = 4096  # bytes
+STREAM = 77
+RESULT = np.dtype(
+    [("algo", "u1", 64), ("workspace_size", "u8"), ("state", "i4"), ("waves", "f4"), ("r", "i4", 4)]
+)
+
+
+def memory(address: int, dtype: np.dtype, count: int) -> np.ndarray:
+    """Elements at an address, in place."""
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(buffer, dtype)
+
+
+class Refused(Exception):
+    pass
+
+
+class FakeCublasLt:
+    """The used part of nvmath.bindings.cublasLt, over host memory.
+
+    costs: what each of its algorithms adds to the clock; None: it is refused when run.
+    """
+
+    cuBLASLtError = Refused
+    MatmulDescAttribute = SimpleNamespace(TRANSA=3, TRANSB=4, EPILOGUE=7, BIAS_POINTER=8)
+    MatmulPreferenceAttribute = SimpleNamespace(
+        MAX_WORKSPACE_BYTES=1,
+        REDUCTION_SCHEME_MASK=3,
+        MIN_ALIGNMENT_A_BYTES=5,
+        MIN_ALIGNMENT_B_BYTES=6,
+        MIN_ALIGNMENT_C_BYTES=7,
+        MIN_ALIGNMENT_D_BYTES=8,
+    )
+    Epilogue = SimpleNamespace(BIAS=4)
+    ReductionScheme = SimpleNamespace(COMPUTE_TYPE=2)
+    matmul_heuristic_result_dtype = RESULT
+
+    def __init__(self, costs=(1.0,), version=130100):
+        self.costs = costs
+        self.version = version
+        self.clock = 0.0
+        self.runs = []  # the algorithm of each product
+        self.asked = []  # preferences of each heuristic call
+        self.alive = {}
+        self.handles = itertools.count(1000)
+
+    def _new(self, value):
+        handle = next(self.handles)
+        self.alive[handle] = value
+        return handle
+
+    def create(self):
+        return self._new("library")
+
+    def destroy(self, handle):
+        assert self.alive.pop(handle) == "library"
+
+    def get_version(self):
+        return self.version
+
+    def matmul_desc_create(self, compute_type, scale_type):
+        assert (compute_type, scale_type) == (COMPUTE_32F, CUDA_TYPES[F32])
+        return self._new({})
+
+    def matrix_layout_create(self, dtype, rows, columns, leading):
+        assert leading == rows
+        return self._new((NUMPY_TYPES[dtype], rows, columns))
+
+    def matmul_preference_create(self):
+        return self._new({})
+
+    def _free(self, handle):
+        del self.alive[handle]
+
+    matmul_desc_destroy = matrix_layout_destroy = matmul_preference_destroy = _free
+
+    def get_matmul_desc_attribute_dtype(self, name):
+        return {7: np.uint32, 8: np.int64}.get(name, np.int32)
+
+    def get_matmul_preference_attribute_dtype(self, name):
+        return {1: np.uint64}.get(name, np.uint32)
+
+    def matmul_desc_set_attribute(self, handle, name, buffer, size):
+        dtype = np.dtype(self.get_matmul_desc_attribute_dtype(name))
+        assert size == dtype.itemsize
+        self.alive[handle][name] = int(memory(buffer, dtype, 1)[0])
+
+    def matmul_preference_set_attribute(self, handle, name, buffer, size):
+        dtype = np.dtype(self.get_matmul_preference_attribute_dtype(name))
+        assert size == dtype.itemsize
+        self.alive[handle][name] = int(memory(buffer, dtype, 1)[0])
+
+    def matmul_algo_get_heuristic(self, library, desc, a, b, c, d, preference, count, results, n):
+        assert self.alive[library] == "library"
+        assert self.alive[desc].get(8, 16) % 16 == 0 and c == d
+        self.asked.append(dict(self.alive[preference]))
+        found = min(count, len(self.costs))
+        for i, entry in enumerate(memory(results, RESULT, found)):
+            entry["algo"] = i
+        memory(n, np.dtype(np.int32), 1)[0] = found
+
+    def matmul_algo_check(self, library, desc, a, b, c, d, algorithm, result):
+        index = memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0]
+        if index >= len(self.costs):
+            raise Refused("not supported")
+        memory(result, RESULT, 1)["workspace_size"] = 2 * WORKSPACE * (index == 9)
+
+    def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
+        assert (c, c_, *rest[1:]) == (d, d_, WORKSPACE, STREAM)  # rest[0]: its address
+        index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
+        if self.costs[index] is None:
+            raise Refused("not supported")
+        self.runs.append(index)
+        self.clock += self.costs[index]
+
+        def columns(address, layout):
+            dtype, rows, columns = self.alive[layout]
+            return memory(address, dtype, rows * columns).reshape(columns, rows).T
+
+        def scalar(address):
+            return memory(address, np.dtype(np.float32), 1)[0]
+
+        left, right, out = columns(a, a_), columns(b, b_), columns(d, d_)
+        attributes = self.alive[desc]
+        left = left.T if attributes[3] else left
+        right = right.T if attributes[4] else right
+        total = scalar(alpha) * (left.astype(np.float32) @ right.astype(np.float32))
+        if scalar(beta):
+            total += scalar(beta) * out.astype(np.float32)
+        if attributes.get(7) == 4:
+            total += memory(attributes[8], out.dtype, len(out)).astype(np.float32)[:, None]
+        out[...] = total.astype(out.dtype)
+
+
+class FakeCuda:
+    """The used part of CuPy's CUDA runtime; events read the library's clock."""
+
+    def __init__(self, library):
+        self.library = library
+        self.capturing = False
+        self.events = {}
+
+    def streamIsCapturing(self, stream):
+        assert stream == STREAM
+        return self.capturing
+
+    def eventCreate(self):
+        self.events[len(self.events)] = None
+        return len(self.events) - 1
+
+    def eventRecord(self, event, stream):
+        self.events[event] = self.library.clock
+
+    def eventElapsedTime(self, start, stop):
+        return self.events[stop] - self.events[start]
+
+    def memcpyAsync(self, dst, src, size, kind, stream):
+        assert stream == STREAM and kind in (1, 2)
+        ctypes.memmove(dst, src, size)
+
+    def ignore(self, *args):
+        pass
+
+    eventDestroy = eventSynchronize = streamSynchronize = ignore

@@ -1,0 +1,188 @@
+"""Program text, cache and compiler report."""
+
+import hashlib
+import threading
+
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.runtime import compile
+from llmq.runtime.compile import Resources, compile_kernels
+from llmq.runtime.kernel import Kernel
+
+FILE = "compiled.cu"
+SOURCE = """
+#include "common.cuh"
+#include "extra.cuh"
+template <class T> __device__ T twice(T x) { return x + x; }
+extern "C" __global__ void scale(T* y, const T* x, const G* g) {
+    __shared__ float shared[FACTOR];
+    shared[threadIdx.x] = to_f32(x[threadIdx.x]) * FACTOR + to_f32(g[0]);
+    __syncthreads();
+    y[threadIdx.x] = from_f32<T>(twice(shared[threadIdx.x ^ 1]));
+}
+"""
+Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
+TYPES, CONSTS = {"T": BF16}, {"FACTOR": 32}
+
+
+def nvrtc_loads() -> bool:
+    try:
+        compile._nvrtc()
+    except LlmqError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not nvrtc_loads(), reason="NVRTC is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A kernel folder of its own with SOURCE, and an empty cache."""
+    kernels = tmp_path / "cu"
+    kernels.mkdir()
+    for header in compile.KERNEL_DIR.glob("*.cuh"):
+        (kernels / header.name).write_text(header.read_text())
+    (kernels / "extra.cuh").write_text("// version 1\n")
+    (kernels / FILE).write_text(SOURCE)
+    monkeypatch.setattr(compile, "KERNEL_DIR", kernels)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Counts runs of the compiler."""
+    calls = []
+    original = compile._compile
+    monkeypatch.setattr(compile, "_compile", lambda *a: calls.append(a[1]) or original(*a))
+    return calls
+
+
+def entries(folder):
+    return sorted((folder / "cache").iterdir())
+
+
+def test_program_defines_bound_types_default_types_and_constants(folder):
+    lines = compile.program(FILE, TYPES, CONSTS).splitlines()
+    assert lines[:5] == [
+        '#include "common.cuh"',
+        "#define G f32",
+        "#define T bf16",
+        "#define FACTOR 32",
+        f'#line 1 "{FILE}"',
+    ]
+
+
+def test_included_texts_are_found_through_other_headers_and_once():
+    headers = {"a.h": '#include "b.h"\nA', "b.h": ' # include "a.h"\nB', "c.h": "C"}
+    assert compile.included_texts('#include "a.h"\n#include <c.h>', headers) == list(
+        [headers["a.h"], headers["b.h"]]
+    )
+
+
+def test_report_of_the_assembler():
+    log = """ptxas info    : 4 bytes gmem
+ptxas info    : Compiling entry function 'one' for 'sm_90'
+ptxas info    : Function properties for one
+ptxas         .     96 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 96 bytes cumulative stack size, 256 bytes smem
+ptxas info    : Compiling entry function 'two' for 'sm_90'
+ptxas info    : Function properties for two
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 14 registers, used 0 barriers
+"""
+    assert compile.parse_resources(log) == {
+        "one": Resources(registers=40, shared=256, spilled=20, stack=96),
+        "two": Resources(registers=14, shared=0, spilled=0, stack=0),
+    }
+
+
+@needs_nvrtc
+def test_cache_hits_and_what_makes_it_miss(folder, compilations):
+    first = compile_kernels(FILE, TYPES, CONSTS, 90)
+    assert first.code[:4] == b"\x7fELF"
+    assert first.resources["scale"].shared == 128
+    assert first.resources["scale"].spilled == 0
+    assert compile_kernels(FILE, TYPES, CONSTS, 90) == first
+    assert len(compilations) == 1
+    for change in (
+        lambda: compile_kernels(FILE, {"T": F32}, CONSTS, 90),
+        lambda: compile_kernels(FILE, TYPES, {"FACTOR": 64}, 90),
+        lambda: compile_kernels(FILE, TYPES, CONSTS, 80),
+        lambda: (compile.KERNEL_DIR / "extra.cuh").write_text("// version 2\n")
+        and compile_kernels(FILE, TYPES, CONSTS, 90),
+    ):
+        before = len(compilations)
+        change()
+        assert len(compilations) == before + 1
+
+
+@needs_nvrtc
+def test_a_damaged_entry_is_made_again(folder, compilations):
+    good = compile_kernels(FILE, TYPES, CONSTS, 90)
+    (entry,) = entries(folder)
+    whole = entry.read_bytes()
+    for damaged in (whole[:-1], whole[:10], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        entry.write_bytes(damaged)
+        assert compile_kernels(FILE, TYPES, CONSTS, 90) == good
+        assert entry.read_bytes() == whole
+    assert len(compilations) == 5
+
+
+@needs_nvrtc
+def test_threads_that_want_the_same_kernel_compile_it_once(folder, compilations):
+    results = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(compile_kernels(FILE, TYPES, CONSTS, 90).code)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compilations) == 1
+    assert len(results) == 4 and len(set(results)) == 1
+
+
+@needs_nvrtc
+def test_a_source_error_names_file_and_line(folder):
+    (compile.KERNEL_DIR / FILE).write_text(SOURCE.replace("twice(shared", "thrice(shared"))
+    with pytest.raises(RuntimeError, match=r'compiled\.cu\(9\): error: identifier "thrice"'):
+        compile_kernels(FILE, TYPES, CONSTS, 90)
+    assert not (folder / "cache").exists()
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_written_is_a_users_error(folder, monkeypatch):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(folder / "file" / "cache"))
+    with pytest.raises(LlmqError, match="LLMQ_CACHE_DIR"):
+        compile_kernels(FILE, TYPES, CONSTS, 90)
+
+
+@needs_nvrtc
+def test_architectures():
+    assert compile.target(90) == "sm_90a"
+    assert compile.target(89) == "sm_89"
+    assert compile.target(88) == "sm_87" or compile.target(88) == "sm_88"
+    with pytest.raises(LlmqError, match="compute capability 999"):
+        compile.target(9990)
+
+
+def test_write_file_leaves_no_temporary_files(tmp_path):
+    path = tmp_path / "folder" / "file"
+    compile.write_file(path, b"one")
+    compile.write_file(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_digest_separates_its_parts():
+    assert compile.digest(["ab", "c"]) != compile.digest(["a", "bc"])
+    assert compile.digest([b"x"]) == compile.digest(["x"])
+    assert len(compile.digest([])) == len(hashlib.sha256().hexdigest()[:32])

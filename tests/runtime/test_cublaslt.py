@@ -1,0 +1,252 @@
+"""Matrix products through cuBLASLt: with stand-ins for the libraries."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32, U8
+from llmq.ref.matmul import CASES, matmul
+from llmq.runtime import algorithm_file as files
+from llmq.runtime.algorithm_file import ALGORITHM_BYTES, AlgorithmFile, algorithm_file
+from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES, CublasLt
+from tests.harness import dtype_of, host_device
+from tests.runtime.fake_cublaslt import RESULT, STREAM, WORKSPACE, FakeCublasLt, FakeCuda
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+
+
+def make(costs=(1.0,), *, tune=False, path=None, version=130100, name="GPU"):
+    """A CublasLt over a new stand-in, and the stand-in."""
+    library = FakeCublasLt(costs, version)
+    cuda = FakeCuda(library)
+    return CublasLt(name, tune=tune, cache_path=path, library=library, cuda=cuda), library
+
+
+class Arguments:
+    """The tensors and sizes of one call, in host memory."""
+
+    def __init__(self, M, N, K, trans_a, trans_b, *, dtypes=(F32, F32), bias=False, accumulate=0):
+        self.dev = host_device()
+        rng = np.random.default_rng(M + N + K)
+
+        def put(name, shape, dtype):
+            tensor = self.dev.alloc(name, shape, dtype, "Activations")
+            tensor.numpy()[...] = rng.normal(size=shape)
+            return tensor
+
+        operand, out = dtypes
+        self.tensors = (
+            put("out", (M, N), out),
+            put("a", (K, M) if trans_a else (M, K), operand),
+            put("b", (N, K) if trans_b else (K, N), operand),
+            put("bias", (N,), out) if bias else None,
+            self.dev.alloc("workspace", (WORKSPACE,), U8, "Activations"),
+        )
+        self.sizes = (M, N, K, int(trans_a), int(trans_b), accumulate)
+        self.start = self.out.copy()
+
+    @property
+    def out(self):
+        return self.tensors[0].numpy()
+
+    def __iter__(self):
+        return iter((STREAM, *self.tensors, *self.sizes))
+
+    def reference(self):
+        arrays = [self.start.copy(), *(t and t.numpy() for t in self.tensors[1:])]
+        matmul(*arrays, *self.sizes)
+        return arrays[0]
+
+
+SHAPE = SMALL["trans_b"]
+
+
+@pytest.fixture(autouse=True)
+def no_shared_files(monkeypatch):
+    monkeypatch.setattr(files, "_files", {})
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize(
+    "dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=["f32", "bf16", "bf16_to_f32"]
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("accumulate", [0, 1])
+def test_row_major_product_is_asked_for_by_columns(case, dtypes, bias, accumulate):
+    args = Arguments(*SMALL[case], dtypes=dtypes, bias=bias, accumulate=accumulate)
+    make()[0].matmul(*args)
+    # F32 sums in another order (K <= 64 products of about 1); BF16 is rounded once more.
+    rtol = 2.0**-7 if dtype_of(args.out) == BF16 else 0
+    np.testing.assert_allclose(
+        args.out.astype(np.float32), args.reference().astype(np.float32), rtol=rtol, atol=1e-4
+    )
+
+
+def test_one_plan_for_equal_products_and_one_more_for_each_difference():
+    lt, library = make()
+    calls = [Arguments(*SHAPE), Arguments(*SHAPE), Arguments(*SHAPE, bias=True)]
+    calls += [Arguments(*SHAPE, accumulate=1), Arguments(*SHAPE, dtypes=(BF16, F32))]
+    calls += [Arguments(*SHAPE, dtypes=(BF16, BF16)), Arguments(*SHAPE[:3], False, False)]
+    for args in calls:
+        lt.matmul(*args)
+    assert len(library.asked) == len(calls) - 1
+    assert len({str(lt.prepare(*args).product) for args in calls}) == len(calls) - 1
+    assert len(library.asked) == len(calls) - 1
+    lt.close()
+    assert not library.alive
+
+
+def test_preferences():
+    lt, library = make()
+    lt.matmul(*Arguments(*SHAPE))
+    # The workspace there is, split sums in F32 only, the alignment that launches check.
+    assert library.asked == [{1: WORKSPACE, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}]
+
+
+def test_each_call_uses_its_own_bias():
+    lt, _ = make()
+    first, second = Arguments(*SHAPE, bias=True), Arguments(*SHAPE, bias=True)
+    second.tensors[3].numpy()[...] += 1
+    for args in (first, second, first):
+        lt.matmul(*args)
+        np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
+
+
+def test_without_tuning_the_first_candidate_runs_and_nothing_is_kept(tmp_path):
+    lt, library = make((5.0, 1.0), path=tmp_path / "m.json")
+    lt.matmul(*Arguments(*SHAPE))
+    assert library.runs == [0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("costs, best", [((5, 3, 1, 4), 2), ((5, None, 2), 2), ((1, 0.995), 0)])
+def test_tuning_takes_the_fastest(costs, best):
+    lt, library = make(costs, tune=True)
+    args = Arguments(*SHAPE)
+    lt.matmul(*args)
+    lt.matmul(*args)
+    assert library.runs[-2:] == [best, best]
+    assert set(library.runs[:-2]) == {i for i, cost in enumerate(costs) if cost}
+    np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
+
+
+def test_tuning_accumulates_once():
+    lt, _ = make((2, 1), tune=True)
+    args = Arguments(*SHAPE, accumulate=1)
+    lt.matmul(*args)
+    np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
+
+
+def test_no_tuning_inside_a_capture():
+    lt, library = make((2, 1), tune=True)
+    args = Arguments(*SHAPE)
+    lt._cuda.capturing = True
+    with pytest.raises(RuntimeError, match=r"8x136x64 nt f32->f32.* outside of the graph"):
+        lt.matmul(*args)
+    assert not library.runs
+    lt._cuda.capturing = False
+    lt.prepare(*args)
+    lt._cuda.capturing = True
+    lt.matmul(*args)
+    assert library.runs[-1] == 1
+
+
+@pytest.mark.parametrize("costs", [(), (None, None)])
+def test_no_algorithm(costs):
+    lt, _ = make(costs, tune=True)
+    with pytest.raises(RuntimeError, match="matmul: GPU, cuBLASLt 130100 has no algorithm for 8x"):
+        lt.matmul(*Arguments(*SHAPE))
+
+
+def tuned(path, costs, **kwargs):
+    """Algorithms that a new process runs for one product."""
+    files._files.clear()
+    lt, library = make(costs, tune=True, path=path, **kwargs)
+    lt.matmul(*Arguments(*SHAPE))
+    return library.runs
+
+
+def test_the_file_replaces_tuning(tmp_path):
+    path = tmp_path / "deep" / "m.json"
+    assert tuned(path, (3, 1))[-1] == 1
+    assert tuned(path, (1, 3)) == [1]  # no second tuning, though it would choose otherwise
+    assert [p.name for p in path.parent.iterdir()] == ["m.json"]
+    assert tuned(path, (1, 3), version=120900)[-1] == 0
+    assert tuned(path, (1, 3), name="other GPU")[-1] == 0
+    assert tuned(path, (1, 3)) == [1]  # the others were added
+
+
+def test_a_remembered_algorithm_that_is_refused_is_replaced(tmp_path):
+    path = tmp_path / "m.json"
+    assert tuned(path, (3, 2, 1))[-1] == 2
+    assert tuned(path, (3, 2))[-1] == 1
+    assert tuned(path, (1, 2)) == [1]
+    # Algorithm 9 of the stand-in asks for more workspace than there is when it is checked.
+    path.write_text(path.read_text().replace("01" * 64, "09" * 64))
+    assert tuned(path, (3, 2, *[5] * 8))[-1] == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b"\xff\xfe", b'{"format": 1}', b'{"format": 1, "algorithms": []}'),
+        *(b'{"format": 1, "algorithms": {"k": 5}}', b'{"format": 2, "algorithms": {"k": "00"}}'),
+    ],
+)
+def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
+    path = tmp_path / "m.json"
+    path.write_bytes(content)
+    assert tuned(path, (3, 1))[-1] == 1
+    assert len(json.loads(path.read_text())["algorithms"]) == 1
+
+
+def test_algorithms_of_the_wrong_size_are_ignored(tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({"format": 1, "algorithms": {"a": "00" * 63, "b": "00" * 64}}))
+    file = AlgorithmFile(path)
+    assert file.get("a") is None
+    assert file.get("b") == bytes(64)
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="tuned matrix products are not kept"):
+        assert tuned(tmp_path / "file" / "m.json", (3, 1))[-1] == 1
+
+
+def test_ranks_agree_on_the_first_published(tmp_path):
+    path = tmp_path / "m.json"
+    file = algorithm_file(path)
+    assert algorithm_file(Path(str(path))) is file
+    first, second, third = (bytes([i]) * 64 for i in range(3))
+    assert file.publish("k", first, instead_of=None) == first
+    assert file.publish("k", second, instead_of=None) == first  # was tuning at the same time
+    assert file.publish("k", third, instead_of=first) == third  # first was refused
+    assert file.publish("k", second, instead_of=first) == third
+    assert AlgorithmFile(path).get("k") == third
+
+
+def test_constants_and_names_are_those_of_the_binding():
+    library = pytest.importorskip("nvmath.bindings.cublasLt")
+    cublas = pytest.importorskip("nvmath.bindings.cublas")
+    nvmath = pytest.importorskip("nvmath")
+    assert int(cublas.ComputeType.COMPUTE_32F) == COMPUTE_32F
+    assert int(nvmath.CudaDataType.CUDA_R_32F) == CUDA_TYPES[F32]
+    assert int(nvmath.CudaDataType.CUDA_R_16BF) == CUDA_TYPES[BF16]
+    result = np.dtype(library.matmul_heuristic_result_dtype)
+    assert result.itemsize == RESULT.itemsize
+    for name in ("algo", "workspace_size", "state"):
+        assert result.fields[name][1] == RESULT.fields[name][1]
+    assert result["algo"].itemsize == ALGORITHM_BYTES
+    for enum in ("MatmulDescAttribute", "MatmulPreferenceAttribute", "Epilogue", "ReductionScheme"):
+        for name, value in vars(getattr(FakeCublasLt, enum)).items():
+            assert int(getattr(getattr(library, enum), name)) == value, name
+    fake = FakeCublasLt()
+    for name in vars(fake.MatmulDescAttribute).values():
+        want = fake.get_matmul_desc_attribute_dtype(name)
+        assert library.get_matmul_desc_attribute_dtype(name) == want
+    for name in vars(fake.MatmulPreferenceAttribute).values():
+        want = fake.get_matmul_preference_attribute_dtype(name)
+        assert library.get_matmul_preference_attribute_dtype(name) == want

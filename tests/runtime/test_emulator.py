@@ -1,0 +1,200 @@
+"""The emulator itself, on small kernels written for it."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32, I32
+from llmq.runtime import compile
+from llmq.runtime.kernel import Kernel
+from tests.emulator import device as emulator
+from tests.harness import SIZES
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emulator.missing()))
+
+SOURCE = r"""
+#include "common.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+row_sums(float* __restrict__ out, const T* __restrict__ x, i64 C) {
+    __shared__ float partial[32];
+    float sum = 0.0f;
+    for (i64 i = threadIdx.x * Vec<T>::N; i < C; i += blockDim.x * Vec<T>::N) {
+        const Vec<T> v = load_vec(x + blockIdx.x * C + i);
+        for (int k = 0; k < Vec<T>::N; ++k) { sum += to_f32(v[k]); }
+    }
+    sum = block_sum(sum, partial);
+    if (threadIdx.x == 0) { out[blockIdx.x] = sum; }
+}
+
+// out[0] stays NaN unless the barrier is there.
+extern "C" __global__ void neighbour(float* out, i32 with_barrier) {
+    __shared__ float value[64];
+    value[threadIdx.x] = (float)threadIdx.x;
+    if (with_barrier) { __syncthreads(); }
+    out[blockIdx.x * blockDim.x + threadIdx.x] = value[(threadIdx.x + 63) % 64];
+}
+
+extern "C" __global__ void dynamic_reverse(float* out, const float* x, i32 overrun) {
+    extern __shared__ __align__(16) float buffer[];
+    buffer[threadIdx.x] = x[threadIdx.x];
+    if (overrun) { buffer[blockDim.x] = 0.0f; }
+    __syncthreads();
+    out[threadIdx.x] = buffer[blockDim.x - 1 - threadIdx.x];
+}
+
+extern "C" __global__ void diverge(float* out) {
+    if (threadIdx.x != 3) { __syncthreads(); } else { __syncwarp(); }
+    out[threadIdx.x] = 1.0f;
+}
+
+extern "C" __global__ void half_shuffle(float* out) {
+    if (threadIdx.x < 16) { out[threadIdx.x] = __shfl_xor_sync(0xFFFFFFFFu, 1.0f, 1); }
+}
+
+extern "C" __global__ void votes(i32* out) {
+    const int t = threadIdx.x, odd = t & 1;
+    out[t * 8 + 0] = __ballot_sync(0xFFFFFFFFu, odd);
+    out[t * 8 + 1] = __any_sync(0xFFFFFFFFu, t == 5);
+    out[t * 8 + 2] = __all_sync(0xFFFFFFFFu, t < 32);
+    out[t * 8 + 3] = __syncthreads_count(odd);
+    out[t * 8 + 4] = __syncthreads_and(t >= 0);
+    out[t * 8 + 5] = __syncthreads_or(t == 40);
+    out[t * 8 + 6] = __shfl_down_sync(0xFFFFFFFFu, t, 1, 8);
+    out[t * 8 + 7] = odd ? __shfl_sync(0xAAAAAAAAu, t, 31) : __shfl_sync(0x55555555u, t, 2);
+}
+
+extern "C" __global__ void geometry(i32* out, i32* count) {
+    const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    out[block * blockDim.x * blockDim.y * blockDim.z + thread] = atomicAdd(count, 1);
+}
+
+// Each block of a pair adds the other's value.
+extern "C" __global__ void __cluster_dims__(2) pair_sum(float* out, const float* x) {
+    __shared__ float mine;
+    if (threadIdx.x == 0) { mine = x[blockIdx.x]; }
+    emulator::cluster_sync();
+    if (threadIdx.x == 1) {
+        out[blockIdx.x] = mine + *emulator::map_shared(&mine, emulator::block_rank() ^ 1);
+    }
+    emulator::cluster_sync();
+}
+"""
+FILE = "emulated.cu"
+ROW_SUMS = Kernel(FILE, "row_sums", args="f32* out, const T* x, i64 C")
+NEIGHBOUR = Kernel(FILE, "neighbour", args="f32* out, i32 with_barrier")
+REVERSE = Kernel(FILE, "dynamic_reverse", args="f32* out, const f32* x, i32 overrun")
+DIVERGE = Kernel(FILE, "diverge", args="f32* out")
+HALF_SHUFFLE = Kernel(FILE, "half_shuffle", args="f32* out")
+VOTES = Kernel(FILE, "votes", args="i32* out")
+GEOMETRY = Kernel(FILE, "geometry", args="i32* out, inout i32* count")
+PAIR_SUM = Kernel(FILE, "pair_sum", args="f32* out, const f32* x")
+
+
+@pytest.fixture
+def emulated(tmp_path, monkeypatch):
+    """An emulator device whose kernel folder also holds SOURCE."""
+    for header in compile.KERNEL_DIR.glob("*.cuh"):
+        (tmp_path / header.name).write_text(header.read_text())
+    (tmp_path / FILE).write_text(SOURCE)
+    monkeypatch.setattr(compile, "KERNEL_DIR", tmp_path)
+    return emulator.EmulatorDevice(SIZES)
+
+
+def put(dev, array, dtype):
+    tensor = dev.alloc("x", array.shape, dtype, "Activations")
+    dev.upload(tensor, array.astype(dtype.numpy))
+    return tensor
+
+
+def empty(dev, shape, dtype):
+    return dev.alloc("out", shape, dtype, "Activations")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_reduction_over_a_block(emulated, dtype):
+    x = np.arange(3 * 2048).reshape(3, 2048) % 7
+    out = empty(emulated, (3,), F32)
+    emulated.launch(ROW_SUMS, 3, 256, (out, put(emulated, x, dtype), 2048))
+    np.testing.assert_array_equal(out.numpy(), x.sum(1))
+
+
+def test_a_missing_barrier_shows_up(emulated):
+    out = empty(emulated, (2, 64), F32)
+    want = np.tile(np.roll(np.arange(64.0), 1), (2, 1))
+    emulated.launch(NEIGHBOUR, 2, 64, (out, 1))
+    np.testing.assert_array_equal(out.numpy(), want)
+    emulated.launch(NEIGHBOUR, 2, 64, (out, 0))
+    assert np.isnan(out.numpy()).sum(1).tolist() == [1, 63]  # both orders of threads
+
+
+def test_dynamic_shared_memory(emulated):
+    x = np.arange(48.0)
+    out, x_dev = empty(emulated, (48,), F32), put(emulated, x, F32)
+    emulated.launch(REVERSE, 1, 48, (out, x_dev, 0), smem=48 * 4)
+    np.testing.assert_array_equal(out.numpy(), x[::-1])
+    with pytest.raises(RuntimeError, match="behind its dynamic shared memory"):
+        emulated.launch(REVERSE, 1, 48, (out, x_dev, 1), smem=48 * 4)
+
+
+def test_a_barrier_that_not_all_reach_is_an_error(emulated):
+    with pytest.raises(RuntimeError, match="31 threads wait at __syncthreads .* 1 threads wait"):
+        emulated.launch(DIVERGE, 1, 32, (empty(emulated, (32,), F32),))
+
+
+def test_a_shuffle_with_returned_lanes_is_an_error(emulated):
+    with pytest.raises(RuntimeError, match="deadlock|has returned"):
+        emulated.launch(HALF_SHUFFLE, 1, 32, (empty(emulated, (32,), F32),))
+
+
+def test_votes_and_shuffles(emulated):
+    out = empty(emulated, (64, 8), I32)
+    emulated.launch(VOTES, 1, 64, (out,))
+    t = np.arange(64)
+    lane, warp = t % 32, t // 32
+    want = np.stack(
+        [
+            np.full(64, np.uint32(0xAAAAAAAA).astype(np.int32)),
+            warp == 0,
+            warp == 0,
+            np.full(64, 32),
+            np.full(64, 1),
+            np.full(64, 1),
+            np.where(lane % 8 == 7, t, t + 1),
+            warp * 32 + np.where(lane % 2, 31, 2),
+        ],
+        axis=1,
+    )
+    np.testing.assert_array_equal(out.numpy(), want)
+
+
+def test_three_dimensional_grids_and_blocks(emulated):
+    out, count = empty(emulated, (24, 60), I32), put(emulated, np.zeros(1), I32)
+    emulated.launch(GEOMETRY, (2, 3, 4), (3, 4, 5), (out, count))
+    assert sorted(out.numpy().ravel()) == list(range(24 * 60))
+
+
+def test_clusters_read_each_others_shared_memory(emulated):
+    x = np.array([1.0, 2.0, 30.0, 40.0])
+    out = empty(emulated, (4,), F32)
+    emulated.launch(PAIR_SUM, 4, 64, (out, put(emulated, x, F32)))
+    assert out.numpy().tolist() == [3.0, 3.0, 70.0, 70.0]
+
+
+def test_a_declaration_that_the_source_contradicts_is_an_error(emulated):
+    wrong = Kernel(FILE, "dynamic_reverse", args="f32* out, f32* x, i32 overrun")
+    out = empty(emulated, (32,), F32)
+    with pytest.raises(TypeError, match=r"declared .* takes \(float32\*, const float32\*, int32\)"):
+        emulated.launch(wrong, 1, 32, (out, out, 0))
+    absent = Kernel(FILE, "absent", args="f32* out")
+    with pytest.raises(RuntimeError, match="absent"):
+        emulated.launch(absent, 1, 32, (out,))
+
+
+def test_what_a_gpu_refuses_is_refused(emulated):
+    out = empty(emulated, (32,), F32)
+    for grid, block in ((0, 32), (1, 2048), ((1, 1 << 16), 32)):
+        with pytest.raises(ValueError, match="diverge: grid"):
+            emulated.launch(DIVERGE, grid, block, (out,))
+    with pytest.raises(ValueError, match="shared memory"):
+        emulated.launch(DIVERGE, 1, 32, (out,), smem=1 << 20)

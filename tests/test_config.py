@@ -1,0 +1,398 @@
+"""ModelConfig, and config.json of both transformers generations in and out."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+
+from llmq.config import ModelConfig
+from llmq.errors import ConfigError
+from llmq.hf_config import RopeScaling, ignored_fields
+from llmq.presets import preset
+
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32768,
+}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "vocab_size": 50257,
+}
+PUBLISHED = {
+    "qwen2.5": QWEN25_05B,
+    "qwen3": QWEN3_06B,
+    "llama3.2": LLAMA32_1B,
+    "mistral": MISTRAL_7B,
+    "gpt2": GPT2,
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "preset_name", "differences"),
+    [
+        (QWEN25_05B, "qwen2.5-0.5b", {}),
+        (QWEN3_06B, "qwen3-0.6b", {}),
+        (GPT2, "gpt2", {}),
+        (
+            LLAMA32_1B,
+            "llama-3.2-1b",
+            {
+                "max_positions": 131072,
+                "pad_token_id": None,
+                "other_eos_token_ids": (128008, 128009),
+                "rope_scaling": RopeScaling(
+                    kind="llama3",
+                    factor=32.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_positions=8192,
+                ),
+            },
+        ),
+    ],
+    ids=["qwen2.5", "qwen3", "gpt2", "llama3.2"],
+)
+def test_published_configs_equal_presets(hf, preset_name, differences):
+    assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)
+
+
+def test_published_mistral_config():
+    assert ModelConfig.from_hf(MISTRAL_7B) == ModelConfig(
+        architecture="MistralForCausalLM",
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=32768,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        activation="swiglu",
+        positions="rope",
+        rope_theta=1e6,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+MODELS = {
+    **{name: ModelConfig.from_hf(hf) for name, hf in PUBLISHED.items()},
+    "llama_biased_linear_rope": replace(
+        preset("tiny-llama"),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_dim=32,
+        tied_embeddings=False,
+        rope_scaling=RopeScaling(kind="linear", factor=2.0),
+    ),
+    "qwen3_biased": replace(preset("tiny-qwen3"), qkv_bias=True, o_bias=True, rope_theta=1e6),
+    "gpt2_narrow_mlp": replace(preset("tiny-gpt2"), intermediate_size=256, pad_token_id=0),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_own_config_json_reads_back(model):
+    assert ModelConfig.from_hf(json.loads(json.dumps(model.to_hf()))) == model
+
+
+FIELDS_OF_OTHERS = {
+    "both": (),
+    "4": ("rope_parameters", "dtype"),
+    "5": ("rope_scaling", "rope_theta", "torch_dtype"),
+}
+"""What config.json of one transformers generation does not have."""
+
+
+def _layers_as_seen_by_transformers(hf_config):
+    """The shapes and constants that transformers would build, from its own config object."""
+    names = {"gpt2": ("n_embd", "n_head", "n_layer", "n_positions")}.get(
+        hf_config.model_type,
+        ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"),
+    )
+    return {name: getattr(hf_config, name) for name in (*names, "vocab_size")}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("generation", ["both", "4", "5"])
+def test_transformers_reads_our_config_json(model, generation, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    hf = model.to_hf("fp32")
+    for field in FIELDS_OF_OTHERS[generation]:
+        hf.pop(field, None)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path)
+
+    assert str(loaded.dtype) == "torch.float32"
+    assert _layers_as_seen_by_transformers(loaded).items() <= hf.items()
+    if model.positions == "rope":
+        assert loaded.rope_parameters["rope_theta"] == model.rope_theta
+        kind = model.rope_scaling.kind if model.rope_scaling else "default"
+        assert loaded.rope_parameters["rope_type"] == kind
+        assert loaded.head_dim == model.head_dim
+        assert loaded.num_key_value_heads == model.num_kv_heads
+    # What transformers writes for the config it understood is the same model again.
+    loaded.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert ModelConfig.from_hf({"architectures": [model.architecture], **saved}) == model
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3", "tiny-llama", "tiny-mistral", "tiny-gpt2"])
+def test_weights_of_transformers_have_our_shapes(name):
+    """A model that transformers builds from our config.json has our biases, norms and sizes."""
+    transformers = pytest.importorskip("transformers")
+    model = replace(preset(name), num_layers=1)
+    hf = model.to_hf()
+    built = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "dtype"})
+    )
+    assert type(built).__name__ == model.architecture
+    shapes = {key: tuple(weight.shape) for key, weight in built.state_dict().items()}
+    embed, mlp = ("transformer.wte", "transformer.h.0.mlp.c_fc.weight")
+    if model.positions == "rope":
+        embed, mlp = ("model.embed_tokens", "model.layers.0.mlp.up_proj.weight")
+        attention = "model.layers.0.self_attn"
+        assert shapes[f"{attention}.k_proj.weight"] == (
+            model.num_kv_heads * model.head_dim,
+            model.hidden_size,
+        )
+        assert (f"{attention}.q_proj.bias" in shapes) == model.qkv_bias
+        assert (f"{attention}.o_proj.bias" in shapes) == model.o_bias
+        assert (f"{attention}.q_norm.weight" in shapes) == model.qk_norm
+    assert shapes[f"{embed}.weight"] == (model.vocab_size, model.hidden_size)
+    assert sorted(shapes[mlp]) == sorted((model.hidden_size, model.intermediate_size))
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (
+            LLAMA32_1B,
+            {"architectures": ["MixtralForCausalLM"]},
+            "architectures: 'MixtralForCausalLM'",
+        ),
+        (LLAMA32_1B, {"architectures": None}, "architectures must hold one name, got None"),
+        (LLAMA32_1B, {"architectures": ["a", "b"]}, "architectures must hold one name"),
+        (LLAMA32_1B, {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        (LLAMA32_1B, {"hidden_size": "2048"}, "hidden_size: expected int, got '2048'"),
+        (LLAMA32_1B, {"hidden_size": 0}, "hidden_size: must be positive, got 0"),
+        (LLAMA32_1B, {"num_key_value_heads": 5}, "num_kv_heads: 5 does not divide 32"),
+        (LLAMA32_1B, {"head_dim": 63}, "head_dim: RoPE needs an even number"),
+        (LLAMA32_1B, {"head_dim": None, "hidden_size": 2050}, "hidden_size 2050 is no multiple"),
+        (LLAMA32_1B, {"eos_token_id": "</s>"}, "eos_token_id must be one id"),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type: 'dynamic'",
+        ),
+        (LLAMA32_1B, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+            "factor must be >= 1",
+        ),
+        (LLAMA32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        (
+            QWEN3_06B,
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
+            "rope_parameters.rope_type: 'yarn'",
+        ),
+        (
+            QWEN3_06B,
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters.full_attention: parameters per layer type",
+        ),
+        (QWEN3_06B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (QWEN25_05B, {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (MISTRAL_7B, {"sliding_window": 4096}, "set max_position_embeddings to 4096"),
+        (GPT2, {"activation_function": "relu"}, "activation_function: 'relu'"),
+        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights: False"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention: True"),
+        (GPT2, {"n_head": 11}, "n_embd 768 is no multiple of n_head 11"),
+    ],
+)
+def test_unsupported_configs_name_the_field(base, change, message):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**base, **change})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("hf", PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_missing_sizes_are_errors_not_defaults(hf):
+    sizes = {"architectures", "vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_head"}
+    sizes |= {"num_attention_heads", "num_hidden_layers", "n_layer", "n_positions"}
+    sizes |= {"max_position_embeddings"}
+    for name in sizes & set(hf):
+        with pytest.raises(ConfigError, match=name):
+            ModelConfig.from_hf({key: value for key, value in hf.items() if key != name})
+
+
+def test_fields_that_may_be_missing_have_the_defaults_of_transformers():
+    newer = ("head_dim", "num_key_value_heads")
+    model = ModelConfig.from_hf({k: v for k, v in LLAMA32_1B.items() if k not in newer})
+    assert (model.head_dim, model.num_kv_heads) == (64, 32)
+    bare_qwen3 = {k: v for k, v in QWEN3_06B.items() if k != "head_dim"}
+    assert ModelConfig.from_hf(bare_qwen3).head_dim == 128
+    with pytest.raises(ConfigError, match="sliding_window 4096"):
+        ModelConfig.from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+
+
+def test_a_window_as_long_as_the_positions_is_full_attention():
+    windowed = {**MISTRAL_7B, "sliding_window": 4096, "max_position_embeddings": 4096}
+    assert ModelConfig.from_hf(windowed).max_positions == 4096
+
+
+def test_dropout_is_reported_as_ignored():
+    assert [line.split()[1] for line in ignored_fields(GPT2)] == [
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+    ]
+    assert ignored_fields(LLAMA32_1B) == []
+
+
+def test_config_class_is_frozen_slotted_and_documented():
+    model = preset("tiny")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.vocab_size = 1
+    assert not hasattr(model, "__dict__")
+
+
+def test_derived_sizes():
+    model = preset("qwen2.5-0.5b")
+    assert model.qkv_channels == 64 * (14 + 2 * 2)
+    assert (model.padded_vocab, preset("gpt2").padded_vocab) == (151936, 50304)
+    llama = ModelConfig.from_hf(LLAMA32_1B)
+    assert llama.eos_token_id == 128001
+    assert llama.eos_token_ids == (128001, 128008, 128009)
+
+
+@pytest.mark.parametrize(
+    "change", [{"qk_norm": True}, {"norm": "layernorm"}, {"qkv_bias": False}, {"o_bias": True}]
+)
+def test_validate_rejects_what_the_architecture_cannot_express(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        replace(preset("tiny"), **change).validate()

@@ -1,0 +1,232 @@
+"""The documents that `tokenize` finds: every kind of input, long texts in pieces, bad inputs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import llmq.documents
+from llmq.documents import find_cut
+from llmq.errors import DataError
+from llmq.loader import DataLoader
+from llmq.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from llmq.tokens import TokenFile
+from tests.text_data import (
+    EOS,
+    documents,
+    encoded,
+    ids,
+    mixed_text,
+    run,
+    write_bpe,
+    write_jsonl,
+    write_parquet,
+    write_zst,
+)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return write_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+def test_a_text_is_one_document(tmp_path):
+    text = "Hello\r\nwörld\n\n 漢字"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    summary = run(tmp_path / "a.txt", out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded(text)
+    assert summary.tokens == {"train": len(text.encode()) + 1, "eval": 0}
+    assert (summary.documents, summary.vocab_size, summary.warnings) == (1, 257, [])
+    assert summary.files == [tmp_path / "out" / "train-000.bin"]
+    assert TokenFile(summary.files[0]).vocab_size == 257
+    assert not summary.was_complete and not summary.was_resumed
+
+
+def test_written_files_feed_the_loader_and_the_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=150)
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    pattern = tmp_path / "out" / "train*.bin"
+    with DataLoader(
+        pattern, seq_len=8, micro_batch=2, seed=0, vocab_size=tokenizer.vocab_size
+    ) as loader:
+        inputs, _ = loader.next_batch()
+    assert set(tokenizer.decode(inputs[0])) <= set("abc ")
+
+
+def test_special_tokens_in_the_text_end_a_document(tmp_path):
+    (tmp_path / "a.txt").write_text(f"one\n{END_OF_TEXT}\ntwo")
+    run(tmp_path / "a.txt", out=tmp_path / "out")
+    assert ids(tmp_path / "out") == [*b"one\n", EOS, *b"\ntwo", EOS]
+
+
+def test_folders_globs_and_order(tmp_path):
+    for name in ["d/b.txt", "d/a.md", "d/sub/c.py", "d/.hidden/x.txt", "d/.y.txt", "e1.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "d" / "image.png").write_bytes(b"\x89PNG\0\xff")
+    (tmp_path / "d" / "latin1.txt").write_bytes("ä".encode("latin-1"))
+    (tmp_path / "d" / "empty.txt").touch()
+    (tmp_path / "d" / "dangling").symlink_to(tmp_path / "none")
+    out = tmp_path / "d" / "out"  # inside the input
+    summary = run(tmp_path / "e*.txt", tmp_path / "d", tmp_path / "d" / "b.txt", out=out)
+    assert ids(out) == encoded("e1.txt", "d/a.md", "d/b.txt", "d/sub/c.py")
+    assert summary.documents == 4
+    assert summary.warnings == ["2 files in folders are not text: left out"]
+    assert run(tmp_path / "e*.txt", tmp_path / "d", out=out).was_complete
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "A.JSONL", "a.ndjson", "a.jsonl.zst"])
+def test_jsonl(tmp_path, name):
+    texts = documents(20)
+    path = tmp_path / name
+    write_zst(path, texts) if name.endswith(".zst") else write_jsonl(path, texts)
+    summary = run(path, out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded(*texts)
+    assert summary.documents == 20
+
+
+def test_jsonl_oddities(tmp_path):
+    """Blank lines, no last newline, empty and null texts, half a surrogate pair, a BOM."""
+    lines = [
+        b'\xef\xbb\xbf{"t": "bom"}',
+        b"  ",
+        b'{"t": ""}',
+        b'{"t": null}',
+        rb'{"t": "x\ud83dy"}',
+        rb'{"t": "\uD83D\uDE00"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", field="t")
+    assert ids(tmp_path / "out") == encoded("bom", "x\ufffdy", "😀")
+    assert summary.documents == 5
+
+
+def test_parquet(tmp_path):
+    texts = [*documents(20), None, ""]
+    write_parquet(tmp_path / "a.parquet", texts, field="content")
+    summary = run(tmp_path / "a.parquet", out=tmp_path / "out", field="content")
+    assert ids(tmp_path / "out") == encoded(*texts[:20])
+    assert summary.documents == 22
+
+
+def test_byte_order_mark_is_dropped(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    run(tmp_path / "a.txt", out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded("abc")
+
+
+# ------------------------------------------------------------------------------------------------
+# Long texts in pieces
+
+
+@pytest.mark.parametrize("piece", [7, 50, 333])
+def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", max(piece, 20))
+    text = mixed_text(5000)
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    run(tmp_path / "a.txt", out=tmp_path / "out")
+    assert ids(tmp_path / "out") == [*ByteTokenizer().encode(text), EOS]
+
+
+def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, monkeypatch, bpe):
+    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 300)
+    text = "".join(f"{text.strip()}\n" for text in documents(200))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe))
+    assert ids(tmp_path / "out") == [*load_tokenizer(bpe).encode(text), 0]
+
+
+@pytest.mark.parametrize(
+    ("block", "cut"),
+    [
+        (b"aaaaaa\nbb\nccc", 10),  # the last line end between visible characters
+        (b"aaaaaaa\nb\n\nccc", 8),  # better than the one after a blank line
+        (b"aaaaaaaab\n\nccc", 11),  # but that, if there is no other
+        (b"aaaaaaa bb \nc\n", 12),  # a line end after a blank
+        (b"aaaaaaaa\n bbbb\n", 14),  # not before a blank, nor at the end
+        (b"a\nbbbbbb cccc dd", 13),  # a space in the second half
+        (b"aaaaaaaaaaaaaa", 13),
+        ("aaaaaaaa漢".encode(), 8),
+        (b"aaaaaaaaa<|endof", 9),
+        ("漢".encode(), 0),
+        (b"", 0),
+    ],
+)
+def test_where_a_text_is_cut(block, cut):
+    assert find_cut(block) == cut
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad inputs
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "x"', "not readable as JSON"),
+        ("[1, 2]", "a list instead of a JSON object"),
+        ('{"body": "x", "title": "y"}', "no field 'text': use --field with one of body, title"),
+        ('{"text": 5}', "field 'text' is a int, not a text"),
+    ],
+)
+def test_bad_jsonl_lines(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(DataError) as error:
+        run(tmp_path / "a.jsonl", out=tmp_path / "out")
+    assert f"a.jsonl:3: {message}" in one_line(error)
+
+
+def test_bad_parquet(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"], field="body")
+    with pytest.raises(DataError, match="no column 'text': use --field with id, body"):
+        run(tmp_path / "a.parquet", out=tmp_path / "out")
+    with pytest.raises(DataError, match=r"row 1: field 'id' is a int"):
+        run(tmp_path / "a.parquet", out=tmp_path / "out2", field="id")
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="cannot read"):
+        run(tmp_path / "b.parquet", out=tmp_path / "out3")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match="needs pyarrow: pip install pyarrow"):
+        run(tmp_path / "a.parquet", out=tmp_path / "out")
+
+
+def test_bad_inputs(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").touch()
+    (tmp_path / "latin1.txt").write_bytes(b"abc\xe4")
+    (tmp_path / "binary.txt").write_bytes(b"\x80" * 3000)
+    data = write_jsonl(tmp_path / "a.jsonl.gz", documents(50)).read_bytes()
+    (tmp_path / "short.jsonl.gz").write_bytes(data[:-50])
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "image").write_bytes(b"\0")
+    for name, message in {
+        "none.txt": "is not there",
+        "*.md": "is not there",
+        "empty": "holds no files",
+        "blank.txt": "there is no text in the 1 input files",
+        "text": "there is no text in the 1 input files",
+        "latin1.txt": "not UTF-8 text at byte 3",
+        "binary.txt": "not UTF-8 text at byte 0",
+        "short.jsonl.gz": "cannot read",
+    }.items():
+        with pytest.raises(DataError, match=message) as error:
+            run(tmp_path / name, out=tmp_path / "out", overwrite=True)
+        assert name in one_line(error) or "no text" in message
+
+
+def test_binary_without_boundaries_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 100)
+    (tmp_path / "a.txt").write_bytes(b"\x80" * 300)
+    with pytest.raises(DataError, match="not UTF-8 text at byte 0"):
+        run(tmp_path / "a.txt", out=tmp_path / "out")

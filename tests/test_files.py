@@ -1,0 +1,174 @@
+"""Atomic replacement of files and directories, and what remains when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from llmq import files
+from llmq.errors import LlmqError
+from llmq.files import publish_directory, replacing, staged_directory, write_file
+
+REPLACES = ("config.json", "old-*")
+
+
+def listing(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def fail(number):
+    def call(*_):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_write_file_replaces_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a.json"
+    write_file(path, "one")
+    write_file(path, "zwei …")
+    assert path.read_text("utf-8") == "zwei …"
+    assert listing(tmp_path) == ["a.json"]
+
+
+def test_contents_reach_the_disk_before_the_name(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
+    write_file(tmp_path / "a", "text")
+    assert calls == [str(tmp_path / "a.tmp"), "rename", str(tmp_path)]
+
+
+def test_a_block_that_raises_changes_nothing(tmp_path):
+    path = tmp_path / "a"
+    write_file(path, "old")
+    with pytest.raises(KeyError), replacing(path) as file:
+        file.write(b"new")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert listing(tmp_path) == ["a"]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    path = tmp_path / "a"
+    write_file(path, "old")
+    (tmp_path / "a.tmp").symlink_to("/dev/full")  # a device on which every write finds no space
+    with pytest.raises(LlmqError, match=rf"^the disk is full, writing '{path}': .*$") as caught:
+        write_file(path, "new")
+    assert "\n" not in str(caught.value)
+    assert path.read_text() == "old"
+    assert listing(tmp_path) == ["a"]
+
+
+def test_a_file_size_limit_is_reported(tmp_path):
+    """A real refusal of the kernel, in another process because the limit cannot be raised again."""
+    code = """
+import resource, sys
+from pathlib import Path
+from llmq.errors import LlmqError
+from llmq.files import write_file
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_file(Path(sys.argv[1]), "x" * 2000)
+except LlmqError as error:
+    print(error)
+"""
+    path = tmp_path / "a"
+    command = [sys.executable, "-c", code, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"cannot write '{path}': File too large\n"
+    assert listing(tmp_path) == []
+
+
+def test_publish_directory_replaces(tmp_path):
+    for text in ("one", "two"):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / text).touch()
+        publish_directory(tmp_path / "new", tmp_path / "a")
+        assert listing(tmp_path / "a") == [text]
+        assert listing(tmp_path) == ["a"]
+
+
+def test_publish_directory_that_fails_restores_the_old_one(tmp_path, monkeypatch):
+    for name in ("a", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of_{name}").touch()
+    rename = os.rename
+    monkeypatch.setattr(
+        os, "rename", lambda s, t: fail(errno.EIO)() if s == tmp_path / "new" else rename(s, t)
+    )
+    with pytest.raises(OSError):
+        publish_directory(tmp_path / "new", tmp_path / "a")
+    assert listing(tmp_path / "a") == ["of_a"]
+    assert listing(tmp_path) == ["a", "new"]
+
+
+def test_a_new_staged_directory_appears_at_once(tmp_path):
+    path = tmp_path / "x" / "out"
+    with staged_directory(path, REPLACES) as staging:
+        (staging / "config.json").write_text("new")
+        assert not path.exists()
+    assert listing(path) == ["config.json"]
+    assert listing(path.parent) == ["out"]
+
+
+def existing(tmp_path):
+    path = tmp_path / "out"
+    (path / "notes").mkdir(parents=True)
+    for name in ("config.json", "old-1", "old-2"):
+        (path / name).write_text("old")
+    return path
+
+
+def test_an_existing_directory_keeps_what_is_not_replaced(tmp_path):
+    path = existing(tmp_path)
+    with staged_directory(path, REPLACES) as staging:
+        for name in ("config.json", "old-2", "new"):
+            (staging / name).write_text("new")
+        assert (path / "config.json").read_text() == "old"
+    assert listing(path) == ["config.json", "new", "notes", "old-2"]
+    assert all((path / n).read_text() == "new" for n in ("config.json", "old-2", "new"))
+
+
+def test_a_stop_while_files_move_leaves_no_valid_directory(tmp_path, monkeypatch):
+    """A mixture of old and new must not pass for a model: the file that makes it valid is gone."""
+    path = existing(tmp_path)
+    monkeypatch.setattr(os, "replace", fail(errno.EIO))
+    with (
+        pytest.raises(LlmqError, match="Input/output error"),
+        staged_directory(path, REPLACES) as staging,
+    ):
+        (staging / "config.json").write_text("new")
+    assert not (path / "config.json").exists()
+    assert listing(path / ".tmp") == ["config.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_staged_directory_on_a_full_disk(tmp_path, monkeypatch, number, old):
+    path = existing(tmp_path) if old else tmp_path / "out"
+    before = listing(path) if old else None
+    monkeypatch.setattr(files.os, "fsync", fail(number))
+    with (
+        pytest.raises(LlmqError, match="the disk is full"),
+        staged_directory(path, REPLACES) as staging,
+    ):
+        (staging / "config.json").write_text("new")
+    if old:
+        assert listing(path) == before
+        assert (path / "config.json").read_text() == "old"
+    else:
+        assert listing(tmp_path) == []
+
+
+def test_leftovers_of_a_killed_run_are_not_published(tmp_path):
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "stale").touch()
+    with staged_directory(tmp_path / "out", REPLACES) as staging:
+        (staging / "config.json").touch()
+    assert listing(tmp_path / "out") == ["config.json"]

@@ -1,0 +1,448 @@
+"""Import and export of Hugging Face model directories, against transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from llmq import hf
+from llmq.config import ModelConfig
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.hf import HfWeights, copy_tokenizer_files, export_model
+from llmq.params import weight_table
+from llmq.tokenizer import ByteTokenizer, HfTokenizer
+
+ROPE = {
+    "vocab_size": 301,  # padded to 320
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen2": {**ROPE, "tie_word_embeddings": True, "eos_token_id": 300},
+    "qwen3": {**ROPE, "tie_word_embeddings": True, "head_dim": 16},
+    "llama": {**ROPE, "attention_bias": True, "mlp_bias": True, "eos_token_id": [2, 7]},
+    "mistral": {**ROPE, "sliding_window": None},
+    "gpt2": {
+        **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        **{"bos_token_id": 300, "eos_token_id": 300},
+    },
+}
+TORCH_DTYPES = {BF16: torch.bfloat16, F32: torch.float32}
+Q, DOWN = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+GPT2_BUFFERS = {"transformer.h.0.attn.bias": (1, 1, 64, 64), "transformer.h.1.attn.masked_bias": ()}
+
+
+def random_model(model_type):
+    """A model all of whose parameters, norms and biases too, have random values."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def read_config(directory):
+    return ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """source(model_type, dtype): a directory that transformers has written."""
+
+    def get(model_type, dtype=F32):
+        directory = tmp_path_factory.getbasetemp() / f"{model_type}-{dtype.name}"
+        if not directory.exists():
+            random_model(model_type).to(TORCH_DTYPES[dtype]).save_pretrained(directory)
+        return directory
+
+    return get
+
+
+@pytest.fixture
+def edited(source, tmp_path):
+    """edited(model_type, change): a source directory after change(tensors) in model.safetensors."""
+
+    def get(model_type, change):
+        directory = tmp_path / "edited"
+        directory.mkdir()
+        (directory / "config.json").write_bytes((source(model_type) / "config.json").read_bytes())
+        tensors = load_file(source(model_type) / "model.safetensors")
+        change(tensors)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, directory / hf.SINGLE_FILE)
+        return directory
+
+    return get
+
+
+def convert(source, target, dtype, **options):
+    config = read_config(source)
+    with HfWeights(source) as weights:
+        weights.check(weight_table(config))
+        return export_model(target, config, weights.read, dtype, **options)
+
+
+def load(directory):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True
+    )
+    assert not any(info.values()), info  # missing, unexpected, mismatched keys
+    return model
+
+
+def assert_same_weights(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+def bits(directory):
+    """Every parameter as the trainer would get it."""
+    with HfWeights(directory) as weights:
+        table = weight_table(read_config(directory))
+        return {p.name: weights.read(p) for slab in table for p in slab.params}
+
+
+def assert_equal_bits(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name, strict=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Both ways
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=repr)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_transformers_loads_an_export_as_the_same_model(source, tmp_path, model_type, dtype):
+    directory = source(model_type, dtype)
+    names = convert(directory, tmp_path / "out", dtype)
+    assert names == ["config.json", "generation_config.json", "model.safetensors"]
+    original, exported = load(directory), load(tmp_path / "out")
+    assert type(exported) is type(original)
+    assert_same_weights(exported, original)
+    ids = torch.arange(24).reshape(2, 12) * 11 % 301
+    with torch.no_grad():
+        assert torch.equal(exported(ids).logits, original(ids).logits)
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == original.config.eos_token_id
+    assert generation.bos_token_id == original.config.bos_token_id
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_split_export_is_the_same_model(source, tmp_path, model_type):
+    names = convert(source(model_type), tmp_path / "out", F32, max_shard_bytes=30_000)
+    shards = [name for name in names if name.endswith(".safetensors")]
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert len(shards) > 2
+    assert hf.INDEX_FILE in names
+    for name in shards:
+        tensors = load_file(tmp_path / "out" / name)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 30_000
+    index = json.loads((tmp_path / "out" / hf.INDEX_FILE).read_text())
+    original = load(source(model_type))
+    assert index["metadata"]["total_parameters"] == original.num_parameters()
+    assert index["metadata"]["total_size"] == 4 * original.num_parameters()
+    assert_same_weights(load(tmp_path / "out"), original)
+    assert_equal_bits(bits(tmp_path / "out"), bits(source(model_type)))
+
+
+def test_transformers_own_split_checkpoints_are_read(source, tmp_path):
+    load(source("llama")).save_pretrained(tmp_path, max_shard_size="30KB")
+    assert not (tmp_path / hf.SINGLE_FILE).exists()
+    with HfWeights(tmp_path) as weights:
+        weights.check(weight_table(read_config(tmp_path)))
+    assert_equal_bits(bits(tmp_path), bits(source("llama")))
+
+
+def test_fp32_is_rounded_to_nearest_for_bf16(source, tmp_path):
+    convert(source("qwen2"), tmp_path / "out", BF16)
+    expected = load(source("qwen2")).to(torch.bfloat16)
+    assert_same_weights(load(tmp_path / "out"), expected)
+
+
+def test_padding_is_zero_and_not_exported(source, tmp_path):
+    """A trainer whose padded rows are not zero must not matter."""
+    config = read_config(source("llama"))
+    with HfWeights(source("llama")) as weights:
+
+        def read(param):
+            array = weights.read(param)
+            assert array.shape == param.shape
+            assert (array[param.rows :] == 0).all()
+            array[param.rows :] = np.nan
+            return array
+
+        export_model(tmp_path / "out", config, read, F32)
+    assert_equal_bits(bits(tmp_path / "out"), bits(source("llama")))
+
+
+def test_every_parameter_is_read_once_in_table_order(source, tmp_path):
+    config = read_config(source("llama"))
+    order = []
+    with HfWeights(source("llama")) as weights:
+        export_model(
+            *(tmp_path / "out", config),
+            *(lambda param: (order.append(param.index), weights.read(param))[1], F32),
+        )
+    assert order == list(range(len(order)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Import: what is accepted
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_names_without_their_first_component(edited, source, model_type):
+    def change(tensors):
+        prefix = "transformer." if model_type == "gpt2" else "model."
+        for name in list(tensors):
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+    directory = edited(model_type, change)
+    HfWeights(directory).check(weight_table(read_config(directory)))
+    assert_equal_bits(bits(directory), bits(source(model_type)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+def test_fused_matrices(edited, source, model_type):
+    def change(tensors):
+        fused = {
+            "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
+            "mlp.up": ("up_proj", "gate_proj"),
+        }
+        for layer in ("model.layers.0.", "model.layers.1."):
+            for name, parts in fused.items():
+                module = layer + name.split(".")[0]
+                for kind in ("weight", "bias"):
+                    if f"{module}.{parts[0]}.{kind}" in tensors:
+                        rows = [tensors.pop(f"{module}.{part}.{kind}") for part in parts]
+                        tensors[f"{layer}{name}.{kind}"] = torch.cat(rows)
+
+    directory = edited(model_type, change)
+    HfWeights(directory).check(weight_table(read_config(directory)))
+    assert_equal_bits(bits(directory), bits(source(model_type)))
+
+
+def test_fp16_becomes_fp32(edited):
+    def change(tensors):
+        tensors.update({name: t.half() for name, t in tensors.items()})
+
+    directory = edited("mistral", change)
+    HfWeights(directory).check(weight_table(read_config(directory)))
+    stored = load_file(directory / hf.SINGLE_FILE)
+    down = bits(directory)["model.layers.1.mlp.down_proj.weight"]
+    assert down.dtype == np.float32
+    assert torch.equal(
+        torch.from_numpy(down), stored["model.layers.1.mlp.down_proj.weight"].float()
+    )
+
+
+def test_bf16_stays_bf16_and_mixtures_become_fp32(edited):
+    def change(tensors):
+        for name in tensors:
+            if "k_proj" not in name:
+                tensors[name] = tensors[name].bfloat16()
+
+    values = bits(edited("mistral", change))
+    assert values["model.norm.weight"].dtype == ml_dtypes.bfloat16
+    assert values["model.layers.0.mlp.up.weight"].dtype == ml_dtypes.bfloat16
+    assert values["model.layers.0.self_attn.qkv.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("gpt2", GPT2_BUFFERS),
+        ("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}),
+    ],
+)
+def test_buffers_of_old_checkpoints_are_ignored(edited, model_type, extra):
+    directory = edited(model_type, lambda t: t.update({n: torch.ones(s) for n, s in extra.items()}))
+    HfWeights(directory).check(weight_table(read_config(directory)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])
+def test_a_tied_checkpoint_may_store_an_equal_head(edited, model_type, monkeypatch):
+    monkeypatch.setattr(hf, "_COMPARE_ELEMENTS", 1000)
+    embed = {"qwen3": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}[model_type]
+    same = edited(model_type, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
+    HfWeights(same).check(weight_table(read_config(same)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Import: what is refused, before anything is loaded
+
+
+def test_a_tied_checkpoint_with_another_head(edited, monkeypatch):
+    monkeypatch.setattr(hf, "_COMPARE_ELEMENTS", 1000)
+
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    directory = edited("qwen2", change)
+    with pytest.raises(LlmqError, match=r"lm_head.weight differs from .* set it to false"):
+        HfWeights(directory).check(weight_table(read_config(directory)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q), rf"lacks {Q}, which"),
+        (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight, .* set tie_word_embeddings"),
+        (
+            lambda t: [t.pop(n) for n in list(t) if ".1." in n],
+            r"lacks model.layers.1.input_layernorm.weight, .* and 13 more tensors",
+        ),
+        (lambda t: t.update({Q: t[Q][:-1]}), rf"{Q} has shape \[31, 32\], .* \[32, 32\]"),
+        (lambda t: t.update({Q: t[Q][0]}), rf"{Q} has shape \[32\], .* \[32, 32\]"),
+        (lambda t: t.update({DOWN: t[DOWN].T}), rf"{DOWN} has shape \[48, 32\], .* \[32, 48\]"),
+        (
+            lambda t: t.update({"model.embed_tokens.weight": torch.zeros(320, 32)}),
+            r"embed_tokens.weight has shape \[320, 32\], .* \[301, 32\]",
+        ),
+        (lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), f"{Q} is F8_E4M3; only BF16, F16"),
+        (lambda t: t.update({Q: t[Q].double()}), f"{Q} is F64; only BF16, F16, F32"),
+        (lambda t: t.update({Q: t[Q].to(torch.int8)}), f"{Q} is I8; only BF16, F16, F32"),
+        (lambda t: t.update({Q + "_scale": torch.ones(1)}), f"holds {Q}_scale, which a model"),
+        (
+            lambda t: t.update({f"model.layers.{i}.x": torch.ones(1) for i in range(5)}),
+            r"holds model.layers.0.x, .*2.x and 2 more tensors",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.qkv.weight": torch.ones(64, 32)}),
+            "holds model.layers.0.self_attn.[kqv]_proj.weight, .* does not have",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(edited, change, message):
+    directory = edited("llama", change)
+    with pytest.raises(LlmqError, match=message) as caught:
+        HfWeights(directory).check(weight_table(read_config(directory)))
+    assert f"'{directory}/{hf.SINGLE_FILE}'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gpt2_matrices_must_be_stored_transposed(edited):
+    name = "transformer.h.0.mlp.c_fc.weight"
+    directory = edited("gpt2", lambda t: t.update({name: t[name].T}))
+    with pytest.raises(LlmqError, match=rf"{name} has shape \[128, 32\], .* \[32, 128\]"):
+        HfWeights(directory).check(weight_table(read_config(directory)))
+
+
+def test_a_directory_without_safetensors(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(LlmqError, match=r"has neither model\.safetensors nor"):
+        HfWeights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"weight_map": {"a": 1}}', "is damaged"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors': No such file"),
+        ('{"weight_map": {"b": "a.safetensors"}}', "holds b, but it does not"),
+    ],
+)
+def test_damaged_indices(tmp_path, content, message):
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    (tmp_path / hf.INDEX_FILE).write_text(content)
+    with pytest.raises(LlmqError, match=message):
+        HfWeights(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Export: files
+
+
+def test_an_older_export_is_replaced_and_other_files_stay(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source("llama"), out, F32, max_shard_bytes=30_000)
+    (out / "notes.txt").write_text("mine")
+    convert(source("qwen2"), out, BF16)
+    assert sorted(os.listdir(out)) == [
+        *("config.json", "generation_config.json", "model.safetensors", "notes.txt")
+    ]
+    assert_same_weights(load(out), load(source("qwen2")).bfloat16())
+
+
+def test_an_export_that_fails_leaves_the_older_one(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source("llama"), out, F32)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def read(param):
+        raise LlmqError("the device is gone")
+
+    with pytest.raises(LlmqError, match="the device is gone"):
+        export_model(out, read_config(source("qwen2")), read, F32)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_an_export_to_a_full_disk(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    config = read_config(source("qwen2"))
+    full = lambda path, mode: open("/dev/full", mode)  # noqa: E731 (finds no space on any write)
+    monkeypatch.setattr(hf, "open", full, raising=False)
+    with pytest.raises(LlmqError, match=rf"^the disk is full, writing '{out}'"):
+        export_model(out, config, lambda param: np.zeros(param.shape, np.float32), F32)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tokenizer_files_are_written_or_copied(source, tmp_path):
+    names = convert(source("qwen2"), tmp_path / "a", F32, tokenizer=ByteTokenizer())
+    assert "tokenizer.json" in names
+    (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}")
+    names = convert(source("qwen2"), tmp_path / "b", F32, tokenizer=tmp_path / "a")
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(names)
+    ids = [104, 195, 164, 256]
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        assert tokenizer.encode("hä<|endoftext|>") == ids
+        assert HfTokenizer(directory).encode("hä<|endoftext|>") == ids
+
+
+def test_copied_tokenizer_files_are_files_even_from_a_cache_of_links(tmp_path):
+    for name in ("blobs", "snapshot", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "blobs" / "abc").write_text("{}")
+    (tmp_path / "snapshot" / "tokenizer.json").symlink_to(tmp_path / "blobs" / "abc")
+    (tmp_path / "snapshot" / "model.safetensors").touch()
+    assert copy_tokenizer_files(tmp_path / "snapshot", tmp_path / "out") == ["tokenizer.json"]
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert os.listdir(tmp_path / "out") == ["tokenizer.json"]
+
+
+def test_memory_does_not_grow_with_the_model(source, tmp_path):
+    """Arrays are released while the next one is read."""
+    config = read_config(source("llama"))
+    arrays = []
+
+    def read(param):
+        array = np.zeros(param.shape, np.float32)
+        arrays.append(weakref.ref(array))
+        assert sum(ref() is not None for ref in arrays) <= 2
+        return array
+
+    export_model(tmp_path / "out", config, read, F32)
+    assert len(arrays) == 21

@@ -1,0 +1,369 @@
+"""The data order against known vectors and a plain re-statement of the rules; resuming; errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from llmq.errors import DataError
+from llmq.loader import _FILE_ORDER, DataLoader, epoch_order
+from llmq.tokens import TokenFile, TokenWriter
+
+TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
+T = 4
+VOCAB = 1_000_000
+# Chunks per file: some not multiples of 2, 3 or 4, one with less than a group, one empty.
+CHUNKS = {"a": 12, "b": 7, "c": 1, "d": 0, "e": 9}
+
+
+def write(path, tokens, mask=None, vocab_size=VOCAB):
+    with TokenWriter(path, vocab_size, with_masks=mask is not None) as writer:
+        writer.write(np.asarray(tokens), mask)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Files whose token at position p is 1000 * file + p, so that a batch tells where it is from.
+
+    Each has a tail that does not fill a chunk.
+    """
+    for number, (name, chunks) in enumerate(CHUNKS.items()):
+        tokens = 1000 * number + np.arange(chunks * T + 3 if chunks else 2)
+        write(tmp_path / f"{name}.bin", tokens)
+    return tmp_path / "*.bin"
+
+
+def loader(data, rank=0, world_size=1, micro_batch=2, seed=TRAIN_SEED, **kwargs):
+    return DataLoader(
+        data,
+        seq_len=T,
+        micro_batch=micro_batch,
+        rank=rank,
+        world_size=world_size,
+        seed=seed,
+        vocab_size=VOCAB,
+        **kwargs,
+    )
+
+
+def expected_epoch(epoch, world_size, micro_batch, seed=TRAIN_SEED):
+    """First token of every row, (batches, rank, row), as the order is defined."""
+    groups = []
+    counts = list(CHUNKS.values())
+    for i, number in enumerate(epoch_order(len(counts), seed, epoch, _FILE_ORDER)):
+        order = epoch_order(counts[number], seed, epoch, i)
+        for base in range(0, counts[number] - world_size + 1, world_size):
+            groups.append(1000 * number + T * order[base : base + world_size])
+    batches = len(groups) // micro_batch
+    rows = np.array(groups[: batches * micro_batch])
+    return rows.reshape(batches, micro_batch, world_size).transpose(0, 2, 1)
+
+
+def drain(loader):
+    """All remaining batches' inputs of this epoch: (batches, B, T)."""
+    out = []
+    while loader.has_next():
+        inputs, targets = loader.next_batch()
+        np.testing.assert_array_equal(targets, inputs + 1)
+        out.append(inputs)
+    return np.array(out)
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+def test_order_over_files_epochs_and_ranks(data, world_size, micro_batch):
+    for rank in range(world_size):
+        with loader(data, rank, world_size, micro_batch) as ranks_loader:
+            for epoch in range(3):
+                expected = expected_epoch(epoch, world_size, micro_batch)[:, rank]
+                batches = drain(ranks_loader)
+                np.testing.assert_array_equal(batches[:, :, 0], expected)
+                assert (batches - batches[:, :, :1] == np.arange(T)).all()
+                assert len(batches) == ranks_loader.batches_per_epoch
+                ranks_loader.advance_epoch()
+
+
+def test_last_complete_group_is_used(tmp_path):
+    write(tmp_path / "a.bin", np.arange(6 * T + 1))
+    for world_size, batches in [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1)]:
+        with loader(tmp_path / "a.bin", 0, world_size, 1) as one:
+            assert one.batches_per_epoch == len(drain(one)) == batches
+
+
+def test_some_batches_straddle_files(data):
+    with loader(data, micro_batch=5) as one:
+        files = [set(batch[:, 0] // 1000) for batch in drain(one)]
+    assert max(len(names) for names in files) >= 3  # over the file with a single chunk, too
+
+
+def test_has_next_counts_all_files(data):
+    with loader(data, micro_batch=2) as one:
+        total = one.batches_per_epoch
+        assert total == 29 // 2
+        for done in range(total):
+            assert one.has_next(total - done)
+            assert not one.has_next(total - done + 1)
+            one.next_batch()
+        assert not one.has_next()
+        with pytest.raises(RuntimeError, match="advance_epoch"):
+            one.next_batch()
+        one.advance_epoch()
+        assert one.epoch == 1
+        assert one.has_next(total)
+
+
+def test_epoch_can_be_left_early(data):
+    with loader(data) as one:
+        one.next_batch()
+        one.advance_epoch()
+        np.testing.assert_array_equal(one.next_batch()[0][:, 0], expected_epoch(1, 1, 2)[0, 0])
+
+
+def test_reset_gives_the_same_pass(data):
+    with loader(data, seed=EVAL_SEED) as one:
+        first = drain(one)
+        one.reset()
+        one.next_batch()
+        one.advance_epoch()
+        one.next_batch()
+        one.reset()
+        np.testing.assert_array_equal(drain(one), first)
+
+
+def test_types_and_totals(data):
+    with loader(data) as one:
+        inputs, targets = one.next_batch()
+        assert inputs.dtype == targets.dtype == np.int32
+        assert inputs.shape == targets.shape == (2, T)
+        assert inputs.flags.c_contiguous and targets.flags.c_contiguous
+        assert one.total_tokens == sum(n * T + 3 if n else 2 for n in CHUNKS.values())
+        assert [file.path.stem for file in one.files] == list(CHUNKS)
+
+
+def test_mask_of_the_target_decides(tmp_path):
+    """Prompt 0 1 2 3, answer 4 5 6, end 7; then the next example's prompt."""
+    tokens = np.arange(3 * T + 1)
+    mask = np.isin(tokens, [4, 5, 6, 7, 12])
+    write(tmp_path / "a.bin", tokens, mask)
+    with loader(tmp_path / "a.bin", micro_batch=3) as one:
+        inputs, targets = one.next_batch()
+    by_start = {int(row[0]): target.tolist() for row, target in zip(inputs, targets, strict=True)}
+    # Input 3, the prompt's last token, predicts 4: trained. Input 7, the end, predicts 8: not.
+    assert by_start[0] == [-100, -100, -100, 4]
+    assert by_start[4] == [5, 6, 7, -100]
+    assert by_start[8] == [-100, -100, -100, 12]
+    assert sorted(inputs.ravel().tolist()) == list(range(3 * T))
+
+
+def test_masks_may_be_in_some_files_only(tmp_path):
+    write(tmp_path / "a.bin", np.arange(T + 1), np.zeros(T + 1, bool))
+    write(tmp_path / "b.bin", np.arange(T + 1))
+    with loader(tmp_path / "*.bin", micro_batch=2) as one:
+        targets = one.next_batch()[1]
+    assert sorted(targets.tolist()) == [[-100] * T, [1, 2, 3, 4]]
+
+
+# ------------------------------------------------------------------------------------------------
+# Resuming
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_resume_at_every_batch_of_every_epoch(data, world_size):
+    """A fresh loader continues exactly there, although the old one has read ahead."""
+    rank = world_size - 1
+    states, batches = [], []
+    with loader(data, rank, world_size) as one:
+        for _ in range(3):
+            while one.has_next():
+                states.append(one.state())
+                batches.append(one.next_batch())
+            states.append(one.state())
+            one.advance_epoch()
+            batches.append(None)
+    with loader(data, rank, world_size) as reused:
+        for i, state in enumerate(states):
+            with loader(data, rank, world_size, seed=1) as fresh:
+                for resumed in (fresh, reused):
+                    resumed.set_state(state)
+                    assert resumed.state() == state
+                    for batch in batches[i : i + 3]:
+                        if batch is None:
+                            assert not resumed.has_next()
+                            resumed.advance_epoch()
+                        else:
+                            np.testing.assert_array_equal(resumed.next_batch(), batch)
+
+
+def test_state_is_that_of_the_consumer(data):
+    with loader(data, prefetch=8) as one:
+        before = one.state()
+        one.next_batch()
+        after = one.state()
+        deadline = time.monotonic() + 10
+        while not all(future.done() for future, _ in one._pending):
+            assert time.monotonic() < deadline
+        assert one.state() == after
+        assert before["chunk_index"] == 0
+        assert after["chunk_index"] == 2
+        assert after["seed"] == TRAIN_SEED
+
+
+def test_resume_reads_no_data(data, monkeypatch):
+    with loader(data) as one:
+        for _ in range(9):
+            one.next_batch()
+        state, batch = one.state(), one.next_batch()
+    reads = []
+    original = TokenFile.read_tokens
+    monkeypatch.setattr(
+        TokenFile, "read_tokens", lambda *args: (reads.append(args), original(*args))[1]
+    )
+    with loader(data, prefetch=1) as fresh:
+        fresh.set_state(state)
+        assert reads == []
+        np.testing.assert_array_equal(fresh.next_batch(), batch)
+        assert len(reads) <= 4  # this batch's two sequences and the next one's
+
+
+def test_resume_on_another_rank_count(tmp_path):
+    """With the same B * W, each micro-step has the same set of sequences, whatever W is."""
+    write(tmp_path / "a.bin", np.arange(24 * T + 1))
+
+    def steps(world_size, state=None):
+        out = None
+        for rank in range(world_size):
+            with loader(tmp_path / "a.bin", rank, world_size, 4 // world_size) as one:
+                if state is not None:
+                    one.set_state(state)
+                starts = drain(one)[:, :, 0]
+                out = starts if out is None else np.concatenate([out, starts], axis=1)
+        return np.sort(out, axis=1)
+
+    whole = steps(1)
+    with loader(tmp_path / "a.bin", 3, 4, 1) as one:
+        for _ in range(2):
+            one.next_batch()
+        state = one.state()
+    assert state["chunk_index"] == 8  # the group's first chunk, although this is rank 3
+    for world_size in (1, 2, 4):
+        np.testing.assert_array_equal(steps(world_size), whole)
+        np.testing.assert_array_equal(steps(world_size, state), whole[2:])
+
+
+def test_state_of_other_data_is_refused(data, tmp_path):
+    with loader(data) as one:
+        state = one.state()
+        with pytest.raises(DataError, match="sequence length changed"):
+            one.set_state({**state, "seq_len": T + 1})
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in tmp_path.glob("*.bin"):
+        path.rename(moved / path.name)
+    with loader(moved / "*.bin") as one:
+        one.set_state(state)  # the folder does not matter
+    write(moved / "a.bin", np.arange(100))
+    with loader(moved / "*.bin") as one, pytest.raises(DataError, match="training files changed"):
+        one.set_state(state)
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors and threads
+
+
+@pytest.mark.parametrize("bad", [VOCAB, 2**31 - 1, -1])
+def test_id_outside_the_vocabulary(tmp_path, bad):
+    tokens = np.arange(8 * T + 1)
+    path = write(tmp_path / "a.bin", tokens)
+    data = bytearray(path.read_bytes())
+    at = 5 * T + 2
+    data[1024 + 4 * at : 1024 + 4 * at + 4] = np.int32(bad).tobytes()
+    path.write_bytes(data)
+    with loader(path, micro_batch=1) as one:
+        good = 0
+        with pytest.raises(DataError, match=f"token id {bad} at position {at},") as error:
+            while True:
+                one.next_batch()
+                good += 1
+        assert str(path) in str(error.value)
+        assert good == shuffled_position(5)
+        state = one.state()
+        with pytest.raises(DataError, match="position"):  # it does not go away
+            one.next_batch()
+        assert one.state() == state
+
+
+def shuffled_position(chunk):
+    return epoch_order(8, TRAIN_SEED, 0, 0).tolist().index(chunk)
+
+
+def test_error_of_the_reading_thread_is_raised(data, monkeypatch):
+    def fail(*args):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(TokenFile, "read_tokens", fail)
+    with loader(data) as one, pytest.raises(MemoryError, match="none left"):
+        one.next_batch()
+
+
+def test_damaged_file_is_found_at_start(data, tmp_path):
+    (tmp_path / "e.bin").write_bytes((tmp_path / "e.bin").read_bytes()[:-1])
+    with pytest.raises(DataError, match="truncated"):
+        loader(data)
+    with pytest.raises(DataError, match="no token file matches"):
+        loader(tmp_path / "x*.bin")
+
+
+def test_model_vocabulary_too_small(data):
+    with pytest.raises(DataError, match="the model has only 10"):
+        DataLoader(data, seq_len=T, micro_batch=1, seed=0, vocab_size=10)
+
+
+def test_too_little_data(data):
+    with pytest.raises(DataError, match=r"has 24 sequences .* needs 32 \(8 x 4 ranks\)") as error:
+        loader(data, world_size=4, micro_batch=8)
+    assert "a.bin' …" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro_batch": 0}])
+def test_bad_arguments(data, wrong):
+    with pytest.raises(ValueError, match="DataLoader"):
+        loader(data, **wrong)
+
+
+def test_reads_ahead_but_not_too_far(data, monkeypatch):
+    read, go = [], threading.Event()
+    original = TokenFile.read_tokens
+
+    def slow(file, start, count):
+        assert threading.current_thread() is not threading.main_thread()
+        go.wait(10)
+        read.append(start)
+        return original(file, start, count)
+
+    monkeypatch.setattr(TokenFile, "read_tokens", slow)
+    with loader(data, micro_batch=1, prefetch=3) as one:
+        one._read_ahead()
+        assert len(one._pending) == 3
+        go.set()
+        one.next_batch()
+        assert len(one._pending) == 3
+        for future, _ in one._pending:
+            future.result()
+        assert len(read) == 4
+
+
+def test_close_ends_the_thread(data):
+    before = threading.active_count()
+    one = loader(data)
+    one.next_batch()
+    assert threading.active_count() == before + 1
+    one.close()
+    assert threading.active_count() == before

@@ -1,0 +1,147 @@
+"""The whole step on the CPU device against transformers and torch, in F32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.params import weight_table
+from llmq.trainer import Trainer
+from tests.conftest import gpu_problem
+from tests.models import CONFIGS, hf_model, random_batch, torch_loss, trainer_for
+
+# Rounding of F32 sums in two orders; the project's own definition of correct.
+LOSS_RTOL, GRADIENT_RTOL, TEN_STEPS_RTOL = 1e-5, 1e-4, 1e-4
+
+
+def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by our parameter names -> by Hugging Face names."""
+    out = {}
+    for slab in weight_table(trainer.model):
+        for param in slab.params:
+            for part in param.hf:
+                rows = arrays[param.name][part.start : part.stop]
+                out[part.name] = rows.T if part.transposed else rows
+    return out
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda":
+        if problem := gpu_problem():
+            pytest.skip(problem)
+    return request.param
+
+
+@pytest.fixture(params=CONFIGS)
+def models(request, tmp_path):
+    """A model in torch, and its export."""
+    model = hf_model(request.param)
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def test_loss_and_every_gradient_match_torch(models, device):
+    model, path = models
+    batches = [random_batch(np.random.default_rng(0))]
+    trainer = trainer_for(path, device=device)
+    result = trainer.step(batches)
+    loss = torch_loss(model, batches)
+    loss.backward()
+    np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
+    ours = pieces(trainer, trainer.gradients())
+    theirs = {n: p.grad.numpy() for n, p in model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        error = np.linalg.norm(ours[name] / result.tokens - gradient)
+        # Biases of keys have no gradient (softmax ignores them): compare with the whole model's.
+        scale = max(np.linalg.norm(gradient), 1e-3 * result.norm)
+        assert error <= GRADIENT_RTOL * scale, name
+
+
+def test_ten_adamw_steps_match_torch(models, device):
+    model, path = models
+    rng = np.random.default_rng(1)
+    trainer = trainer_for(
+        path, device=device, grad_accumulation=4, weight_decay=0.1, grad_clip=0.5, learning_rate=2e-3
+    )
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(10):
+        batches = [random_batch(rng) for _ in range(4)]
+        optimizer.zero_grad()
+        loss = torch_loss(model, batches)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        result = trainer.step(batches)
+        np.testing.assert_allclose(result.loss, loss.item(), rtol=TEN_STEPS_RTOL)
+        np.testing.assert_allclose(result.norm, norm.item(), rtol=TEN_STEPS_RTOL)
+    assert norm > 0.5, "the clipping was not tested"
+
+
+RECOMPUTE = ["swiglu", "norm", "ffn", "qkv", "att", "block"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recompute_and_chunks_are_bitwise_equal_or_close(name, dtype, tmp_path):
+    hf_model(name).save_pretrained(tmp_path)
+    batches = [random_batch(np.random.default_rng(2)) for _ in range(2)]
+
+    def run(**options: object) -> tuple:
+        with trainer_for(
+            tmp_path, model_dtype=dtype, grad_accumulation=2, **options
+        ) as trainer:
+            results = [trainer.step(batches) for _ in range(2)]
+            assert trainer.usage == trainer.plan.usage
+            return results, trainer.weights()
+
+    results, weights = run()
+    for flag in RECOMPUTE:
+        again, same = run(**{f"recompute_{flag}": True})
+        assert again == results, flag
+        assert all(np.array_equal(weights[n], same[n]) for n in weights), flag
+    again, same = run(attn_bwd_chunks=2)
+    assert again == results
+    # Chunks of the head change the order of one sum, and nothing before it.
+    assert run(lmhead_chunks=4)[0][0].loss == results[0].loss
+
+
+def test_loss_ignores_how_a_step_is_cut_into_micro_steps(tmp_path):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    inputs, targets = random_batch(np.random.default_rng(3), B=4)
+    with trainer_for(tmp_path, batch_size=4) as whole:
+        one = whole.step([(inputs, targets)])
+    with trainer_for(tmp_path, batch_size=1, grad_accumulation=4) as parts:
+        four = parts.step([(inputs[i : i + 1], targets[i : i + 1]) for i in range(4)])
+    assert one.tokens == four.tokens
+    # The same tokens, summed in another order.
+    np.testing.assert_allclose([one.loss, one.norm], [four.loss, four.norm], rtol=1e-6)
+
+
+def test_fully_masked_step_changes_nothing(tmp_path):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    inputs, targets = random_batch(np.random.default_rng(4))
+    with trainer_for(tmp_path) as trainer:
+        before = trainer.weights()
+        result = trainer.step([(inputs, np.full_like(targets, -100))])
+        after = trainer.weights()
+    assert result.tokens == 0
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+def test_z_loss_pulls_the_log_sum_exp_towards_zero(tmp_path):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    batch = random_batch(np.random.default_rng(5))
+
+    def run(z_loss: float) -> float:
+        with trainer_for(tmp_path, z_loss=z_loss, learning_rate=1e-2) as trainer:
+            for _ in range(19):
+                trainer.step([batch])
+            return abs(trainer.step([batch]).lse_mean)
+
+    assert run(0.5) < 0.5 * run(0.0)

@@ -1,0 +1,175 @@
+"""The weight table against transformers' state dicts, and the geometry of slabs."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmq.config import ModelConfig
+from llmq.dtypes import BF16, F32
+from llmq.params import ELEMENT_ALIGN, parameter_count, weight_table
+from llmq.presets import PRESETS, preset
+from llmq.runtime.tensor import Storage, Tensor
+
+TINY = {
+    "tiny": ("qwen2", preset("tiny")),
+    "tiny-qwen3": ("qwen3", preset("tiny-qwen3")),
+    "tiny-llama": ("llama", preset("tiny-llama")),
+    "llama-with-biases": (
+        "llama",
+        dataclasses.replace(
+            preset("tiny-llama"), qkv_bias=True, o_bias=True, mlp_bias=True, tied_embeddings=False
+        ),
+    ),
+    "tiny-mistral": ("mistral", preset("tiny-mistral")),
+    "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
+    "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
+}
+ODD_VOCAB = dataclasses.replace(preset("tiny"), vocab_size=257, tied_embeddings=False)
+
+
+def hf_model(config: ModelConfig):
+    """The transformers model of this config, without memory."""
+    with torch.device("meta"):
+        hf = transformers.AutoConfig.for_model(**config.to_hf())
+        return transformers.AutoModelForCausalLM.from_config(hf)
+
+
+def all_params(config):
+    return [param for slab in weight_table(config) for param in slab.params]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_names_and_shapes_are_those_of_transformers(name):
+    model_type, config = TINY[name]
+    model = hf_model(config)
+    assert model.config.model_type == model_type
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    table = {}
+    for param in all_params(config):
+        for part in param.hf:
+            shape = (part.stop - part.start, *param.shape[1:])
+            assert part.name not in table
+            table[part.name] = shape[::-1] if part.transposed else shape
+    assert table == expected
+    assert parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_decay_is_for_matrices_only(name):
+    for param in all_params(TINY[name][1]):
+        assert param.decay == (len(param.shape) == 2), param.name
+        assert (param.init in ("normal", "residual")) == param.decay, param.name
+        if not param.decay:
+            assert param.init == ("one" if param.name.endswith("weight") else "zero"), param.name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
+    config = PRESETS[name]
+    table = weight_table(config)
+    assert [slab.name for slab in table] == [
+        "embed",
+        *(f"layers.{i}" for i in range(config.num_layers)),
+        "head",
+    ]
+    for slab in table:
+        end = 0
+        for param in slab.params:
+            assert param.offset % ELEMENT_ALIGN == 0
+            assert end <= param.offset < end + ELEMENT_ALIGN
+            assert param.size == prod(param.shape)
+            end = param.offset + param.size
+        assert end <= slab.size < end + ELEMENT_ALIGN
+        assert slab.size % ELEMENT_ALIGN == 0
+    params = all_params(config)
+    assert [param.index for param in params] == list(range(len(params)))
+    assert len({param.name for param in params}) == len(params)
+
+
+def test_all_blocks_have_one_layout():
+    """Offload slots and captured graphs serve any block."""
+    _, *blocks, _ = weight_table(preset("Qwen2.5-0.5B"))
+    assert len({(b.size, tuple((p.key, p.shape, p.offset) for p in b.params)) for b in blocks}) == 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_parts_cover_the_rows_once(name):
+    for param in all_params(TINY[name][1]):
+        edges = [edge for part in param.hf for edge in (part.start, part.stop)]
+        assert edges[0] == 0
+        assert edges[1:-1:2] == edges[2::2]
+        assert edges[-1] == param.rows <= param.shape[0]
+
+
+def test_only_the_vocabulary_is_padded():
+    for param in all_params(ODD_VOCAB):
+        padded = param.key in ("embed", "lm_head")
+        assert param.shape[0] == (320 if padded else param.rows)
+        assert param.rows == 257 or not padded
+
+
+def test_order_of_fused_rows():
+    block = {p.key: p for p in weight_table(preset("tiny"))[1].params}
+    assert [(p.name.split(".")[-2], p.start, p.stop) for p in block["qkv"].hf] == [
+        ("q_proj", 0, 128),
+        ("k_proj", 128, 192),
+        ("v_proj", 192, 256),
+    ]
+    assert [(p.name.split(".")[-2], p.start, p.stop) for p in block["up"].hf] == [
+        ("up_proj", 0, 512),
+        ("gate_proj", 512, 1024),
+    ]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_segments_say_for_every_element_whether_it_decays(name):
+    for slab in weight_table(TINY[name][1]):
+        segments = slab.segments()
+        assert segments.dtype == np.int64
+        assert segments[-1, 0] == slab.size
+        for param in slab.params:
+            inside = np.searchsorted(
+                segments[:, 0], [param.offset, param.offset + param.size - 1], side="right"
+            )
+            assert segments[inside, 1].tolist() == [param.decay] * 2
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_views_lie_where_the_table_says(dtype):
+    slab = weight_table(preset("tiny-gpt2"))[1]
+    start = 512
+    data = np.zeros(start + slab.size * dtype.itemsize, np.uint8)
+    tensor = Tensor("slab", (slab.size,), dtype, Storage("device", 0, data), start)
+    views = slab.views(tensor)
+    assert views.keys() == {p.key for p in slab.params}
+    flat = tensor.numpy()
+    for number, param in enumerate(slab.params, start=1):
+        view = views[param.key]
+        assert (view.name, view.shape, view.dtype) == (param.name, param.shape, dtype)
+        view.numpy()[:] = number
+    for number, param in enumerate(slab.params, start=1):
+        assert (flat[param.offset : param.offset + param.size] == number).all()
+    assert (flat != 0).sum() == sum(p.size for p in slab.params)
+
+
+# Published sizes of the released checkpoints.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen3-0.6B", 596_049_920),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3-8b", 8_030_261_248),
+        ("gpt2-124m", 124_439_808),
+        ("gpt2-1558m", 1_557_611_200),
+    ],
+)
+def test_parameter_counts_of_released_models(name, count):
+    assert parameter_count(preset(name)) == count

@@ -1,0 +1,133 @@
+"""Models by name: the presets, directories, and the Hugging Face cache."""
+
+import json
+import os
+
+import pytest
+
+from llmq.errors import ConfigError
+from llmq.hf_config import ARCHITECTURES
+from llmq.params import parameter_count
+from llmq.presets import PRESETS, model_warnings, preset, resolve_model
+
+QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
+GPT2 = {**preset("gpt2").to_hf(), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+# Parameters of the released models of these names.
+PARAMETERS = {
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
+def test_presets_have_the_size_of_the_released_models(name, parameters):
+    model = preset(name)
+    if name.startswith("Qwen2.5") and not model.tied_embeddings:
+        # Released with 152064 ids; the preset has 151936, as llm.q's has.
+        parameters -= 2 * (152064 - 151936) * model.hidden_size
+    assert parameter_count(model) == parameters
+
+
+def test_tiny_presets_are_tiny():
+    sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
+    assert len(sizes) == 5
+    assert all(1e6 < size < 3e6 for size in sizes.values())
+
+
+def test_presets():
+    assert {PRESETS[name].architecture for name in PRESETS} == set(ARCHITECTURES)
+    assert preset("QWEN2.5-7b").tied_embeddings is False
+    assert preset("Llama-3.1-8B") is preset("llama-3-8b")
+    assert preset("llama-3-8b").max_positions == 4096
+    assert preset("gpt2-xl").num_heads == 25
+    assert preset("tiny").vocab_size == 257
+    with pytest.raises(ConfigError, match=r"did you mean qwen2.5-0.5b"):
+        preset("qwen2.5-05b")
+
+
+def _write_model(directory, hf):
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(hf))
+    return directory
+
+
+def test_resolve_directory(tmp_path):
+    directory = _write_model(tmp_path / "model", QWEN25)
+    assert resolve_model(str(directory), from_scratch=False) == (preset("qwen2.5-0.5b"), directory)
+    # From scratch too: the configuration of the directory, not a preset.
+    assert resolve_model(str(directory), from_scratch=True) == (preset("qwen2.5-0.5b"), directory)
+    assert model_warnings(directory) == []
+    assert len(model_warnings(_write_model(tmp_path / "gpt2", GPT2))) == 3
+    assert model_warnings(None) == []
+
+
+def test_resolve_preset():
+    assert resolve_model("Tiny", from_scratch=True) == (preset("tiny"), None)
+    with pytest.raises(ConfigError, match="--from-scratch"):
+        resolve_model("tiny", from_scratch=False)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"])
+def test_resolve_hub_cache(variable, tmp_path, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    monkeypatch.setenv(variable, str(tmp_path))
+    below = {
+        "HF_HUB_CACHE": "",
+        "HF_HOME": "hub",
+        "XDG_CACHE_HOME": "huggingface/hub",
+        "HOME": ".cache/huggingface/hub",
+    }
+    repo = tmp_path / below[variable] / "models--Qwen--Qwen2.5-0.5B"
+    old = _write_model(repo / "snapshots" / "aaaa", QWEN3)
+    main = _write_model(repo / "snapshots" / "bbbb", QWEN25)
+    other = _write_model(repo / "snapshots" / "cccc", GPT2)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("bbbb\n")
+    model, directory = resolve_model("Qwen/Qwen2.5-0.5B", from_scratch=False)
+    assert (model, directory) == (preset("qwen2.5-0.5b"), main)
+
+    (repo / "refs" / "main").unlink()
+    for age, snapshot in ((30, old), (20, main), (10, other)):
+        os.utime(snapshot, (1e9 - age, 1e9 - age))
+    assert resolve_model("Qwen/Qwen2.5-0.5B", from_scratch=False)[1] == other
+
+
+def test_resolve_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* hf download nothing/here"):
+        resolve_model("nothing/here", from_scratch=False)
+    with pytest.raises(ConfigError, match=r"presets need --from-scratch, did you mean gpt2"):
+        resolve_model("gpt3", from_scratch=False)
+    with pytest.raises(ConfigError, match=r"there is no .*config\.json; .* --from-scratch"):
+        resolve_model(str(tmp_path), from_scratch=False)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json.*JSON"):
+        resolve_model(str(tmp_path), from_scratch=False)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json must hold one JSON object"):
+        resolve_model(str(tmp_path), from_scratch=False)
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "n_embd": None}))
+    with pytest.raises(ConfigError, match=f"{tmp_path}: config.json: n_embd: expected int"):
+        resolve_model(str(tmp_path), from_scratch=False)

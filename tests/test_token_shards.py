@@ -1,0 +1,190 @@
+"""The folder that `tokenize` writes: resuming, one run at a time, other options, other files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import llmq.documents
+import llmq.tokenize
+import llmq.tokens
+from llmq.errors import DataError, LlmqError
+from llmq.token_shards import locked
+from llmq.tokenizer import load_tokenizer
+from tests.text_data import (
+    contents,
+    documents,
+    encoded,
+    ids,
+    run,
+    write_bpe,
+    write_inputs,
+    write_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return write_bpe(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture
+def all_inputs(tmp_path, monkeypatch):
+    """One of each kind, in small blocks; the state is saved after each."""
+    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.documents, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.tokenize, "SAVE_SECONDS", 0.0)
+    return write_inputs(tmp_path / "in")
+
+
+class StopError(Exception):
+    pass
+
+
+OPTIONS = {"eval_fraction": 0.2, "shard_tokens": 300}
+
+
+@pytest.mark.parametrize("save_seconds", [0.0, 1e9])
+def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_seconds):
+    """Interrupted again and again, the result is the same to the byte."""
+    options = {**OPTIONS, "tokenizer": str(bpe)}
+    whole = run(all_inputs, out=tmp_path / "whole", **options)
+    monkeypatch.setattr(llmq.tokenize, "SAVE_SECONDS", save_seconds)
+    blocks_done, interruptions = 0, 0
+    update = llmq.tokenize._Report.update
+
+    def interrupt(report, *args):
+        nonlocal blocks_done
+        blocks_done += 1
+        if blocks_done == limit:
+            raise StopError
+        update(report, *args)
+
+    monkeypatch.setattr(llmq.tokenize._Report, "update", interrupt)
+    limit = 0
+    while True:
+        # The state is saved after the report: 2 blocks a run are 1 block of progress. Without
+        # saving, every run starts from the beginning and each goes one block further.
+        limit = 2 if save_seconds == 0 else limit + 1
+        blocks_done = 0
+        try:
+            summary = run(all_inputs, out=tmp_path / "out", **options)
+            break
+        except StopError:
+            interruptions += 1
+            manifest = json.loads((tmp_path / "out" / "tokenize.json").read_text())
+            assert not manifest["complete"]
+    assert interruptions > 10
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert summary.was_resumed == (save_seconds == 0)
+    assert (summary.documents, summary.tokens) == (whole.documents, whole.tokens)
+    assert summary.warnings == whole.warnings == ["1 files in folders are not text: left out"]
+
+
+def test_interrupted_while_finishing(tmp_path, all_inputs, monkeypatch):
+    """All files have their names, but the manifest does not say so yet."""
+    run(all_inputs, out=tmp_path / "whole", **OPTIONS)
+    save = llmq.tokenize.Manifest.save
+
+    def stop_at_the_end(manifest, position, shards, complete=False):
+        if complete:
+            raise KeyboardInterrupt
+        save(manifest, position, shards)
+
+    monkeypatch.setattr(llmq.tokenize.Manifest, "save", stop_at_the_end)
+    with pytest.raises(KeyboardInterrupt):
+        run(all_inputs, out=tmp_path / "out", **OPTIONS)
+    monkeypatch.setattr(llmq.tokenize.Manifest, "save", save)
+    assert run(all_inputs, out=tmp_path / "out", **OPTIONS).was_resumed
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_complete_run_is_left_alone(tmp_path, all_inputs):
+    first = run(all_inputs, out=tmp_path / "out", **OPTIONS)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    again = run(all_inputs, out=tmp_path / "out", **OPTIONS)
+    assert again.was_complete
+    assert "had been written before" in again.describe()
+    assert (again.tokens, again.files) == (first.tokens, first.files)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == times
+    first.files[0].unlink()
+    with pytest.raises(DataError, match="files are missing"):
+        run(all_inputs, out=tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"eval_fraction": 0.3}, "eval_fraction"),
+        ({"shard_tokens": 301}, "shard_tokens"),
+        ({"seed": 1}, "seed"),
+        ({"field": "x"}, "field"),
+    ],
+)
+def test_other_options_in_the_same_folder(tmp_path, change, named):
+    write_jsonl(tmp_path / "a.jsonl", documents(30))
+    run(tmp_path / "a.jsonl", out=tmp_path / "out", **OPTIONS)
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match=f"made with other {named}: .* --overwrite"):
+        run(tmp_path / "a.jsonl", out=tmp_path / "out", **{**OPTIONS, **change})
+    assert contents(tmp_path / "out") == before
+
+
+def test_other_tokenizer_or_inputs_in_the_same_folder(tmp_path, bpe):
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text("some text " * 50)
+    run(path, out=out, shard_tokens=100)
+    with pytest.raises(DataError, match="other tokenizer"):
+        run(path, out=out, shard_tokens=100, tokenizer=str(bpe))
+    path.write_text("other text")
+    with pytest.raises(DataError, match=r"other inputs \(1 files then, 1 now, or edited\)"):
+        run(path, out=out, shard_tokens=100)
+    run(path, out=out, tokenizer=str(bpe), overwrite=True)
+    assert list(contents(out)) == ["train-000.bin"]  # the old run had more
+    assert ids(out) == [*load_tokenizer(bpe).encode("other text"), 0]
+    assert load_tokenizer(out / "tokenizer").fingerprint == load_tokenizer(bpe).fingerprint
+    run(path, out=out, tokenizer=str(out / "tokenizer"), overwrite=True)  # uses its own copy
+    run(path, out=out, overwrite=True)
+    assert load_tokenizer(out / "tokenizer").encode("é") == [0xC3, 0xA9]
+
+
+def test_files_of_others_are_not_touched(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train-000.bin").write_bytes(b"precious")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="of another origin"):
+        run(tmp_path / "a.txt", out=tmp_path / "out")
+    assert (tmp_path / "out" / "train-000.bin").read_bytes() == b"precious"
+    run(tmp_path / "a.txt", out=tmp_path / "out", overwrite=True)
+    assert ids(tmp_path / "out") == encoded("text")
+    assert (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_two_runs_at_once(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with locked(tmp_path / "out"), pytest.raises(DataError, match="another process is writing"):
+        run(tmp_path / "a.txt", out=tmp_path / "out")
+    run(tmp_path / "a.txt", out=tmp_path / "out")
+
+
+def test_full_disk_can_be_resumed(tmp_path, all_inputs, monkeypatch):
+    run(all_inputs, out=tmp_path / "whole", **OPTIONS)
+    write, calls = llmq.tokens.TokenWriter.write, 0
+
+    def full(writer, tokens):
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            writer._file.close()  # what was buffered is lost
+            with llmq.tokens.disk_errors(writer.path):
+                raise OSError(28, "No space left on device")
+        write(writer, tokens)
+
+    monkeypatch.setattr(llmq.tokens.TokenWriter, "write", full)
+    with pytest.raises(LlmqError, match="disk is full"):
+        run(all_inputs, out=tmp_path / "out", **OPTIONS)
+    assert run(all_inputs, out=tmp_path / "out", **OPTIONS).was_resumed
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
