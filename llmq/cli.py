@@ -212,6 +212,39 @@ def plot(
     run_plot(logs, out)
 
 
+@app.command(cls=TrainCommand)
+@train_options
+def bench(
+    given: dict[str, Any],
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML or JSON with these options as keys, lists of values, and a list `runs`.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Report to write, without .md and .json.")] = Path(
+        "bench"
+    ),
+    peers: Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")] = None,
+    timed_steps: Annotated[int, typer.Option(min=1, help="Steps of one repeat.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")] = 3,
+) -> None:
+    """Measure the speed of one or many configurations on random tokens."""
+    from llmq.bench import run_bench
+
+    run_bench(
+        given,
+        config_file,
+        out=out,
+        peers=peers,
+        steps=timed_steps,
+        repeats=repeats,
+        argv=sys.argv,
+    )
+
+
 # The base of all errors of the command-line parser, whose own module is not public.
 _UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from llmq.errors import DataError
 from llmq.machine import choose_machine
+from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.plot import run_plot
 from llmq.presets import resolve_model
-from llmq.sample import Sampler, fresh_weights, open_model
+from llmq.sample import Sampler, open_model, printable
 from llmq.tokenize import tokenize
 from llmq.tokenizer import ByteTokenizer
 from llmq.training import run_training
@@ -33,23 +34,20 @@ def python_sources() -> list[str]:
     return files
 
 
-def run_demo(out: Path, device: str, steps: int | None) -> None:
-    """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`."""
-    start = time.perf_counter()
-    machine = choose_machine(device, 1)
-    data = out / "data"
-    tokenize(python_sources(), tokenizer="bytes", out=data, eval_fraction=0.05)
-    config = make_config(
+def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
+    """Options of the demo's run. kind: of the device that `device` stands for here."""
+    return make_config(
         {
+            "name": "demo",
             "model": "tiny",
             "from-scratch": True,
-            "model-dtype": "fp32" if machine.kind == "host" else "bf16",
-            "train-file": str(data / "train*.bin"),
-            "eval-file": str(data / "eval*.bin"),
+            "model-dtype": "fp32" if kind == "host" else "bf16",
+            "train-file": str(out / "data" / "train*.bin"),
+            "eval-file": str(out / "data" / "eval*.bin"),
             "batch-size": 16,
             "seq-len": 128,
             "grad-accumulation": 1,
-            "steps": steps or STEPS[machine.kind],
+            "steps": STEPS[kind] if steps is None else steps,
             "learning-rate": 4e-3,
             "warmup": 20,
             "final-lr-fraction": 0.05,
@@ -57,21 +55,36 @@ def run_demo(out: Path, device: str, steps: int | None) -> None:
             "eval-num-steps": 10,
             "ckpt-interval": 0,
             "save-training-state": False,
-            "checkpoint-dir": str(out / "ckpt"),
-            "out-dir": str(out / "model"),
-            "log-file": str(out / "log.json"),
-            "device": {"host": "cpu"}.get(machine.kind, machine.kind),
+            "checkpoint-dir": out / "ckpt",
+            "out-dir": out / "model",
+            "log-file": out / "log.json",
+            "device": device,
         }
     )
+
+
+def run_demo(out: Path, device: str, steps: int | None) -> None:
+    """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
+
+    device: "auto", "cpu" or "cuda". steps: of training, None for what takes about a minute.
+    """
+    start = time.perf_counter()
+    machine = choose_machine(device, 1)
+    text = tokenize(python_sources(), tokenizer="bytes", out=out / "data", eval_fraction=0.02)
+    print(text.describe())
+    config = demo_config(out, device, machine.kind, steps)
     model, _ = resolve_model(config.model, config.from_scratch)
-    before = Sampler(machine, model, fresh_weights(model, config.seed), 256)
-    _show("Before training", before)
+    positions = len(PROMPT) + NEW_TOKENS
+    with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
+        _show("Before training", sampler)
     run_training(config.validate_with(model), model, None, sys.argv)
-    run_plot([out / "log.json"], out / "loss.png")
-    with open_model(str(out / "model")) as (model, read, _):
-        after = Sampler(machine, model, read, 256)
-    _show("After training", after)
-    print(f"The model is in {out / 'model'}; the demo took {time.perf_counter() - start:.0f} s.")
+    run_plot([config.log_file], out / "loss.png")
+    with open_model(str(config.out_dir)) as (model, read, _):
+        sampler = Sampler(machine, model, lambda w: w.load(read), positions)
+    with sampler:
+        _show("After training", sampler)
+    print(f"The demo took {time.perf_counter() - start:.0f} seconds. The model is in")
+    print(f"{config.out_dir}; try: llmq sample {config.out_dir} --prompt 'import '")
 
 
 def _show(title: str, sampler: Sampler) -> None:
@@ -79,5 +92,5 @@ def _show(title: str, sampler: Sampler) -> None:
     new = sampler.generate(
         tokenizer.encode(PROMPT), NEW_TOKENS, np.random.default_rng(0), temperature=0.6
     )
-    text = PROMPT + tokenizer.decode(list(new))
-    print(f"--- {title}:\n{text}\n---\n", flush=True)
+    text = printable(PROMPT + tokenizer.decode(list(new)))
+    print(f"\n--- {title}:\n{text}\n---\n", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections import deque
 from typing import Any
 
@@ -13,52 +13,79 @@ from rich.table import Table
 from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 48  # columns of the loss curve
+WIDTH = 48  # columns of the loss curve, at most
 
 
-def sparkline(values: list[float], width: int = WIDTH) -> str:
-    """One character per bucket of values, the lowest as the lowest bar."""
-    if not values:
-        return ""
-    size = max(-(-len(values) // width), 1)
-    buckets = [values[i : i + size] for i in range(0, len(values), size)]
-    means = [sum(b) / len(b) for b in buckets]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((m - low) * scale)] for m in means)
+class LossCurve:
+    """The course of a loss in at most WIDTH points; each is the mean of equally many values.
+
+    When the points run out, neighbours are joined, so that adding a value to a long run costs no
+    more than to a short one.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._size = 1  # values in each point
+        self._sum = 0.0  # of the values that do not make a point yet
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """The next value; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._sum += value
+        self._count += 1
+        if self._count < self._size:
+            return
+        if len(self.points) == WIDTH:
+            halves = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(a + b) / 2 for a, b in halves]
+            self._size *= 2
+            return
+        self.points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+
+    def __str__(self) -> str:
+        """One character per point, the lowest value as the lowest bar."""
+        if not self.points:
+            return ""
+        low, high = min(self.points), max(self.points)
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BARS[round((point - low) * scale)] for point in self.points)
 
 
 def time_left(seconds: float) -> str:
     """Hours, minutes and seconds."""
-    seconds = int(seconds)
-    return f"{seconds // 3600:d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    whole = int(seconds)
+    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 class LiveView:
-    """A View whose state is drawn below the lines. state: what metrics and monitor report."""
+    """A metrics.View whose state is drawn below the lines."""
 
     def __init__(self, console: Console, first_step: int, total_steps: int):
+        """first_step: steps that are done already, of total_steps."""
         self._console = console
-        self._first, self._total = first_step, total_steps
+        self._total = max(total_steps, 1)
         self._state: dict[str, Any] = {"step": first_step}
-        self._losses: list[float] = []
-        self._speeds: deque[float] = deque(maxlen=20)  # ms of the last steps
-        self._start = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+        self._curve = LossCurve()
+        self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
+        self._live = Live(self._render(), console=console, refresh_per_second=4)
         self._live.start()
 
     def line(self, text: str, *, bold: bool = False) -> None:
         """Print above the view."""
-        style = "bold" if bold else None
-        self._console.print(Text(text), style=style, soft_wrap=True)
+        self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
 
     def progress(self, **state: Any) -> None:
-        """step, loss, norm, lr, ms, tokens after a step; eval_loss; gpu (a line) by the monitor."""
+        """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
+        evaluation; gpu, a line of text, from the monitor."""
         self._state |= state
-        if "loss" in state and state["loss"] == state["loss"]:  # not NaN
-            self._losses.append(state["loss"])
+        if "loss" in state:
+            self._curve.add(state["loss"])
         if "ms" in state:
-            self._speeds.append(state["ms"])
+            self._times.append(state["ms"])
+        self._live.update(self._render())  # drawn by a thread of its own, which sees only this
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -66,21 +93,19 @@ class LiveView:
 
     def _render(self) -> Group:
         state = self._state
-        done, total = state["step"], max(self._total, 1)
-        table = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=total, completed=done, width=40)
-        left = ""
-        if self._speeds:
-            per_step = sum(self._speeds) / len(self._speeds) / 1000
-            speed = f"{state['tokens'] / per_step:,.0f} tok/s"
-            left = f"{speed}   {time_left(per_step * (total - done))} left"
-        table.add_row(f"step {done}/{total}", bar, left)
-        parts = [f"{key} {state[key]:.4g}" for key in ("loss", "norm", "lr") if key in state]
+        bar = ProgressBar(total=self._total, completed=state["step"], width=40)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(f"step {state['step']}/{self._total}", bar, self._speed())
+        numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         if "eval_loss" in state:
-            parts.append(f"eval {state['eval_loss']:.4f}")
-        rows = [table, Text("   ".join(parts))]
-        if self._losses:
-            rows.append(Text(f"loss {sparkline(self._losses)}"))
-        if "gpu" in state:
-            rows.append(Text(state["gpu"]))
-        return Group(*rows)
+            numbers.append(f"eval {state['eval_loss']:.4g}")
+        rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]
+        return Group(head, *(row for row in rows if row))
+
+    def _speed(self) -> str:
+        """Tokens per second and the time left, from the last steps."""
+        if not self._times:
+            return ""
+        seconds = sum(self._times) / len(self._times) / 1000
+        left = time_left(seconds * (self._total - self._state["step"]))
+        return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"

@@ -6,8 +6,10 @@ written as null.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -19,11 +21,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from llmq.errors import LlmqError
 from llmq.files import disk_errors
+from llmq.loader import DataLoader
 from llmq.step import Result
+
+SHOWN_FILES = 10  # in [Dataset], for each split
+_EMPTY_LOG = b"[\n]\n"
+_LOG_END = b"\n]\n"
 
 
 def _json_value(value: Any) -> Any:
+    """The value in JSON's types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
@@ -35,31 +44,61 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-class JsonLog:
-    """A JSON array on disk, one record a line, closed after each."""
+def _utc_now() -> str:
+    """YYYY-MM-DD HH:MM:SS and nanoseconds."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
 
-    def __init__(self, path: Path):
-        """Replaces what is at path. LlmqError where it cannot be written."""
+
+class JsonLog:
+    """A JSON array on disk, one record a line. Each record is written with the array's end behind
+    it, in one call of the system, so that the file is valid whenever the process stops.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False):
+        """append: go on with the log that is there, if there is one; else it is replaced.
+
+        LlmqError where it cannot be written, or is to be continued and is no log.
+        """
         self.path = path
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "w+", encoding="utf-8")  # noqa: SIM115 - lives as long as self
-            self._file.write("[\n]\n")
-            self._file.flush()
-        self._empty = True
+            keep = append and path.exists() and path.stat().st_size > 0
+            # Without a buffer: what Python holds back would be lost in a kill.
+            self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
+            self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
+            if keep and self._tail() != _LOG_END:
+                raise LlmqError(
+                    f"'{path}' is not a complete log that could be continued: move it away, or "
+                    "choose another --log-file"
+                )
+
+    def _tail(self) -> bytes:
+        self._file.seek(max(self._end - len(_LOG_END), 0))
+        return self._file.read()
 
     def write(self, log: str, step: int, **fields: Any) -> None:
         """Add one record; every record has `log`, `time` (UTC) and `step`."""
-        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f") + "000"
-        record = {"log": log, "time": now, "step": step} | _json_value(fields)
-        line = ("" if self._empty else ",\n") + "  " + json.dumps(record) + "\n]\n"
+        record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
+        first = self._end == len(_EMPTY_LOG)
+        line = b"\n  " if first else b",\n  "
+        line += json.dumps(record, allow_nan=False).encode() + _LOG_END
         with disk_errors(self.path):
-            # Before the closing "\n]\n", or behind the "[\n" of an array that is still empty.
-            end = self._file.seek(0, 2)
-            self._file.seek(end - (2 if self._empty else 3))
-            self._file.write(line)
-            self._file.flush()
-        self._empty = False
+            self._replace_end(line)
+
+    def _replace_end(self, data: bytes) -> None:
+        start = self._end - len(_LOG_END)
+        try:
+            self._file.seek(start)
+            written = self._file.write(data)
+            if written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.seek(start)
+            self._file.write(_LOG_END)  # over what is there, which takes no space
+            self._file.truncate(self._end)
+            raise
+        self._end = start + len(data)
 
     def close(self) -> None:
         """Close the file."""
@@ -111,15 +150,21 @@ class Outliers:
         return score
 
 
+_COUNTS = (  # below this: unit, its letter, digits after the point
+    (1e6, 10**3, "k", 0),
+    (2e7, 10**6, "M", 1),
+    (1e9, 10**6, "M", 0),
+    (2e10, 10**9, "B", 1),
+    (1e12, 10**9, "B", 0),
+    (2e13, 10**12, "T", 1),
+    (math.inf, 10**12, "T", 0),
+)
+
+
 def count_tokens(n: int) -> str:
-    """A token count in the width of four digits and a unit."""
-    for limit, unit, digits in (
-        (1e6, 1e3, "k"), (2e7, 1e6, ".M"), (1e9, 1e6, "M"), (2e10, 1e9, ".B"), (1e12, 1e9, "B"),
-        (2e13, 1e12, ".T"),
-    ):  # fmt: skip
-        if n < limit:
-            return f"{n / unit:4.1f}{digits[1]}" if digits[0] == "." else f"{int(n / unit):4d}{digits}"
-    return f"{int(n / 1e12):4d}T"
+    """A token count in the width of four characters and a unit."""
+    unit, letter, digits = next(row for limit, *row in _COUNTS if n < limit)
+    return f"{n / unit:4.1f}{letter}" if digits else f"{n // unit:4d}{letter}"
 
 
 def tokens_per_second(tokens: int, milliseconds: float) -> str:
@@ -151,10 +196,10 @@ class Reporter:
         for line in [*lines, ""]:
             self.view.line(line)
 
-    def message(self, text: str, step: int = 0, **fields: Any) -> None:
+    def message(self, text: str, step: int = 0) -> None:
         """One line on the console and in the log."""
         self.view.line(text)
-        self.log.write("info", step, type="message", message=text, **fields)
+        self.log.write("info", step, type="message", message=text)
 
     @contextmanager
     def section(self, text: str, step: int = 0) -> Iterator[None]:
@@ -166,6 +211,38 @@ class Reporter:
         self.view.line(f"  done in {ms} ms" if ms < 2000 else f"  done in {ms // 1000} s")
         self.view.line("")
         self.log.write("info", step, type="message", message=text, duration_ms=ms)
+
+    def options(self, rows: list[tuple[str, bool | int | float | str]]) -> None:
+        """[Options]: names and values."""
+        width = max(len(name) for name, _ in rows)
+        lines = []
+        for name, value in rows:
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            lines.append(f"  {name:<{width}}: {shown}")
+            self.log.write("option", 0, name=name, value=value)
+        self.block("Options", lines)
+
+    def dataset(self, loaders: dict[str, DataLoader]) -> None:
+        """[Dataset]: the files of each split, and where their loader stands."""
+        lines = []
+        for split, loader in loaders.items():
+            lines.append(f" {split}: {count_tokens(loader.total_tokens)} tokens")
+            for file in loader.files[:SHOWN_FILES]:
+                lines.append(f"   {file.path} : {file.num_tokens:10d}")
+            if len(loader.files) > SHOWN_FILES:
+                lines.append(f"   ... and {len(loader.files) - SHOWN_FILES} more files")
+            state = loader.state()
+            self.log.write(
+                "dataset",
+                0,
+                split=split,
+                files=[file.path for file in loader.files],
+                tokens=loader.total_tokens,
+                file_index=state["file_index"],
+                chunk_index=state["chunk_index"],
+                seed=loader.seed,
+            )
+        self.block("Dataset", lines)
 
     def _percent(self, step: int) -> float:
         return 100.0 * step / max(self.total_steps, 1)
@@ -222,6 +299,11 @@ class Reporter:
             loss_1k=result.loss_1k,
         )
         self.view.progress(eval_loss=result.loss)
+
+    def gpu(self, step: int, sample: dict[str, Any], line: str) -> None:
+        """A record of the monitor's, and a line of text for the live view."""
+        self.log.write("gpu", step, **sample)
+        self.view.progress(gpu=line)
 
     def close(self) -> None:
         """Close the view and the log."""

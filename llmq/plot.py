@@ -1,4 +1,4 @@
-"""`llmq plot`: the loss curves of one or more JSON logs as a PNG."""
+"""`llmq plot`: the loss curves of one or more JSON logs as a picture."""
 
 from __future__ import annotations
 
@@ -8,61 +8,69 @@ from typing import Any
 
 import numpy as np
 
-from llmq.errors import DataError
-from llmq.files import disk_errors
+from llmq.errors import ConfigError, DataError
+from llmq.files import disk_errors, replacing
 
 SMOOTHING = 10  # steps to each side
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; DataError where it cannot be read."""
+    """The records of a log; DataError where it cannot be read or has nothing to plot."""
     try:
-        records = json.loads(path.read_text())
+        records = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"cannot read the log '{path}': {error.strerror}") from None
     except ValueError as error:
         raise DataError(f"'{path}' is not a log of llmq train: {error}") from None
-    if not isinstance(records, list) or not any(r.get("log") == "step" for r in records):
+    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
+        raise DataError(f"'{path}' is not a log of llmq train: it holds no array of records")
+    if not any(r.get("log") == "step" for r in records):
         raise DataError(f"'{path}' has no training steps to plot")
     return records
 
 
 def curve(records: list[dict[str, Any]], log: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses of the records of one kind; a loss that was not finite is NaN."""
-    rows = [(r["step"], np.nan if r["loss"] is None else r["loss"]) for r in records if r["log"] == log]
-    return np.array([s for s, _ in rows]), np.array([loss for _, loss in rows], float)
+    """Steps and losses of the records of one kind, F64; a loss that was not finite is NaN.
+
+    Where a resumed run repeated steps, the later record counts.
+    """
+    losses = {r["step"]: r["loss"] for r in records if r.get("log") == log}
+    values = [np.nan if losses[s] is None else losses[s] for s in sorted(losses)]
+    return np.array(sorted(losses), float), np.array(values, float)
 
 
 def smoothed(values: np.ndarray, reach: int = SMOOTHING) -> np.ndarray:
-    """The mean over a window of `reach` values to each side, NaN left out."""
-    ones = np.ones(2 * reach + 1)
+    """The mean over a window of `reach` values to each side, fewer at the ends, NaN left out."""
     finite = np.isfinite(values)
-    total = np.convolve(np.where(finite, values, 0.0), ones)[reach : reach + len(values)]
-    count = np.convolve(finite.astype(float), ones)[reach : reach + len(values)]
-    return total / np.maximum(count, 1)
+    window = np.ones(2 * reach + 1)
+    inside = slice(reach, reach + len(values))
+    total = np.convolve(np.where(finite, values, 0.0), window)[inside]
+    count = np.convolve(finite.astype(float), window)[inside].round()
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def run_plot(logs: list[Path], out: Path) -> None:
     """Draw training losses (faint), their smoothed curves, and evaluation losses."""
-    import matplotlib
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out: '{out}' must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=120)
+    figure = Figure(figsize=(8, 5), dpi=120, layout="tight")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for path in logs:
         records = read_log(path)
         steps, losses = curve(records, "step")
         (line,) = axes.plot(steps, smoothed(losses), label=f"{path.stem}: training")
         axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8)
         steps, losses = curve(records, "eval")
-        axes.plot(steps, losses, "o--", color=line.get_color(), label=f"{path.stem}: evaluation")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+        if len(steps):
+            label = f"{path.stem}: evaluation"
+            axes.plot(steps, losses, "o--", color=line.get_color(), label=label)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-    plt.close(figure)
+    with replacing(out) as file:
+        figure.savefig(file, format=out.suffix[1:].lower())
     print(f"wrote {out}")

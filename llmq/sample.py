@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,11 @@ from llmq.checkpoint_store import find_checkpoint
 from llmq.config import ModelConfig
 from llmq.decode import Decoder
 from llmq.dtypes import F32, DType, parse_dtype
-from llmq.errors import ConfigError
+from llmq.errors import ConfigError, LlmqError
 from llmq.hf import HfWeights
 from llmq.machine import Machine, choose_machine
 from llmq.params import Param, weight_table
 from llmq.presets import resolve_model
-from llmq.runtime.device import HOST_SPEC
-from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
 from llmq.tokenizer import Tokenizer, load_tokenizer
 from llmq.weights import Weights
@@ -36,16 +35,23 @@ def choose_token(
     """The next id from logits (V,). temperature 0: the most likely one.
 
     top_k: only the k most likely ids, 0: all. top_p: only the most likely ids that together have
-    at least this probability. top_k is applied first, both after the temperature.
+    at least this probability. top_k is applied first, both after the temperature. LlmqError if a
+    logit is not a number.
     """
     logits = logits.astype(np.float64)
+    if not np.isfinite(logits).all():
+        raise LlmqError(
+            "the model's predictions are not finite numbers: its weights are damaged, use an "
+            "earlier checkpoint"
+        )
     if temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     probabilities = np.exp((logits[order] - logits[order[0]]) / temperature)
     probabilities /= probabilities.sum()
-    enough = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
-    probabilities = probabilities[:enough] / probabilities[:enough].sum()
+    if top_p < 1:
+        enough = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
+        probabilities = probabilities[:enough] / probabilities[:enough].sum()
     return int(order[rng.choice(len(probabilities), p=probabilities)])
 
 
@@ -56,11 +62,14 @@ class Sampler:
         self,
         machine: Machine,
         config: ModelConfig,
-        read: Callable[[Param], np.ndarray],
+        fill: Callable[[Weights], None],
         positions: int,
         dtype: DType = F32,
     ):
-        """read: host array of a parameter, in its shape."""
+        """fill: loads or initializes the weights. dtype: of weights and activations.
+
+        LlmqError where the memory is too small.
+        """
         self.config, self.positions = config, positions
         table = weight_table(config)
         plan = PlanDevice(machine.spec)
@@ -69,7 +78,7 @@ class Sampler:
         self.dev = machine.open(plan.sizes())
         weights = Weights(self.dev, table, dtype, dtype)
         self.decoder = Decoder(self.dev, config, weights, positions)
-        weights.load(read)
+        fill(weights)
 
     def generate(
         self,
@@ -81,7 +90,10 @@ class Sampler:
         top_k: int = 0,
         top_p: float = 1.0,
     ) -> Iterator[int]:
-        """New ids one after another, until an end-of-text id or the limit of positions."""
+        """New ids one after another, until an end-of-text id or the limit of positions.
+
+        prompt: at least one id.
+        """
         tokens = np.array(prompt, np.int32)
         position = 0
         for _ in range(min(max_new_tokens, self.positions - len(prompt))):
@@ -94,12 +106,26 @@ class Sampler:
             yield token
             tokens = np.array([token], np.int32)
 
+    def close(self) -> None:
+        """Free the device."""
+        self.dev.close()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 @contextmanager
 def open_model(
     model: str,
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
-    """Config, weight reader and tokenizer source of an exported model or a checkpoint."""
+    """Config, weight reader and tokenizer source of an exported model or a checkpoint.
+
+    model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
+    a directory that contains some, the newest of which is meant. Raises LlmqError.
+    """
     step = find_checkpoint(Path(model), model) if Path(model).is_dir() else None
     if step is None:
         config, directory = resolve_model(model, from_scratch=False)
@@ -111,18 +137,18 @@ def open_model(
         config, tokenizer = reader.manifest.model, reader.manifest.tokenizer
         reader.check(weight_table(config))
         if tokenizer is None:
-            raise ConfigError(f"checkpoint '{step}' does not know its tokenizer: export it first")
+            raise ConfigError(
+                f"checkpoint '{step}' does not know its tokenizer: `llmq export` it, and copy the "
+                "tokenizer's files into that directory"
+            )
         yield config, lambda p: reader.read("weights", p).reshape(p.shape), tokenizer
 
 
-def fresh_weights(config: ModelConfig, seed: int) -> Callable[[Param], np.ndarray]:
-    """A weight reader for a model that has not been trained."""
-    table = weight_table(config)
-    plan = PlanDevice(HOST_SPEC)
-    Weights(plan, table, F32, F32)
-    weights = Weights(HostDevice(plan.sizes()), table, F32, F32)
-    weights.init(config, seed)
-    return weights.read
+def printable(text: str) -> str:
+    """The text with U+FFFD for what would steer a terminal: control characters but \\n and \\t."""
+    return "".join(
+        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\ufffd" for c in text
+    )
 
 
 def run_sample(
@@ -138,31 +164,44 @@ def run_sample(
     device: str,
     model_dtype: str,
 ) -> None:
-    """Print samples that continue the prompt."""
+    """Print samples that continue the prompt, separated by lines of three dashes."""
     machine = choose_machine(device, 1)
+    prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
     with open_model(model) as (config, read, source):
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = tokenizer.encode(prompt) or [first_token(config)]
+        _check_prompt(ids, config)
         positions = min(len(ids) + max_new_tokens, config.max_positions)
-        if len(ids) >= positions:
-            raise ConfigError(
-                f"the prompt has {len(ids)} tokens, but the model has {config.max_positions} "
-                "positions: use a shorter prompt"
+        dtype = parse_dtype(model_dtype)
+        sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
+    with sampler:
+        for sample in range(num_samples):
+            rng = np.random.default_rng([seed, sample])
+            new = sampler.generate(
+                ids, max_new_tokens, rng, temperature=temperature, top_k=top_k, top_p=top_p
             )
-        sampler = Sampler(machine, config, read, positions, parse_dtype(model_dtype))
-    for sample in range(num_samples):
-        rng = np.random.default_rng([seed, sample])
-        new = sampler.generate(
-            ids, max_new_tokens, rng, temperature=temperature, top_k=top_k, top_p=top_p
+            text = prompt + tokenizer.decode(list(new))
+            print(printable(text) if sys.stdout.isatty() else text, flush=True)
+            if sample + 1 < num_samples:
+                print("---")
+
+
+def _check_prompt(ids: list[int], config: ModelConfig) -> None:
+    if len(ids) >= config.max_positions:
+        raise ConfigError(
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
+            "positions: use a shorter one"
         )
-        print(prompt + tokenizer.decode(list(new)), flush=True)
-        if sample + 1 < num_samples:
-            print("---")
+    if max(ids) >= config.vocab_size:
+        raise ConfigError(
+            f"--prompt: its token {max(ids)} is outside the model's vocabulary of "
+            f"{config.vocab_size}: the tokenizer does not belong to the model"
+        )
 
 
 def first_token(config: ModelConfig) -> int:
-    """What an empty prompt begins with: the token between documents."""
+    """What an empty prompt begins with."""
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:
             return token
-    raise ConfigError("this model has neither a first nor an end-of-text token: give a prompt")
+    raise ConfigError("--prompt: this model has no token that begins a text, give a prompt")

@@ -48,16 +48,35 @@ PEAKS: dict[str, tuple[float, float, float]] = {
     "NVIDIA GB10": (29.7, 59.4, 118.8),
 }
 
-# Cards whose peak follows from a sibling's by multiprocessors x clock: SMs, MHz, sibling, its SMs
-# and MHz.
-_SCALED: dict[str, tuple[int, int, str, int, int]] = {
-    "NVIDIA GeForce RTX 4080 SUPER": (80, 2550, "NVIDIA GeForce RTX 4090", 128, 2520),
-    "NVIDIA GeForce RTX 4070 Ti SUPER": (66, 2610, "NVIDIA GeForce RTX 4090", 128, 2520),
-    "NVIDIA GeForce RTX 4070 SUPER": (56, 2475, "NVIDIA GeForce RTX 4090", 128, 2520),
-    "NVIDIA GeForce RTX 4060 Ti": (34, 2535, "NVIDIA GeForce RTX 4090", 128, 2520),
-    "NVIDIA GeForce RTX 4060": (24, 2460, "NVIDIA GeForce RTX 4090", 128, 2520),
-    "NVIDIA GeForce RTX 5060 Ti": (36, 2572, "NVIDIA GeForce RTX 5070", 48, 2512),
-    "NVIDIA GeForce RTX 5060": (30, 2497, "NVIDIA GeForce RTX 5070", 48, 2512),
+# Cards whose peak follows from a sibling's by multiprocessors x clock in MHz: their own, and the
+# sibling with its own.
+_RTX_4090 = ("NVIDIA GeForce RTX 4090", 128, 2520)
+_RTX_5070 = ("NVIDIA GeForce RTX 5070", 48, 2512)
+_RTX_3070 = ("NVIDIA GeForce RTX 3070", 46, 1725)
+_RTX_A6000 = ("NVIDIA RTX A6000", 84, 1800)
+_RTX_6000_ADA = ("NVIDIA RTX 6000 Ada Generation", 142, 2505)
+_RTX_PRO_6000 = ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 2617)
+_SCALED: dict[str, tuple[int, int, tuple[str, int, int]]] = {
+    "NVIDIA GeForce RTX 4080 SUPER": (80, 2550, _RTX_4090),
+    "NVIDIA GeForce RTX 4070 Ti SUPER": (66, 2610, _RTX_4090),
+    "NVIDIA GeForce RTX 4070 SUPER": (56, 2475, _RTX_4090),
+    "NVIDIA GeForce RTX 4060 Ti": (34, 2535, _RTX_4090),
+    "NVIDIA GeForce RTX 4060": (24, 2460, _RTX_4090),
+    "NVIDIA GeForce RTX 5060 Ti": (36, 2572, _RTX_5070),
+    "NVIDIA GeForce RTX 5060": (30, 2497, _RTX_5070),
+    "NVIDIA GeForce RTX 3060 Ti": (38, 1665, _RTX_3070),
+    "NVIDIA GeForce RTX 3060": (28, 1777, _RTX_3070),
+    "NVIDIA RTX A5500": (80, 1665, _RTX_A6000),
+    "NVIDIA RTX A5000": (64, 1695, _RTX_A6000),
+    "NVIDIA RTX A4500": (56, 1650, _RTX_A6000),
+    "NVIDIA RTX A4000": (48, 1560, _RTX_A6000),
+    "NVIDIA RTX A2000": (26, 1200, _RTX_A6000),
+    "NVIDIA RTX 5880 Ada Generation": (110, 2460, _RTX_6000_ADA),
+    "NVIDIA RTX 5000 Ada Generation": (100, 2550, _RTX_6000_ADA),
+    "NVIDIA RTX 4500 Ada Generation": (60, 2580, _RTX_6000_ADA),
+    "NVIDIA RTX 4000 Ada Generation": (48, 2175, _RTX_6000_ADA),
+    "NVIDIA RTX 2000 Ada Generation": (22, 2130, _RTX_6000_ADA),
+    "NVIDIA RTX PRO 4000 Blackwell": (70, 2055, _RTX_PRO_6000),
 }
 
 
@@ -85,7 +104,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> FlopsPerToken:
 def peaks(name: str) -> tuple[float, float, float] | None:
     """TF32, BF16 and FP8 peak of a card in TFLOP/s by its driver name; None if unknown."""
     if name in _SCALED:
-        sms, clock, sibling, sibling_sms, sibling_clock = _SCALED[name]
+        sms, clock, (sibling, sibling_sms, sibling_clock) = _SCALED[name]
         ratio = sms * clock / (sibling_sms * sibling_clock)
         tf32, bf16, fp8 = (peak * ratio for peak in PEAKS[sibling])
         return tf32, bf16, fp8

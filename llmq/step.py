@@ -21,7 +21,7 @@ from llmq.params import weight_table
 from llmq.runtime.device import Device, Event
 from llmq.weights import Weights
 
-SLOTS = 4  # micro-steps that the host may be ahead of the device, and results not yet read
+RESULTS = 4  # steps whose results can be read; older ones are overwritten
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
 
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
@@ -32,6 +32,7 @@ class StepOptions:
     """Everything that shapes a step and its memory."""
 
     model: ModelOptions
+    grad_accum_steps: int
     master_dtype: DType
     grad_dtype: DType
     m_dtype: DType
@@ -71,19 +72,18 @@ class Result:
 
 
 class Ring:
-    """SLOTS pinned buffers that are used in turn, each with the event of its last use."""
+    """Pinned buffers that are used in turn, each with the event of its last use."""
 
-    def __init__(self, dev: Device, name: str, words: int, dtype: DType):
-        self.dev = dev
+    def __init__(self, dev: Device, name: str, slots: int, words: int, dtype: DType):
         self.slots = [
-            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(SLOTS)
+            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(slots)
         ]
-        self.events: list[Event] = [dev.event(f"{name}.{i}") for i in range(SLOTS)]
+        self.events: list[Event] = [dev.event(f"{name}.{i}") for i in range(slots)]
         self.used = 0
 
     def advance(self) -> int:
         """Index of the next slot; recording its event is the caller's part."""
-        index = self.used % SLOTS
+        index = self.used % len(self.slots)
         self.used += 1
         return index
 
@@ -100,8 +100,13 @@ class Step:
         self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
         self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
         self.stats = dev.alloc("stats", (len(STATS),), F64, "Activations")
-        self.outgoing = Ring(dev, "inbox", HEADER + 2 * B * T, I32)
-        self.incoming = Ring(dev, "stats", len(STATS), F64)
+        # Enough slots for two steps: by the time a third is enqueued, the first one's result has
+        # normally been read, and its slots are free without asking the device.
+        slots = 2 * options.grad_accum_steps
+        self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
+        self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
+        self._ticket_of_slot = [-1] * slots  # of the step that last used it
+        self._last_read = -1
         self.weights = Weights(dev, self.table, options.model.dtype, options.master_dtype)
         self.grads = Gradients(dev, self.table, options.grad_dtype, self.scalars)
         self.optimizer = AdamW(dev, self.table, options.adamw, options.m_dtype, options.v_dtype)
@@ -135,12 +140,13 @@ class Step:
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; waits until it is done.
 
-        A result can be read until SLOTS - 1 further ones have been enqueued.
+        A result can be read until RESULTS - 1 further ones have been enqueued.
         """
-        if not self.incoming.used - SLOTS <= ticket < self.incoming.used:
-            raise ValueError(f"result: ticket {ticket} is not among the last {SLOTS}")
-        index = ticket % SLOTS
+        if not self.incoming.used - RESULTS <= ticket < self.incoming.used:
+            raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
+        index = ticket % RESULTS
         self.incoming.events[index].synchronize()
+        self._last_read = max(self._last_read, ticket)
         return Result.from_stats(self.incoming.slots[index].numpy())
 
     def _micro_step(self, accumulate: bool) -> None:
@@ -178,7 +184,9 @@ class Step:
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:
         """Scalars and tokens to the device, in one copy from the next pinned slot."""
         index = self.outgoing.advance()
-        self.outgoing.events[index].synchronize()
+        if self._ticket_of_slot[index] > self._last_read:
+            self.outgoing.events[index].synchronize()
+        self._ticket_of_slot[index] = self.incoming.used
         if self.dev.kind != "plan":
             words = self.outgoing.slots[index].numpy()
             words[:STEP_SCALARS_WORDS] = scalars

@@ -63,13 +63,15 @@ class Trainer:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
         self.machine: Machine = choose_machine(config.device, config.gpus)
-        backend = "native"
+        backend = attention_backend(config, model, self.machine)
         options = step_options(config, backend)
         self.plan: Plan = make_plan(config, model, self.machine.spec, backend)
         limit = memory_limit(config, self.machine)
         check_fits(config, model, self.machine.spec, backend, self.plan, limit)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
-        self.dev = self.machine.open(self.plan.usage.sizes)
+        self.dev = self.machine.open(
+            self.plan.usage.sizes, graphs=config.use_cuda_graphs, tune=config.tune
+        )
         self._step = Step(self.dev, model, options)
         if self._hf is not None:
             self._hf.check(self._step.table)
@@ -302,6 +304,27 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
+    """"native" or "cudnn": what --attention means here. ConfigError if cudnn cannot be had."""
+    if config.attention == "native" or (config.attention == "auto" and machine.kind == "host"):
+        return "native"
+    reason: str | None = "it needs a GPU"
+    if machine.kind == "cuda":
+        from llmq.runtime.cudnn import CudnnAttention
+
+        try:
+            library = CudnnAttention(0)
+        except LlmqError as error:
+            reason = str(error)
+        else:
+            dtype = parse_dtype(config.model_dtype)
+            reason = library.supported(machine.spec.capability, dtype, model.head_dim)
+            library.close()
+    if reason is not None and config.attention == "cudnn":
+        raise ConfigError(f"--attention cudnn: {reason}")
+    return "native" if reason else "cudnn"
 
 
 def _plain(value: Any) -> Any:

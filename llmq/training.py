@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import time
@@ -15,60 +16,111 @@ from rich.console import Console
 
 from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
-from llmq.errors import LlmqError
+from llmq.errors import ConfigError, DataError, LlmqError
 from llmq.live import LiveView
-from llmq.loader import DataLoader
-from llmq.machine import MIB
-from llmq.metrics import JsonLog, PlainView, Reporter, View, count_tokens
+from llmq.machine import MIB, host_memory
+from llmq.metrics import JsonLog, PlainView, Reporter, View
+from llmq.monitor import (
+    measured_peak,
+    monitor_line,
+    open_monitor,
+    speed_of_light,
+    system_lines,
+    system_record,
+)
+from llmq.option_types import NEWEST
 from llmq.options import TrainConfig
 from llmq.options_io import option_rows
-from llmq.plan import allocator_state
+from llmq.plan import allocator_rows, allocator_table, memory_limit, needed_bytes
+from llmq.runtime.gpu_info import gpu_info
+from llmq.step import Result
 from llmq.trainer import Trainer
 
-MAX_SKIPPED = 10  # updates in a row without a finite gradient, after which a run is hopeless
+MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end; its state is saved."""
+    """A signal asked the run to end; its state is saved. signum: which one."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
 
 
 def run_training(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
 ) -> None:
-    """Train as the options say. Raises Interrupted after saving when a signal ended the run."""
-    setup_start = time.perf_counter()
-    trainer = Trainer.from_config(config, model, model_dir)
-    with trainer:
-        loaders = (trainer.train_loader, trainer.eval_loader)  # errors in files come up here
-        if trainer.total_steps == 0:
-            count, batches = config.grad_accumulation, loaders[0].batches_per_epoch
-            raise LlmqError(
-                f"nothing to train: a step takes {count} batches (--grad-accumulation), the data "
-                f"has {batches}: use more data, or smaller batches"
-            )
-        reporter = Reporter(JsonLog(config.log_file), PlainView(), trainer.total_steps)
+    """Train as the options say. Raises Interrupted after saving when a signal ended the run.
+
+    What cannot work is found before the first step: LlmqError for paths that cannot be written, a
+    checkpoint that is not there, data that does not fit, too little memory.
+    """
+    start = time.perf_counter()
+    _check_writable("--out-dir", config.out_dir)
+    _check_writable("--checkpoint-dir", config.checkpoint_dir)
+    checkpoint = _checkpoint_to_continue(config)
+    with Trainer.from_config(config, model, model_dir) as trainer:
+        _check_data(trainer)
+        log = JsonLog(config.log_file, append=checkpoint is not None)
+        reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
         try:
             run.announce(argv)
-            run.load()
+            run.load(checkpoint)
+            run.announce_data_and_memory()
+            run.announce_start(time.perf_counter() - start)
             reporter.view = _view(trainer)
-            reporter.message(f"Setup took {time.perf_counter() - setup_start:.0f} seconds")
             run.loop()
             run.finish()
         finally:
-            reporter.close()
+            run.close()
+
+
+def _check_writable(flag: str, directory: Path) -> None:
+    """Find out now, not after hours of training, that nothing can be written there."""
+    existing = next(p for p in (directory, *directory.parents) if os.path.exists(p))
+    if not existing.is_dir():
+        problem = f"'{existing}' is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"'{existing}' is not writable"
+    else:
+        return
+    raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
+
+
+def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
+    """What --continue names; without one, or with none there to be the newest, None."""
+    if config.continue_from is None:
+        return None
+    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
+    if found is None:
+        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
+        if config.continue_from != NEWEST:
+            raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
+        print(f"warning: --continue: {problem}, starting from the beginning", file=sys.stderr)
+    return found
+
+
+def _check_data(trainer: Trainer) -> None:
+    """Open the token files, which checks them, and see that there is enough for a step."""
+    loader, _ = trainer.train_loader, trainer.eval_loader
+    if trainer.steps_per_epoch == 0:
+        raise DataError(
+            f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
+            f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
+        )
 
 
 def _view(trainer: Trainer) -> View:
     console = Console()
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, trainer.steps_done, trainer.total_steps)
     return PlainView()
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step that was enqueued and whose result has not been read."""
+    """A step that was enqueued and whose result has not been read. start: perf_counter."""
 
     step: int
     ticket: int
@@ -81,101 +133,140 @@ class _Run:
 
     def __init__(self, trainer: Trainer, reporter: Reporter):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
+        self.monitor = open_monitor(trainer.dev) if self.config.log_gpu_util else None
+        self.speed_of_light = speed_of_light(self.config, trainer.model, trainer.dev.spec.name)
         self.pending: _Pending | None = None
         self.last_end = 0.0
         self.skipped = 0
         self.signum: int | None = None
+        self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
 
-    # -- before the first step ---------------------------------------------------------------------
+    def close(self) -> None:
+        """Stop the monitor and close the reports."""
+        if self.monitor is not None:
+            self.monitor.close()
+        self.reporter.close()
+
+    # -- before the first step -------------------------------------------------------------------
 
     def announce(self, argv: list[str]) -> None:
-        """[Options], [System], [Dataset], [Allocator State], and their records."""
-        trainer, reporter, log = self.trainer, self.reporter, self.reporter.log
-        log.write("cmd", 0, cmd=argv)
-        rows = option_rows(self.config, trainer.model)
-        width = max(len(name) for name, _ in rows)
-        reporter.block("Options", [f"  {name:<{width}}: {_shown(value)}" for name, value in rows])
-        for name, value in rows:
-            log.write("option", 0, name=name, value=value)
-        spec = trainer.machine.spec
-        lines = [f"  Device 0: {spec.name}"]
-        reporter.block("System 0", lines)
+        """[Options], [System], [Speed of Light], and their records."""
+        trainer, reporter = self.trainer, self.reporter
+        reporter.log.write("cmd", 0, cmd=argv)
+        reporter.options(
+            option_rows(
+                self.config,
+                trainer.model,
+                world_size=1,
+                steps_per_epoch=trainer.steps_per_epoch,
+                total_steps=trainer.total_steps,
+            )
+        )
+        if trainer.dev.kind == "cuda":
+            index = trainer.dev.index
+            record = system_record(index, gpu_info(index), self.monitor)
+            reporter.block("System 0", system_lines(record))
+            reporter.log.write("gpu-model", 0, rank=0, **record)
+        else:
+            available, total = (size // MIB for size in host_memory())
+            name, memory = trainer.dev.spec.name, f"{total - available} MiB / {total} MiB"
+            reporter.block("System 0", [f"  Device 0: {name}", f"  Memory: {memory}"])
         if trainer.machine.note:
             reporter.message(trainer.machine.note)
-        loaders = {"train": trainer.train_loader, "eval": trainer.eval_loader}
-        lines = [line for split, loader in loaders.items() for line in _dataset(split, loader)]
-        reporter.block("Dataset", lines)
-        for split, loader in loaders.items():
-            state = loader.state()
-            log.write(
-                "dataset",
-                0,
-                split=split,
-                files=[str(file.path) for file in loader.files],
-                tokens=loader.total_tokens,
-                file_index=state["file_index"],
-                chunk_index=state["chunk_index"],
-                seed=loader.seed,
-            )
-        for line in allocator_state(trainer.plan.usage).splitlines():
-            reporter.view.line(line)
-        reporter.view.line("")
-        log.write("allocator", 0, stats=_allocator_stats(trainer))
-        if self.config.debug_log_allocations >= 0:
-            reporter.block("Allocations", _allocations(trainer, self.config.debug_log_allocations))
+        if trainer.dev.kind == "host" and self.config.debug_time_breakdown:
+            reporter.message("WARNING: --debug-time-breakdown has no effect on the CPU")
+        if self.speed_of_light is not None:
+            lines = self.speed_of_light.lines(measured_peak(trainer.dev))
+            reporter.block("Speed of Light", lines)
+            reporter.log.write("sol", 0, rank=0, **self.speed_of_light.record())
 
-    def load(self) -> None:
-        """Weights: from a checkpoint with --continue, else from scratch or the model."""
-        trainer, reporter, config = self.trainer, self.reporter, self.config
-        found = None
-        if config.continue_from is not None:
-            found = find_checkpoint(config.checkpoint_dir, config.continue_from)
-            if found is None:
-                print(
-                    f"warning: --continue: no checkpoint in '{config.checkpoint_dir}', "
-                    "starting from the beginning",
-                    file=sys.stderr,
-                )
-        if found is not None:
-            name = f"Loading checkpoint {int(found.name[5:])} from `{found.parent}`"
-            with reporter.section(name):
-                trainer.load(found, new_data=config.new_data)
-        elif config.from_scratch:
+    def load(self, checkpoint: Path | None) -> None:
+        """Weights: from the checkpoint, else from scratch or the model's directory."""
+        trainer, reporter = self.trainer, self.reporter
+        if checkpoint is not None:
+            step = int(checkpoint.name.removeprefix("step_").removesuffix(".old"))
+            with reporter.section(f"Loading checkpoint {step} from `{checkpoint.parent}`"):
+                trainer.load(checkpoint, new_data=self.config.new_data)
+            self.saved_at = trainer.steps_done
+        elif self.config.from_scratch:
             with reporter.section("Initializing model from scratch"):
                 trainer.load_weights()
         else:
             with reporter.section(f"Loading model from `{trainer.model_dir}`"):
                 trainer.load_weights()
-        steps = trainer.total_steps
-        epochs = steps / max(trainer.steps_per_epoch, 1)
-        reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
+
+    def announce_data_and_memory(self) -> None:
+        """[Dataset], [Allocator State], and their records."""
+        trainer, reporter = self.trainer, self.reporter
+        reporter.dataset({"train": trainer.train_loader, "eval": trainer.eval_loader})
+        usage, others = trainer.plan.usage, self._other_memory()
+        reporter.block("Allocator State", allocator_table(usage, others))
+        reporter.log.write("allocator", 0, stats=allocator_rows(usage, others))
+        if self.config.debug_log_allocations >= 0:
+            reporter.block("Allocations", _allocations(trainer))
+
+    def _other_memory(self) -> dict[str, int]:
+        """What is not ours of the device's memory, in bytes."""
+        trainer = self.trainer
+        needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
+        if trainer.dev.kind == "host":
+            free = memory_limit(self.config, trainer.machine) - needed
+            return {"Free": max(free, 0)}
+        index = trainer.dev.index
+        record = system_record(index, gpu_info(index), self.monitor)
+        free, reserved = record["free"], record["reserved"]
+        others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
+        return others | {"Other": record["memory"] - free - needed - reserved}
+
+    def announce_start(self, setup_seconds: float) -> None:
+        """What begins now."""
+        trainer = self.trainer
+        steps, done = trainer.total_steps, trainer.steps_done
+        epochs = steps / trainer.steps_per_epoch
+        self.reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
+        if done > 0:
+            self.reporter.message(f"{done} of these steps are done already", done)
+        self.reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)
 
     # -- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Steps until the end or a signal, one step ahead of the reports."""
-        trainer, config = self.trainer, self.config
+        """Steps until the end or a signal, one step ahead of the reports on a GPU."""
+        trainer = self.trainer
         first = trainer.steps_done
         with self._signals():
             while trainer.steps_done < trainer.total_steps:
-                step = trainer.steps_done
-                evaluate = trainer.advance_epoch_if_needed()
-                every = config.eval_every_n_steps
-                evaluate = evaluate or (step > 0 and every > 0 and step % every == 0)
-                interval = config.ckpt_interval
-                if interval > 0 and step % interval == 0 and step > first:
-                    self.save()
-                if evaluate and step > first:
-                    self.evaluate(config.eval_num_steps)
-                start = time.perf_counter()
-                lr = trainer.learning_rate(step)
-                ticket = trainer.enqueue_step()
-                self.collect()
-                self.pending = _Pending(step, ticket, lr, start)
-                if trainer.dev.kind == "host":  # the work is done, nothing runs ahead
-                    self.collect()
+                self._between_steps(first)
+                if self.signum is None:
+                    self._step()
                 if self.signum is not None:
                     self._leave()
+            self.collect()
+            if self.config.save_training_state:  # before the long evaluation at the end
+                self.save()
+            if self.signum is not None:
+                self._leave()
+
+    def _between_steps(self, first: int) -> None:
+        """Next epoch, checkpoint, evaluation, if it is time for them."""
+        trainer, config, step = self.trainer, self.config, self.trainer.steps_done
+        every, interval = config.eval_every_n_steps, config.ckpt_interval
+        evaluate = trainer.advance_epoch_if_needed()
+        if step == first:
+            return
+        if interval > 0 and step % interval == 0:
+            self.save()
+        if evaluate or (every > 0 and step % every == 0):
+            self.evaluate(config.eval_num_steps)
+
+    def _step(self) -> None:
+        trainer, start = self.trainer, time.perf_counter()
+        step = trainer.steps_done
+        lr = trainer.learning_rate(step)
+        ticket = trainer.enqueue_step()
+        self.collect()
+        self.pending = _Pending(step, ticket, lr, start)
+        if trainer.dev.kind == "host":  # the work is done, nothing runs ahead
             self.collect()
 
     def collect(self) -> None:
@@ -187,20 +278,30 @@ class _Run:
         end = time.perf_counter()
         ms = (end - max(p.start, self.last_end)) * 1000
         self.last_end = end
-        config = self.config
-        tokens = config.batch_size * config.seq_len * config.grad_accumulation
-        self.reporter.train_step(p.step, result, p.lr, ms, tokens, None)
-        if math.isfinite(result.norm) and result.tokens:
+        tokens = self.trainer.plan.tokens
+        sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
+        self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
+        if self.monitor is not None and p.step % self.config.log_gpu_util == 0:
+            sample = self.monitor.sample()
+            self.reporter.gpu(p.step, sample, monitor_line(sample))
+        self._check_update(p.step, result)
+
+    def _check_update(self, step: int, result: Result) -> None:
+        """Say that an update was skipped; LlmqError when that goes on and on."""
+        if result.tokens == 0:
+            reason, advice = "all targets are masked", "look at the loss masks of the data"
+        elif not math.isfinite(result.norm):
+            reason = f"the gradient norm is {result.norm}"
+            advice = "continue from an earlier checkpoint with a lower --learning-rate"
+        else:
             self.skipped = 0
             return
         self.skipped += 1
-        reason = "no target tokens" if not result.tokens else f"gradient norm {result.norm}"
-        self.reporter.message(f"WARNING: step {p.step} changed no weights: {reason}", p.step)
+        self.reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
         if self.skipped >= MAX_SKIPPED:
             raise LlmqError(
-                f"training diverged: {MAX_SKIPPED} steps in a row without a finite gradient, the "
-                f"last one is {p.step}: continue from an earlier checkpoint with a lower "
-                "--learning-rate"
+                f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
+                f"{reason}; {advice}"
             )
 
     def evaluate(self, max_batches: int | None) -> float:
@@ -217,25 +318,28 @@ class _Run:
         return result.loss
 
     def save(self) -> None:
-        """Write a checkpoint and delete those that --ckpt-keep-n does not keep."""
+        """Write a checkpoint, if the newest is not of this step, and delete what is too old."""
         self.collect()
         config, step = self.config, self.trainer.steps_done
+        if self.saved_at == step:
+            return
         with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
             self.trainer.save()
+        self.saved_at = step
         if config.ckpt_keep_n > 0:
             removed = clean_old(config.checkpoint_dir, config.ckpt_keep_n, config.ckpt_major)
             if removed:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 
     def finish(self) -> None:
-        """The last evaluation, on all data; the export; the last checkpoint."""
-        config, step = self.config, self.trainer.steps_done
+        """The last evaluation, on all data, and the export."""
+        step = self.trainer.steps_done
         loss = self.evaluate(None)
         self.reporter.message(f"Done. validation loss {loss:10f}", step)
-        with self.reporter.section(f"Saving model to `{config.out_dir}`", step):
+        with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
-        if config.save_training_state:
-            self.save()
+
+    # -- signals ---------------------------------------------------------------------------------
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -256,43 +360,17 @@ class _Run:
 
     def _leave(self) -> None:
         self.save()
-        name = signal.Signals(self.signum).name
-        step = self.trainer.steps_done
-        self.reporter.message(f"Stopped by {name} after step {step - 1}; go on with --continue", step)
-        raise Interrupted(name)
+        step, name = self.trainer.steps_done, signal.Signals(self.signum).name
+        self.reporter.message(f"Stopped by {name} after {step} steps; go on with --continue", step)
+        raise Interrupted(self.signum)
 
 
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _dataset(split: str, loader: DataLoader) -> list[str]:
-    lines = [f" {split}: {count_tokens(loader.total_tokens)} tokens"]
-    lines += [f"   {file.path} : {file.num_tokens:10d}" for file in loader.files[:10]]
-    hidden = len(loader.files) - 10
-    return [*lines, f"   … and {hidden} more files"] if hidden > 0 else lines
-
-
-def _allocator_stats(trainer: Trainer) -> list[dict]:
-    categories = trainer.plan.usage.categories
-    names = dict.fromkeys(name for place in categories.values() for name in place)
+def _allocations(trainer: Trainer) -> list[str]:
+    """Every allocation of at least --debug-log-allocations MiB."""
+    least = trainer.config.debug_log_allocations * MIB
     return [
-        {
-            "name": name,
-            "device": categories["device"].get(name, 0),
-            "managed": 0,
-            "pinned": categories["pinned"].get(name, 0),
-            "pageable": 0,
-        }
-        for name in names
+        f"{label}  {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB"
+        for place, label in (("device", "GPU "), ("pinned", "HOST"))
+        for category, tensor in trainer.dev.arenas[place].tensors
+        if tensor.nbytes >= least
     ]
-
-
-def _allocations(trainer: Trainer, least_mib: int) -> list[str]:
-    """Every allocation of at least so many MiB."""
-    lines = []
-    for place, label in (("device", "GPU"), ("pinned", "HOST")):
-        for category, tensor in trainer.dev.arenas[place].tensors:
-            if tensor.nbytes >= least_mib * MIB:
-                lines.append(f"{label:4} {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB")
-    return lines

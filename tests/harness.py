@@ -7,10 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from llmq.dtypes import DTYPES, STEP_SCALARS, DType
-from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.host_device import HostDevice
 
 MIB = 1 << 20
+GPU_SPEC = DeviceSpec(
+    name="GPU", capability=90, num_sms=8, memory=1 << 30, library_workspace=4 * MIB
+)
 SIZES = MemorySizes(device=256 * MIB, stack=256 * MIB, pinned=16 * MIB)
 
 

@@ -2,21 +2,28 @@
 //
 //   S = q k^T / sqrt(Hd), keys after their query masked;  lse = log sum exp(S);  P = exp(S - lse)
 //   out = P v;   delta = sum over Hd of d_out * out
-//   dS = P * (d_out v^T - delta);  d_v = P^T d_out;  d_k = dS^T q / sqrt(Hd);  d_q = dS k / sqrt(Hd)
+//   dS = P * (d_out v^T - delta)
+//   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
 //
-// Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, key, value heads; out, d_out: T (B,
-//          seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16 (tensor cores,
-//          attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32; BF16 P and dS are
-//          rounded before they are multiplied. seq_len is any, HEAD_DIM a multiple of 16 up to 128.
-// Launch   FORWARD_OWN queries a block, grid (tiles, Hq, B); backward: BACKWARD_OWN keys or queries a
-//          block, grid tiles * B * (Hkv + Hq), keys first; tiles and dynamic shared memory come from
-//          llmq/ops/attention.py. delta: 8 threads a row. decode: grid (Hq, new positions, B).
-// Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys, 3
-//          in those that own queries); every tile is read once per block that meets it, mostly from L2.
-// Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics: every
-//          element is summed by one thread in a fixed order.
+// Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
+//          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
+//          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
+//          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM a multiple
+//          of 16 up to 128.
+// Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
+//          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
+//          memory come from llmq/ops/attention.py. delta: 8 threads a row, grid (blocks, B).
+//          decode: grid (Hq, new positions, B).
+// Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
+//          3 in those that own queries); a tile is read by every block that meets it, mostly in L2.
+// Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
+//          every element is summed by one thread in a fixed order.
 // Same name  llmq/ops/attention.py  llmq/ref/attention.py  tests/ops/test_attention.py
 #include "common.cuh"
+
+// How many pieces of this size cover n.
+__host__ __device__ constexpr int pieces(int n, int size) { return (n + size - 1) / size; }
+
 #include "attention_fma.cuh"
 #include "attention_mma.cuh"
 
@@ -49,26 +56,27 @@ template <> struct Attention<float> {
 };
 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
-attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv, int seq_len,
-                  int num_heads, int num_kv_heads) {
+    attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
+                      int seq_len, int num_heads, int num_kv_heads) {
     extern __shared__ uint4 shared[];
     Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
         out, lse, qkv, seq_len, num_heads, num_kv_heads, reinterpret_cast<char*>(shared));
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_delta(float* __restrict__ delta, const T* __restrict__ d_out, const T* __restrict__ out,
-                int seq_len, int num_heads, i64 rows) {
+    attention_delta(float* __restrict__ delta, const T* __restrict__ d_out,
+                    const T* __restrict__ out, int seq_len, int num_heads) {
     constexpr int VECTORS = HEAD_DIM / Vec<T>::N;
-    const i64 row = ((i64)blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (B, seq_len, Hq)
-    const int lane = threadIdx.x % DELTA_LANES;
+    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
+    const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
+    const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
     float sum = 0.0f;
     if (row < rows) {
 #pragma unroll
-        for (int n = 0; n < ceil_div(VECTORS, DELTA_LANES); ++n) {
+        for (int n = 0; n < pieces(VECTORS, DELTA_LANES); ++n) {
             const int v = n * DELTA_LANES + lane;
             if (v < VECTORS) {
-                const i64 at = row * HEAD_DIM + v * Vec<T>::N;
+                const i64 at = (first_row + row) * HEAD_DIM + v * Vec<T>::N;
                 const Vec<T> a = load_vec(d_out + at), b = load_vec(out + at);
 #pragma unroll
                 for (int i = 0; i < Vec<T>::N; ++i) { sum = fmaf(to_f32(a[i]), to_f32(b[i]), sum); }
@@ -76,29 +84,31 @@ attention_delta(float* __restrict__ delta, const T* __restrict__ d_out, const T*
         }
     }
 #pragma unroll
-    for (int mask = DELTA_LANES / 2; mask > 0; mask >>= 1) { sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask); }
+    for (int mask = DELTA_LANES / 2; mask > 0; mask >>= 1) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+    }
     if (row < rows && lane == 0) {
-        const i64 token = row / num_heads, batch = token / seq_len;
-        const int head = (int)(row % num_heads);
-        delta[(batch * num_heads + head) * seq_len + token % seq_len] = sum;
+        const int token = row / num_heads, head = row % num_heads;
+        delta[first_row + head * seq_len + token] = sum;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
-attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out, const float* __restrict__ lse,
-                         const float* __restrict__ delta, const T* __restrict__ qkv, int seq_len,
-                         int num_heads, int num_kv_heads) {
+    attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out,
+                             const float* __restrict__ lse, const float* __restrict__ delta,
+                             const T* __restrict__ qkv, int seq_len, int num_heads,
+                             int num_kv_heads) {
     extern __shared__ uint4 shared[];
     char* memory = reinterpret_cast<char*>(shared);
     // Tiles of one head are neighbours, so that they find what they read in L2. In both directions
     // the long ones come first.
-    const int tiles = ceil_div(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
+    const int tiles = pieces(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
     const int strip = blockIdx.x / tiles, strips = gridDim.x / tiles;
     const int key_strips = strips / (num_kv_heads + num_heads) * num_kv_heads;
     if (strip < key_strips) {
         Attention<T>::backward<true, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(
-            d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, strip % num_kv_heads,
-            strip / num_kv_heads, memory);
+            d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile,
+            strip % num_kv_heads, strip / num_kv_heads, memory);
     } else {
         const int query_strip = strip - key_strips;
         Attention<T>::backward<false, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(
@@ -107,13 +117,13 @@ attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out, con
     }
 }
 
-// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys. Keys and
-// values from before `position` come from the cache, new ones from qkv, so that no block reads what
-// another one is storing in the cache.
+// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys. Keys
+// and values from before `position` come from the cache, new ones from qkv, so that no block reads
+// what another one is storing in the cache.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
-attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
-                 const T* __restrict__ qkv, int position, int num_new, int max_positions, int num_heads,
-                 int num_kv_heads) {
+    attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
+                     const T* __restrict__ qkv, int position, int num_new, int max_positions,
+                     int num_heads, int num_kv_heads) {
     __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
     const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
     const int group = num_heads / num_kv_heads, kv_head = head / group;
@@ -126,7 +136,8 @@ attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v
     const i64 cached = (i64)batch * max_positions * cache_pitch + kv_head * HEAD_DIM;
 
     if (tid < HEAD_DIM) {
-        query[tid] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + tid]) * rsqrtf((float)HEAD_DIM);
+        query[tid] =
+            to_f32(rows[nth * new_pitch + head * HEAD_DIM + tid]) * rsqrtf((float)HEAD_DIM);
         if (head % group == 0) {
             const i64 to = cached + (position + nth) * cache_pitch + tid;
             k_cache[to] = new_k[nth * new_pitch + tid];
@@ -146,7 +157,9 @@ attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v
             for (int d = 0; d < HEAD_DIM; d += Vec<T>::N) {
                 const Vec<T> x = load_vec(k + d);
 #pragma unroll
-                for (int i = 0; i < Vec<T>::N; ++i) { score = fmaf(query[d + i], to_f32(x[i]), score); }
+                for (int i = 0; i < Vec<T>::N; ++i) {
+                    score = fmaf(query[d + i], to_f32(x[i]), score);
+                }
             }
         }
         const float new_top = fmaxf(top, block_max(score, reduction));
@@ -167,6 +180,7 @@ attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v
         __syncthreads();  // before probs are overwritten
     }
     if (tid < HEAD_DIM) {
-        out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + tid] = from_f32<T>(sum / total);
+        out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + tid] =
+            from_f32<T>(sum / total);
     }
 }

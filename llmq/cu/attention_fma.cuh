@@ -1,9 +1,9 @@
 // attention_fma.cuh -- attention of one thread block with plain multiply-adds: F32 throughout.
 //
-// The structure is that of attention_mma.cuh: a block owns OWN rows and walks over the other side in
-// steps of STEP rows. 256 threads as 16 x 16: thread (row, column) has rows row + 16 i of the owned
-// side and columns column + 16 j of the step or of the head. The 16 threads of a row are in one
-// warp: what they exchange through shared memory needs no block barrier.
+// The structure is that of attention_mma.cuh: a block owns OWN rows and walks over the other side
+// in steps of STEP rows. 256 threads as 16 x 16: thread (row, column) has rows row + 16 i of the
+// owned side and columns column + 16 j of the step or of the head. The 16 threads of a row are in
+// one warp: what they exchange through shared memory needs no block barrier.
 //
 // Rows in shared memory are HEAD_DIM + 4 elements apart: an odd number of 16-byte units, so that
 // 16-byte reads of eight rows do not meet in a bank.
@@ -13,9 +13,10 @@ namespace simt {
 
 constexpr int D = HEAD_DIM, PITCH = D + 4, COLUMNS = D / 16;
 
-// Copy ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit` on become 0.
+// Copy ROWS rows of D elements, `pitch` elements apart in global memory; zeros from row `limit` on.
 template <int ROWS, int THREADS>
-__device__ __forceinline__ void load_rows(float* to, const float* from, i64 pitch, int first, int limit) {
+__device__ __forceinline__ void load_rows(float* to, const float* from, i64 pitch, int first,
+                                          int limit) {
     for (int unit = threadIdx.x; unit < ROWS * D / 4; unit += THREADS) {
         const int row = unit / (D / 4), column = unit % (D / 4) * 4;
         Vec<float> x = {};
@@ -44,7 +45,9 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a
 #pragma unroll
             for (int j = 0; j < C; ++j) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) { sum[i][j] = fmaf(left[i][e], right[j][e], sum[i][j]); }
+                for (int e = 0; e < 4; ++e) {
+                    sum[i][j] = fmaf(left[i][e], right[j][e], sum[i][j]);
+                }
             }
         }
     }
@@ -53,8 +56,8 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[R][C], const float* a
 // sum += a b with a (own x STEP) the row's other threads' results too: they meet in `scores`, the
 // thread's first row of a shared tile. b: the thread's first column of a tile of STEP rows.
 template <int R, int C>
-__device__ __forceinline__ void multiply_columns(float (&sum)[R][COLUMNS], const float (&a)[R][C], float* scores,
-                                                 const float* b, int column) {
+__device__ __forceinline__ void multiply_columns(float (&sum)[R][COLUMNS], const float (&a)[R][C],
+                                                 float* scores, const float* b, int column) {
     constexpr int SCORE_PITCH = 16 * C + 4;
     __syncwarp();  // the last use of `scores` is over
 #pragma unroll
@@ -88,21 +91,25 @@ __device__ __forceinline__ float sum_of_16(float x) {
 
 __device__ __forceinline__ float max_of_16(float x) {
 #pragma unroll
-    for (int mask = 8; mask > 0; mask >>= 1) { x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask)); }
+    for (int mask = 8; mask > 0; mask >>= 1) {
+        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
+    }
     return x;
 }
 
 template <int OWN, int STEP, int THREADS>
-__device__ __forceinline__ void forward(float* out, float* lse, const float* qkv, int seq_len, int num_heads,
-                                        int num_kv_heads, char* shared) {
+__device__ __forceinline__ void forward(float* out, float* lse, const float* qkv, int seq_len,
+                                        int num_heads, int num_kv_heads, char* shared) {
     constexpr int R = OWN / 16, C = STEP / 16;
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
-    const int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, batch = blockIdx.z;  // longest first
+    const int head = blockIdx.y, batch = blockIdx.z;
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
     const int own = tile * OWN;
     const i64 pitch = (i64)(num_heads + 2 * num_kv_heads) * D;
     const float* q = qkv + (i64)batch * seq_len * pitch + head * D;
-    const float* k = qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
+    const float* k =
+        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
     const float* v = k + num_kv_heads * D;
     float* q_tile = reinterpret_cast<float*>(shared);
     float *k_tile = q_tile + OWN * PITCH, *v_tile = k_tile + STEP * PITCH;
@@ -152,16 +159,19 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
             float* to = out + (((i64)batch * seq_len + query) * num_heads + head) * D + column;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) { to[16 * j] = sum[i][j] / total; }
-            if (column == 0) { lse[((i64)batch * num_heads + head) * seq_len + query] = row_max[i] + logf(total); }
+            if (column == 0) {
+                lse[((i64)batch * num_heads + head) * seq_len + query] = row_max[i] + logf(total);
+            }
         }
     }
 }
 
 // As mma::backward.
 template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
-__device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse, const float* delta,
-                                         const float* qkv, int seq_len, int num_heads, int num_kv_heads,
-                                         int tile, int head, int batch, char* shared) {
+__device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse,
+                                         const float* delta, const float* qkv, int seq_len,
+                                         int num_heads, int num_kv_heads, int tile, int head,
+                                         int batch, char* shared) {
     constexpr int R = OWN / 16, C = STEP / 16;
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
@@ -182,14 +192,15 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
     const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
-    const int tiles = ceil_div(OWN_KEYS ? seq_len : min(own + OWN, seq_len), STEP) - first;
+    const int tiles = pieces(OWN_KEYS ? seq_len : min(own + OWN, seq_len), STEP) - first;
     const int steps = OWN_KEYS ? group * tiles : tiles;
     float d_x[R][COLUMNS] = {}, d_y[R][COLUMNS] = {};
     for (int n = 0; n < steps; ++n) {
         const int step = (first + n % tiles) * STEP, nth = n / tiles;  // nth head of the group
         __syncthreads();
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * D : k, pitch, step, seq_len);
-        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * D : v, OWN_KEYS ? out_pitch : pitch, step, seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * D : v, OWN_KEYS ? out_pitch : pitch,
+                                 step, seq_len);
         __syncthreads();
         float p[R][C], d_s[R][C];
         multiply_rows<R, C>(p, a + row * PITCH, x + column * PITCH);

@@ -1,13 +1,13 @@
 // attention_mma.cuh -- attention of one thread block on the tensor cores: BF16 in, F32 sums.
 //
-// A thread block owns OWN rows (of one head of one sequence), WARPS warps with 16 M rows each, and
-// walks over the other side in steps of STEP rows. Scores never leave registers: the accumulator of
-// own x step is, rounded to BF16, the left operand of the next product. In the backward the same
-// code serves both directions: blocks that own keys compute the transposed scores, so that dK and dV,
-// like dQ in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
+// A thread block owns OWN rows of one head of one sequence, each warp 16 M of them, and walks over
+// the other side in steps of STEP rows. Scores never leave registers: the accumulator of own x step
+// is, rounded to BF16, the left operand of the next product. In the backward the same code serves
+// both directions: blocks that own keys compute the transposed scores, so that dK and dV, like dQ
+// in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
 //
-// Rows in shared memory are HEAD_DIM + 8 elements apart: an odd number of 16-byte units, so that the
-// eight rows of an 8 x 8 matrix lie in different banks.
+// Rows in shared memory are HEAD_DIM + 8 elements apart: an odd number of 16-byte units, so that
+// the eight rows of an 8 x 8 matrix lie in different banks.
 #pragma once
 #include "ptx.cuh"
 
@@ -17,15 +17,15 @@ constexpr int D = HEAD_DIM, UNITS = D / 8;  // 16-byte units in a row
 constexpr int ROW_BYTES = 2 * (D + 8);
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit` on
-// become zeros. `first` is a row below the limit. PER_ROW threads share a row.
+// Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit`
+// on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, int pitch, int first,
                                           int limit) {
     constexpr int PER_ROW = UNITS & -UNITS, AT_ONCE = THREADS / PER_ROW;
     const int unit = threadIdx.x % PER_ROW;
 #pragma unroll
-    for (int i = 0; i < ceil_div(ROWS, AT_ONCE); ++i) {
+    for (int i = 0; i < pieces(ROWS, AT_ONCE); ++i) {
         const int row = i * AT_ONCE + (int)threadIdx.x / PER_ROW;
         if (ROWS % AT_ONCE == 0 || row < ROWS) {
             const bool valid = first + row < limit;
@@ -38,10 +38,16 @@ __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, in
     }
 }
 
-// Where in a tile this lane's ldmatrix row is. As left operand: 16 rows of the tile, 16 columns. As
-// right operand, rows times rows (a b^T): 16 rows, plain. As right operand, rows times columns (a b):
-// 16 rows, 16 columns, transposed.
-__device__ __forceinline__ int left_offset(int lane) { return (lane & 15) * ROW_BYTES + (lane >> 4) * 16; }
+// Where in a 16 x 16 piece of a tile this lane's row for ldmatrix is. The order of the four 8 x 8
+// matrices (rows, columns; + is 8..15) is that of the operand's registers in ptx.cuh:
+//   left                                               (0, 0) (+, 0) (0, +) (+, +)
+//   right of a b^T, two of 8 columns: tile rows are    (0, 0) (0, +) (+, 0) (+, +)
+//   the columns of B
+//   right of a b, likewise: tile rows are inner, each  (0, 0) (+, 0) (0, +) (+, +)
+//   matrix transposed
+__device__ __forceinline__ int left_offset(int lane) {
+    return (lane & 15) * ROW_BYTES + (lane >> 4) * 16;
+}
 __device__ __forceinline__ int right_rows_offset(int lane) {
     return ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
 }
@@ -49,7 +55,8 @@ __device__ __forceinline__ int right_columns_offset(int lane) { return left_offs
 
 // sum = a b^T over D: a has 16 M rows, b 8 N rows.
 template <int M, int N>
-__device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddress a, SharedAddress b) {
+__device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddress a,
+                                              SharedAddress b) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -81,10 +88,10 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
-// sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows, D columns.
+// sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows of D.
 template <int M, int N>
-__device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4], const float (&a)[M][N][4],
-                                                 SharedAddress b) {
+__device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
+                                                 const float (&a)[M][N][4], SharedAddress b) {
 #pragma unroll
     for (int k = 0; k < N / 2; ++k) {
         u32 left[M][4];
@@ -109,10 +116,11 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4], cons
     }
 }
 
-// Write this warp's 16 M rows of sums, times `factor` of the row, through its part of a shared tile,
+// Write this warp's 16 M rows of sums, times the row's factor, through its part of a shared tile,
 // which nobody else reads any more; row r goes to `to + r * pitch` if r < rows.
 template <int M>
-__device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows, const float (&sum)[M][D / 8][4],
+__device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
+                                           const float (&sum)[M][D / 8][4],
                                            const float (&factor)[M][2], char* tile, int lane) {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
@@ -186,7 +194,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
                 }
             }
             row_sum[m][r] = fmaf(row_sum[m][r], correction, total);  // of this lane's columns
-            if (__any_sync(0xFFFFFFFFu, changed)) {  // rare after the first steps
+            if (__any_sync(0xFFFFFFFFu, changed)) {                  // rare after the first steps
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) {
                     sum[m][n][2 * r] *= correction;
@@ -197,19 +205,21 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
     }
 }
 
-// OWN queries against all keys up to the last of them. One key tile and one value tile: values arrive
-// while the scores are computed, the next keys while they are used.
+// OWN queries against all keys up to the last of them. One key tile and one value tile: values
+// arrive while the scores are computed, the next keys while the probabilities are used.
 template <int OWN, int STEP, int THREADS>
-__device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len, int num_heads,
-                                        int num_kv_heads, char* shared) {
+__device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len,
+                                        int num_heads, int num_kv_heads, char* shared) {
     constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
     static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int tile = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, batch = blockIdx.z;  // longest first
+    const int head = blockIdx.y, batch = blockIdx.z;
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the longest first
     const int own = tile * OWN, warp_row = warp * 16 * M, warp_own = own + warp_row;
     const int pitch = (num_heads + 2 * num_kv_heads) * D;
     const bf16* q = qkv + (i64)batch * seq_len * pitch + head * D;
-    const bf16* k = qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
+    const bf16* k =
+        qkv + (i64)batch * seq_len * pitch + (num_heads + head / (num_heads / num_kv_heads)) * D;
     const bf16* v = k + num_kv_heads * D;
     const SharedAddress q_tile = shared_address(shared), k_tile = q_tile + OWN * ROW_BYTES;
     const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
@@ -225,7 +235,7 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     cp_async_commit();
     const int end = min(own + OWN, seq_len);
     for (int step = 0; step < end; step += STEP) {
-        const bool active = step < warp_own + 16 * M;  // some of the warp's queries see some of the keys
+        const bool active = step < warp_own + 16 * M;  // its last query sees some keys
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, the values of the last step are no longer needed
         load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
@@ -258,7 +268,8 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
             factor[m][r] = 1.0f / total;
             const int row = warp_own + m * 16 + r * 8 + (lane >> 2);
             if ((lane & 3) == 0 && row < seq_len) {
-                lse[((i64)batch * num_heads + head) * seq_len + row] = fmaf(row_max[m][r], scale, logf(total));
+                lse[((i64)batch * num_heads + head) * seq_len + row] =
+                    fmaf(row_max[m][r], scale, logf(total));
             }
         }
     }
@@ -267,15 +278,16 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                   seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, lane);
 }
 
-// Gradient of OWN keys and values (OWN_KEYS) or of OWN queries, of tile `tile` of head `head` (a key/value
-// head or a query head). With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
-//   dV = P^T dO,  dK = dS^T Q / sqrt(D)        dQ = dS K / sqrt(D)
-// The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). x and y tiles are
-// double: the next step's arrive during this one.
+// Gradient of OWN keys and values (OWN_KEYS) or of OWN queries: tile `tile` of head `head`, a
+// key/value head or a query head. With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
+//   dV = P^T dO,   dK = dS^T Q / sqrt(D)            dQ = dS K / sqrt(D)
+// The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). There are
+// two tiles each of x and y: the next step's arrive during this one.
 template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
-__device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse, const float* delta,
-                                         const bf16* qkv, int seq_len, int num_heads, int num_kv_heads,
-                                         int tile, int head, int batch, char* shared) {
+__device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse,
+                                         const float* delta, const bf16* qkv, int seq_len,
+                                         int num_heads, int num_kv_heads, int tile, int head,
+                                         int batch, char* shared) {
     constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
     constexpr int STAGE_BYTES = 2 * STEP * ROW_BYTES + 2 * STEP * 4;
     static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
@@ -297,13 +309,13 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 
     const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
     const int end = OWN_KEYS ? seq_len : min(own + OWN, seq_len);
-    const int steps = (ceil_div(end, STEP) - first) * (OWN_KEYS ? group : 1);
+    const int steps = (pieces(end, STEP) - first) * (OWN_KEYS ? group : 1);
     int next = 0, next_row = first * STEP, next_head = 0;  // the step to load; head of the group
     auto load_step = [&] {
         const SharedAddress x = stages + next % 2 * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * D : k, pitch, next_row, seq_len);
-        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v, OWN_KEYS ? out_pitch : pitch, next_row,
-                                 seq_len);
+        load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v,
+                                 OWN_KEYS ? out_pitch : pitch, next_row, seq_len);
         if (OWN_KEYS && threadIdx.x < 2 * STEP) {
             const int query = next_row + (int)threadIdx.x % STEP;
             const bool valid = query < seq_len;

@@ -3,11 +3,12 @@
 //   partial[s, c] = sum of d_out[r, c] over the rows r of split s, s = r / ceil(rows / splits)
 //   d_bias[c]     = store_gradient(sum of partial[s, c] over s)
 //
-// Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector.
-//          partial: (splits, N) F32. d_bias: N of G.
-// Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16 bytes
-//          each. finish: as column_sum in common.cuh.
-// Cost     d_out read once; 8 16-byte loads in flight per thread. The finish is a few microseconds.
+// Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector. partial:
+//          (splits, N) F32. d_bias: N of G.
+// Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
+//          bytes each. finish: as column_sum in common.cuh.
+// Cost     d_out read once; 8 16-byte loads in flight per thread. The finish is a few
+//          microseconds.
 // Needs    no split without rows.
 // Same name  llmq/ops/bias.py  llmq/ref/bias.py  tests/ops/test_bias.py
 #include "common.cuh"

@@ -165,7 +165,11 @@ template <class T, int COUNT> struct Pack {
 };
 
 // Rows in registers: WARPS consecutive warps hold one row, VECTORS 16-byte vectors in each lane.
-// llmq/ops/common.py (row_layout) chooses WARPS, VECTORS and the rows of a block.
+// llmq/ops/common.py (RowLayout) chooses them, and has block_rows too.
+__device__ constexpr int block_rows(int warps, int block_warps) {
+    return block_warps > warps ? block_warps / warps : 1;
+}
+
 template <class T, int WARPS, int VECTORS> struct Row {
     Vec<T> v[VECTORS];
 
@@ -285,8 +289,6 @@ __device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[
     }
     sum.store(d + first);
 }
-
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // 16 bytes of T, in the form to keep in arrays of loaded data: unpacked only where it is used, BF16
 // takes half a register per element. (The compiler gives every element of a Vec<bf16> a whole one.)

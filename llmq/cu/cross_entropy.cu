@@ -3,16 +3,19 @@
 //   lse = log sum_v exp(x[v])         loss = lse - x[target]
 //   d_x[v] = exp(x[v] - lse) * (1 + z_loss * lse) - (v == target)
 //
-// Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte vector;
-//          columns >= vocab are ignored on entry and 0 on return. losses, lse: F32 (rows). targets: I32
-//          (rows); negative is masked: loss 0, gradient 0. stats: F64 (8), llmq.dtypes.STATS.
-// Launch   forward_backward_registers: THREADS threads, rows * CLUSTER blocks; CLUSTER blocks share a row,
-//          each thread holds VECTORS 16-byte vectors of it. forward, forward_backward: 512 threads, a
-//          block per row. stats: 1024 threads, one block.
-// Cost     registers: logits read once and written once, all of a row's loads in flight at a time, about
-//          12 instructions and 2 exponentials per element. Blocks are small, so that two or three rows
-//          are in different phases on one multiprocessor. forward_backward reads a row twice, the
-//          second time backwards, as its end is what the caches still hold. stats: a few microseconds.
+// Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte
+//          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
+//          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. stats: F64 (8),
+//          llmq.dtypes.STATS.
+// Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
+//          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
+//          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
+//          a block per row. stats: 1024 threads, one block.
+// Cost     registers: logits read once and written once. A row's loads are all in flight at a
+//          time; the next row of the cluster is read into the registers that the gradient leaves.
+//          About 12 instructions and 2 exponentials per element. forward_backward reads a row
+//          twice, the second time backwards, as its end is what the caches still hold. stats:
+//          about 16 us for 32k rows.
 // Needs    target < vocab. The registers kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
 //          CLUSTER > 1 only from compute capability 9.0 on.
 // Same name  llmq/ops/cross_entropy.py  llmq/ref/cross_entropy.py  tests/ops/test_cross_entropy.py
@@ -72,6 +75,16 @@ __device__ __forceinline__ uint4 masked(uint4 x, int i, int vocab) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// The larger of each pair of elements: of two words of two BF16, or of one F32.
+__device__ __forceinline__ u32 max_of_words(u32 a, u32 b) {
+    if constexpr (sizeof(T) == 4) {
+        return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+    }
+    const __nv_bfloat162 larger = __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                          *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const u32*>(&larger);
+}
+
 // What the second half of the work needs to know of a row.
 struct RowResult {
     float max, factor;  // d_x = exp(x - max) * factor - onehot
@@ -105,14 +118,20 @@ __device__ __forceinline__ uint4 gradient(uint4 packed, int i, const RowResult& 
 #define THREADS 256
 #define VECTORS 1
 #define CLUSTER 1
+#define ROWS 1
 #endif
 #if __CUDA_ARCH__ < 900  // older GPUs have no clusters: CLUSTER is 1
 #undef __cluster_dims__
 #define __cluster_dims__(...)
 #endif
 
-// Blocks whose registers fit into a multiprocessor: 40 per thread beside the row.
-constexpr int RESIDENT_BLOCKS = 65536 / (THREADS * (4 * VECTORS + 40));
+// Blocks whose registers fit into a multiprocessor: 52 per thread beside the row.
+constexpr int RESIDENT_BLOCKS = 65536 / (THREADS * (4 * VECTORS + 52));
+
+// Vector i of a row; -infinity past the end of the row.
+__device__ __forceinline__ uint4 load_or_nothing(const uint4* row, int i, int vectors) {
+    return i < vectors ? __ldcs(row + i) : nothing();
+}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(THREADS, RESIDENT_BLOCKS)
@@ -120,66 +139,84 @@ cross_entropy_forward_backward_registers(T* __restrict__ logits, f32* __restrict
                                          f32* __restrict__ lse, const i32* __restrict__ targets,
                                          i64 rows, i32 vocab, i32 padded_vocab, f32 z_loss) {
     constexpr int WARPS = THREADS / 32, STEP = CLUSTER * THREADS;
-    __shared__ float2 partial[WARPS];
+    __shared__ float2 partial[2][WARPS];  // by turns, so that one barrier per row is enough
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const i64 r = blockIdx.x / CLUSTER;
-    uint4* const row = reinterpret_cast<uint4*>(logits + r * padded_vocab);
-    const int first = rank * THREADS + threadIdx.x, vectors = padded_vocab / N;
+    const int vectors = padded_vocab / N;
+    int first = rank * THREADS + threadIdx.x;
+    const i64 first_row = (i64)(blockIdx.x / CLUSTER) * ROWS;
+    const i64 last_row = min(rows, first_row + ROWS) - 1;
+    uint4* row = reinterpret_cast<uint4*>(logits + first_row * padded_vocab);
 
     uint4 x[VECTORS];
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int i = first + v * STEP;
-        x[v] = i < vectors ? __ldcs(row + i) : nothing();
+    for (int v = 0; v < VECTORS; ++v) { x[v] = load_or_nothing(row, first + v * STEP, vectors); }
+#pragma unroll 1
+    for (i64 r = first_row; r <= last_row; ++r) {
+        forget(first);  // or its sums with v * STEP would stay in registers from row to row
+        const int target = targets[r];
+        // Read here, as long as the barrier below keeps every block from overwriting it.
+        const bool writes = rank == 0 && threadIdx.x == 0;
+        const float logit =
+            writes && target >= 0 ? to_f32(logits[r * padded_vocab + target]) : 0.0f;
+        uint4 max = nothing();
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            x[v] = masked(x[v], first + v * STEP, vocab);
+            max = make_uint4(max_of_words(max.x, x[v].x), max_of_words(max.y, x[v].y),
+                             max_of_words(max.z, x[v].z), max_of_words(max.w, x[v].w));
+            forget(x[v]);
+        }
+        Softmax own;
+#pragma unroll
+        for (int k = 0; k < N; ++k) { own.max = fmaxf(own.max, to_f32(unpack<T>(max)[k])); }
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const Vec<T> elements = unpack<T>(x[v]);
+#pragma unroll
+            for (int k = 0; k < N; ++k) { own.sum += exp_below(to_f32(elements[k]), own.max); }
+            forget(x[v]);
+        }
+        own.reduce_warp();
+        float2* const sums = partial[r & 1];
+        if (threadIdx.x % 32 == 0) { sums[threadIdx.x / 32] = make_float2(own.max, own.sum); }
+        if constexpr (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
+        // Every warp of every block combines the warps of the whole cluster, in the same order.
+        Softmax all;
+        for (int w = threadIdx.x % 32; w < CLUSTER * WARPS; w += 32) {
+            const float2 other = CLUSTER > 1 ? load_cluster(&sums[w % WARPS], w / WARPS) : sums[w];
+            all.add(other.x, other.y);
+        }
+        all.reduce_warp();
+        const RowResult result = finish(all, target, z_loss);
+        if (writes) {
+            lse[r] = result.lse;
+            losses[r] = target < 0 ? 0.0f : result.lse - logit;
+        }
+        // The next row is on its way into the registers of this one while this one is written.
+        uint4* const next = row + vectors;
+        int to_load = r < last_row ? vectors : 0;
+        forget(first);
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int i = first + v * STEP;
+            uint4 d = gradient(x[v], i, result);
+            forget(d);
+            forget(to_load);
+            if (i < to_load) { x[v] = __ldcs(next + i); }
+            if (i < vectors) { __stcs(row + i, d); }
+        }
+        row = next;
     }
-    const int target = targets[r];
-    // Read here, as long as the barrier below keeps every block from overwriting it.
-    const bool writes = rank == 0 && threadIdx.x == 0;
-    const float logit = writes && target >= 0 ? to_f32(logits[r * padded_vocab + target]) : 0.0f;
-    Softmax own;
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        x[v] = masked(x[v], first + v * STEP, vocab);
-        const Vec<T> elements = unpack<T>(x[v]);
-#pragma unroll
-        for (int k = 0; k < N; ++k) { own.max = fmaxf(own.max, to_f32(elements[k])); }
-        forget(x[v]);
-    }
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const Vec<T> elements = unpack<T>(x[v]);
-#pragma unroll
-        for (int k = 0; k < N; ++k) { own.sum += exp_below(to_f32(elements[k]), own.max); }
-        forget(x[v]);
-    }
-    own.reduce_warp();
-    if (threadIdx.x % 32 == 0) { partial[threadIdx.x / 32] = make_float2(own.max, own.sum); }
+    // A block's shared memory must stay until the others have read it.
     if constexpr (CLUSTER > 1) {
         cluster_arrive();
         cluster_wait();
-    } else {
-        __syncthreads();
     }
-    // Every warp of every block combines the warps of the whole cluster, in the same order.
-    Softmax all;
-    for (int w = threadIdx.x % 32; w < CLUSTER * WARPS; w += 32) {
-        const float2 other = CLUSTER > 1 ? load_cluster(&partial[w % WARPS], w / WARPS) : partial[w];
-        all.add(other.x, other.y);
-    }
-    all.reduce_warp();
-    if constexpr (CLUSTER > 1) { cluster_arrive(); }  // this thread needs no other block any more
-    const RowResult result = finish(all, target, z_loss);
-    if (writes) {
-        lse[r] = result.lse;
-        losses[r] = target < 0 ? 0.0f : result.lse - logit;
-    }
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int i = first + v * STEP;
-        if (i < vectors) { __stcs(row + i, gradient(x[v], i, result)); }
-    }
-    // A block's shared memory must stay until the others have read it.
-    if constexpr (CLUSTER > 1) { cluster_wait(); }
 }
 
 // Max and sum of one row by a block of ROW_THREADS; every thread gets them.

@@ -1,25 +1,28 @@
-// embedding.cu -- token and position embeddings, and their gradients without floating-point atomics.
+// embedding.cu -- token and position embeddings, and gradients without floating-point atomics.
 //
-//   forward                out[i] = weight[tokens[i]] + position_weight[first_position + i % seq_len]
-//   sort                   order = token indices by (id % buckets, id / buckets); equal ids in order
-//   backward, finish       weight gradient row id += sum of d_out[i] over all i with tokens[i] == id
-//   backward_positions     position gradient row t (+)= sum over b of d_out[b, t]
+//   forward             out[i] = weight[tokens[i]] + position_weight[first_position + i % seq_len]
+//   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
+//   backward, finish    d_weight[id] += sum of d_out[i] over the i with tokens[i] == id
+//   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
 //
 // The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
-// other blocks (its place in `order` is the count of tokens with a smaller remainder, which it counts
-// itself), then sorts them by id / buckets, 4 bits a pass, stably. The low bits spread the frequent ids,
-// which tokenizers number consecutively. The sums: a warp adds up 32 neighbours in `order`, for 256
-// channels. A run of equal ids inside these 32 goes to the weight gradient at once; a run that crosses
-// their border leaves F32 partial sums, (chunks, 2, C): slot 0 for a run that comes from the chunk
-// before, slot 1 for one that starts here; finish adds them. A single id repeated n times is thus as
-// balanced as n different ones.
+// other blocks (its place in `order` is the count of tokens with a smaller remainder, which it
+// counts itself), then sorts them by id / buckets, 4 bits a pass, stably. The low bits spread the
+// frequent ids, which tokenizers number consecutively. The sums: a warp adds up 32 neighbours in
+// `order`, for 256 channels. A run of equal ids inside these 32 goes to the weight gradient at
+// once; a run that crosses their border leaves F32 partial sums, (chunks, 2, C): slot 0 for a run
+// that comes from the chunk before, slot 1 for one that starts here; finish adds them. A single
+// id repeated n times is thus as balanced as n different ones.
 //
-// Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0. n tokens.
-// Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power of 2.
-//          backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices side by
-//          side. finish: 256 threads, (chunks, slices) blocks. positions: 256 threads, 8 channels each.
-// Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and written,
-//          n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about 20 us at 32k.
+// Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0.
+//          n tokens.
+// Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
+//          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
+//          side by side. finish: 256 threads, (chunks, slices) blocks. positions: 256 threads, 8
+//          channels each.
+// Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and
+//          written, n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about
+//          20 us at 32k.
 // Needs    0 <= id < vocab.
 // Same name  llmq/ops/embedding.py  llmq/ref/embedding.py  tests/ops/test_embedding.py
 #include "common.cuh"
@@ -64,10 +67,11 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
     }
 }
 
-// WIDTH channels of one row, and their sum with what is in `sum`.
+// WIDTH channels of one row, packed.
 struct Channels {
     static constexpr int N = Vec<T>::N;
     uint4 part[WIDTH / N];
+
     __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
         for (int i = 0; i < WIDTH / N; ++i) { part[i] = load_packed_stream(p + i * N); }
@@ -177,7 +181,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     // Lane 0's prefix is what the warps before this one hold.
     int next = __shfl_sync(ALL, before, 0);
     int passes = 0;
-    for (u32 largest = (u32)(vocab - 1) >> bucket_bits; largest; largest >>= DIGIT_BITS) { ++passes; }
+    for (u32 largest = (vocab - 1) >> bucket_bits; largest; largest >>= DIGIT_BITS) { ++passes; }
     i32* from = (passes % 2 ? spare : order) + base;
     i32* to = (passes % 2 ? order : spare) + base;
     for (int start = first; start < last; start += 32) {
@@ -200,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
                    const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
-    constexpr int UNROLL = 16 / sizeof(T);  // rows in flight, 8 16-byte loads
+    constexpr int UNROLL = 4;
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     const i64 chunk = warp / slices, first = chunk * CHUNK;
@@ -213,7 +217,12 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     const i32 id_after = first + CHUNK < n ? tokens[order[first + CHUNK]] : -1;
     const u32 seed = gradient_seed(scalars, salt);
 
-    bool from_before = id_before == __shfl_sync(ALL, id, 0);
+    // Bit j: a run ends with token j. The first run may come from the chunk before.
+    const i32 next_id = __shfl_down_sync(ALL, id, 1);
+    const u32 ends = __ballot_sync(ALL, lane < count && id != (lane == 31 ? id_after : next_id));
+    const bool from_before = id_before == __shfl_sync(ALL, id, 0);
+    const u32 whole = from_before ? ends & (ends - 1) : ends;  // runs that lie inside of the chunk
+
     float sum[WIDTH] = {};
     for (int start = 0; start < count; start += UNROLL) {
         Channels x[UNROLL];
@@ -225,28 +234,30 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int j = start + u;
-            if (j < count) { x[u].add_to(sum); }
-            const i32 this_id = __shfl_sync(ALL, id, j), next_id = __shfl_sync(ALL, id, j + 1 & 31);
-            const bool last = j == count - 1, goes_on = last && id_after == this_id;
-            if (j >= count || (!last && next_id == this_id)) { continue; }
-            if (c < C) {
-                if (from_before || goes_on) {
-                    Pack<float, WIDTH> piece;
+            const i64 place = (i64)__shfl_sync(ALL, id, j) * C + c;
+            if (j >= count || c >= C) { continue; }
+            x[u].add_to(sum);
+            const bool end = ends >> j & 1;
+            if (whole >> j & 1) {
+                add_gradients<G, WIDTH>(d_weight, place, sum, seed);
+            } else if (end || j == count - 1) {
+                const bool started_before = from_before && (ends & ((1u << j) - 1)) == 0;
+                float* const piece = partial + (2 * chunk + !started_before) * C + c;
 #pragma unroll
-                    for (int k = 0; k < WIDTH; ++k) { piece.set(k, sum[k]); }
-                    piece.store(partial + (2 * chunk + !from_before) * C + c);
-                } else {
-                    add_gradients<G, WIDTH>(d_weight, (i64)this_id * C + c, sum, seed);
+                for (int k = 0; k < WIDTH; k += 4) {
+                    *reinterpret_cast<float4*>(piece + k) =
+                        make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
                 }
             }
-            from_before = false;
+            if (end) {
 #pragma unroll
-            for (int k = 0; k < WIDTH; ++k) { sum[k] = 0.0f; }
+                for (int k = 0; k < WIDTH; ++k) { sum[k] = 0.0f; }
+            }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
                  const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
@@ -255,15 +266,16 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
     const i64 chunk = blockIdx.x, after = (chunk + 1) * CHUNK;
     // Only the chunk in which a run starts adds it, if the run leaves this chunk.
     if (after >= n) { return; }
-    const i32 id = tokens[order[after - 1]];
-    if (tokens[order[after]] != id) { return; }
-    if (chunk > 0 && tokens[order[after - CHUNK - 1]] == id) { return; }
+    const i32 id = tokens[order[after - 1]], id_after = tokens[order[after]];
+    const i32 id_before = chunk > 0 ? tokens[order[after - CHUNK - 1]] : -1;
+    if (id_after != id || id_before == id) { return; }
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int pieces = 1;  // 1, and the chunks whose first token belongs to the run
     for (;;) {
         const i64 start = (chunk + pieces + lane) * CHUNK;
-        const u32 others = ~__ballot_sync(ALL, start < n && tokens[order[min(start, n - 1LL)]] == id);
+        const bool same = start < n ? tokens[order[start]] == id : false;
+        const u32 others = ~__ballot_sync(ALL, same);
         if (others) {
             pieces += __ffs(others) - 1;
             break;

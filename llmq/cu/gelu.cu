@@ -3,11 +3,12 @@
 //   out = x * s      s = 0.5 * (1 + tanh(u)) = sigmoid(2u)      2u = x * (C1 + C3 * x^2)
 //   d_x = d_out * (s + s * (1 - s) * x * (C1 + 3 * C3 * x^2))
 //
-// Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte vector.
-//          Outputs may be inputs.
+// Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte
+//          vector. Outputs may be inputs.
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
 // Cost     forward reads n and writes n, backward reads 2n and writes n; memory-bound, about 30
-//          instructions per element: the sigmoid form has no branch, unlike tanhf, and no cancellation.
+//          instructions per element: the sigmoid form has no branch, unlike tanhf, and no
+//          cancellation.
 // Needs    nothing else.
 // Same name  llmq/ops/gelu.py  llmq/ref/gelu.py  tests/ops/test_gelu.py
 #include "common.cuh"
@@ -16,7 +17,7 @@ constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
 constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
-constexpr float THREE_C3 = 0.21406444881780073f;
+constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the reference rounds 3 * C3
 
 // exp overflows to infinity for x < -88, and 1 / infinity is the right result.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

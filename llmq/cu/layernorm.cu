@@ -9,8 +9,9 @@
 //
 // Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; mean and
 //          rstd F32. partial: F32 (2, gridDim.x, C), sums of a block for d_weight, then d_bias.
-// Launch   ROWS * WARPS * 32 threads: a row lives in the registers of WARPS warps, VECTORS 16-byte
-//          vectors in each lane; blocks loop over the rows, ROWS at a time. Any grid.
+// Launch   a row lives in the registers of WARPS warps, VECTORS 16-byte vectors in each lane.
+//          Blocks of WARPS warps, but at least 4 (forward) or 8 (backward), which then work on
+//          several rows at a time, loop over the rows. Any grid.
 //          layernorm_backward_parameter: as column_sum in common.cuh.
 // Cost     each tensor is read or written once, parameters and partial once a block; memory-bound.
 // Needs    residual_out may be residual and d_x may be d_residual: a thread reads what it
@@ -20,10 +21,11 @@
 #include "ptx.cuh"
 
 constexpr int N = Vec<T>::N;
-constexpr int THREADS = 32 * WARPS * ROWS;
-constexpr int MIN_BLOCKS = THREADS <= 256 ? 2 : 1;  // on an SM: at most 128 registers
+constexpr int FORWARD_ROWS = block_rows(WARPS, 4), FORWARD_THREADS = 32 * WARPS * FORWARD_ROWS;
+constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARPS * BACKWARD_ROWS;
+constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads in flight
 using Registers = Row<T, WARPS, VECTORS>;
-using Sum = RowSum<WARPS, WARPS * ROWS>;
+template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
 
 // Keep the row packed over a reduction: the compiler would keep unpacked copies too, and with them
 // fewer rows would be in flight on an SM.
@@ -35,7 +37,7 @@ __device__ __forceinline__ void forget(Registers& row) {
 // out = norm of the row in x; mean, rstd: where the row's values go. active false: no such row.
 __device__ __forceinline__ void normalise(T* out, f32* mean, f32* rstd, Registers& x,
                                           Registers& weight, Registers& bias, f32 eps,
-                                          i32 C, bool active, Sum& row_sum) {
+                                          i32 C, bool active, Sum<FORWARD_ROWS>& row_sum) {
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -68,15 +70,18 @@ __device__ __forceinline__ void normalise(T* out, f32* mean, f32* rstd, Register
             result.v[i][k] = from_f32<T>(x_hat * to_f32(weight.v[i][k]) + to_f32(bias.v[i][k]));
         }
     }
+    forget(weight);
+    forget(bias);
     result.store(out, C, active);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
 layernorm_forward(T* __restrict__ out, f32* __restrict__ mean, f32* __restrict__ rstd,
                   const T* __restrict__ x, const T* __restrict__ weight,
                   const T* __restrict__ bias, f32 eps, i64 rows, i32 C) {
+    constexpr int ROWS = FORWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
-    Sum row_sum{shared};
+    Sum<ROWS> row_sum{shared};
     Registers w, b, values;
     w.load(weight, C, true);
     b.load(bias, C, true);
@@ -87,13 +92,14 @@ layernorm_forward(T* __restrict__ out, f32* __restrict__ mean, f32* __restrict__
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
 layernorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ mean,
                            f32* __restrict__ rstd, const T* residual,
                            const T* __restrict__ branch, const T* __restrict__ weight,
                            const T* __restrict__ bias, f32 eps, i64 rows, i32 C) {
+    constexpr int ROWS = FORWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
-    Sum row_sum{shared};
+    Sum<ROWS> row_sum{shared};
     Registers w, b, x, added;
     w.load(weight, C, true);
     b.load(bias, C, true);
@@ -113,14 +119,15 @@ layernorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, SM_THREADS / BACKWARD_THREADS)
 layernorm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const T* __restrict__ x, const T* __restrict__ weight,
                    const f32* __restrict__ mean, const f32* __restrict__ rstd,
                    const T* d_residual, i64 rows, i32 C) {
+    constexpr int ROWS = BACKWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
     __shared__ float column_sums[ROWS > 1 ? 32 * WARPS * VECTORS * N : 1];
-    Sum row_sum{shared};
+    Sum<ROWS> row_sum{shared};
     float d_weight[VECTORS][N] = {}, d_bias[VECTORS][N] = {};  // of this thread's columns
     Registers w;
     w.load(weight, C, true);

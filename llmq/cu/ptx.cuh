@@ -2,10 +2,13 @@
 //
 // Fragments of m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16", .bf16), with lane = 4 g + t;
 // each 32-bit register holds two neighbouring elements, the lower index in the lower half:
-//   A (16 x 16, rows x inner)     a[0]: row g,     inner 2t, 2t + 1    a[2]: row g,     inner 2t + 8, 2t + 9
-//                                 a[1]: row g + 8, inner 2t, 2t + 1    a[3]: row g + 8, inner 2t + 8, 2t + 9
-//   B (16 x 8, inner x columns)   b0: inner 2t, 2t + 1, column g       b1: inner 2t + 8, 2t + 9, column g
-//   C, D (16 x 8)                 d[0], d[1]: row g, columns 2t, 2t + 1
+//   A (16 x 16, rows x inner)     a[0]: row g,     inner 2t, 2t + 1
+//                                 a[1]: row g + 8, inner 2t, 2t + 1
+//                                 a[2]: row g,     inner 2t + 8, 2t + 9
+//                                 a[3]: row g + 8, inner 2t + 8, 2t + 9
+//   B (16 x 8, inner x columns)   b0: inner 2t, 2t + 1, column g
+//                                 b1: inner 2t + 8, 2t + 9, column g
+//   C, D (16 x 8)                 d[0], d[1]: row g,     columns 2t, 2t + 1
 //                                 d[2], d[3]: row g + 8, columns 2t, 2t + 1
 #pragma once
 
@@ -59,7 +62,9 @@ __device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, b
 }
 
 // End the group of this thread's copies since the last one.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Wait until all but this thread's newest PENDING groups have arrived. Other threads see them after
 // a barrier.
@@ -113,3 +118,4 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int ran
 __device__ __forceinline__ void forget(uint4& x) {
     asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
 }
+__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }

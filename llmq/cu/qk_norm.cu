@@ -8,9 +8,9 @@
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not touched. raw: T
 //          and rstd: F32 (tokens, Hq + Hkv[, HEAD_DIM]). 16-byte aligned, HEAD_DIM % 8 == 0.
 //          partial: F32 (gridDim.x, HEAD_DIM), sums of a block for the weight of its kind of head.
-// Launch   256 threads. The first query_blocks blocks loop over the query heads, the others over the
-//          key heads; at least one of each. GROUP lanes (a power of two) share a head, 16 bytes
-//          each, HEADS_PER_LANE heads at a time. qk_norm_backward_weight: as column_sum in
+// Launch   256 threads. The first query_blocks blocks loop over the query heads, the others over
+//          the key heads; at least one of each. GROUP lanes (a power of two) share a head, 16
+//          bytes each, HEADS_PER_LANE heads at a time. qk_norm_backward_weight: as column_sum in
 //          common.cuh.
 // Cost     forward: heads read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31.

@@ -3,11 +3,12 @@
 //   out = up * (gate * s)        s = sigmoid(gate)
 //   d_up = d_out * (gate * s)    d_gate = d_out * up * s * (1 + gate * (1 - s))
 //
-// Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All of T,
-//          16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
+// Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
+//          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
-// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2; memory-bound:
-//          4 or 6 16-byte loads in flight per thread, about 30 instructions per output element.
+// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2;
+//          memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions per
+//          output element.
 // Needs    rows * F below 2^32 vectors.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "common.cuh"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.dtypes import BF16, F32, U8, DType
+from llmq.ops.common import expect_head_dim
 from llmq.runtime.cudnn import backward_workspace_bytes, forward_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -22,7 +23,7 @@ FORWARD = Kernel("attention.cu", "attention_forward", f"T* out, f32* lse, const 
 DELTA = Kernel(
     "attention.cu",
     "attention_delta",
-    "f32* delta, const T* d_out, const T* out, i32 seq_len, i32 num_heads, i64 rows",
+    "f32* delta, const T* d_out, const T* out, i32 seq_len, i32 num_heads",
 )
 BACKWARD = Kernel(
     "attention.cu",
@@ -67,8 +68,8 @@ def forward_tiles(dtype: DType, head_dim: int) -> Tiles:
     if dtype == F32:
         own, step = 64, 32
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
-    # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger heads
-    # leave registers for fewer scores.
+    # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger
+    # heads leave registers for fewer scores.
     own, step = 128, 64 if head_dim <= 96 else 32
     return Tiles(own, step, 128, (own + 2 * step) * (head_dim + 8) * 2)
 
@@ -99,7 +100,7 @@ def compile_consts(dtype: DType, head_dim: int) -> dict[str, int]:
 
 
 def _check(
-    op: str, qkv: Tensor, num_heads: int, num_kv_heads: int, backend: str = "native"
+    op: str, dev: Device, qkv: Tensor, num_heads: int, num_kv_heads: int, backend: str = "native"
 ) -> tuple[int, int, int]:
     """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
     if len(qkv.shape) != 4 or qkv.shape[2] != num_heads + 2 * num_kv_heads:
@@ -109,11 +110,7 @@ def _check(
     batch, seq_len, _, head_dim = qkv.shape
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
-    if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{op}: head_dim must be a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
-            f"got {head_dim}"
-        )
+    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     if qkv.dtype not in (F32, BF16):
         raise TypeError(f"{op}: qkv must be F32 or BF16, got {qkv.dtype.label}")
     if backend not in BACKENDS:
@@ -146,7 +143,7 @@ def forward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
     op = "attention.forward"
-    batch, seq_len, head_dim = _check(op, qkv, num_heads, num_kv_heads, backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backend)
     expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
     out = out.view(batch, seq_len, num_heads, head_dim)
@@ -206,7 +203,7 @@ def backward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
     op = "attention.backward"
-    batch, seq_len, head_dim = _check(op, qkv, num_heads, num_kv_heads, backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backend)
     expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
     for name, x in (("d_out", d_out), ("out", out)):
         expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
@@ -234,9 +231,9 @@ def _backward_native(dev: Device, tensors: tuple, num_heads: int, num_kv_heads: 
     with dev.scratch("attention_delta", lse.shape, F32) as delta:
         dev.launch(
             DELTA,
-            ceil_div(lse.size * DELTA_LANES, DELTA_THREADS),
+            (ceil_div(seq_len * num_heads * DELTA_LANES, DELTA_THREADS), batch),
             DELTA_THREADS,
-            (delta, d_out, out, seq_len, num_heads, lse.size),
+            (delta, d_out, out, seq_len, num_heads),
             consts=compile_consts(qkv.dtype, head_dim),
         )
         dev.launch(
@@ -291,7 +288,7 @@ def decode(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or position.
     """
     op = "attention.decode"
-    batch, num_new, head_dim = _check(op, qkv, num_heads, num_kv_heads)
+    batch, num_new, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads)
     expect(op, "out", out, qkv.dtype, _like(out, batch, num_new, num_heads, head_dim))
     max_positions = k_cache.shape[1]
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -12,7 +12,10 @@ from llmq.runtime.tensor import Accumulator, Tensor
 WARP = 32
 VECTOR_BYTES = 16  # of one load or store
 MAX_COLUMNS = 8192
-BLOCK_WARPS = 8
+
+# Warps of a block where a row needs fewer, as the kernels have them. Forward passes take many small
+# blocks; backward passes take few large ones, because every block leaves a row of partial sums.
+FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 # column_sum of cu/common.cuh: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -20,32 +23,24 @@ COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """One row lives in the registers of `warps` warps, `vectors` 16-byte vectors in each lane.
-
-    rows: how many rows a block works on at a time.
-    """
+    """One row lives in the registers of `warps` warps, `vectors` 16-byte vectors in each lane."""
 
     warps: int
     vectors: int
-    rows: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARP * self.warps * self.rows
 
     @property
     def consts(self) -> dict[str, int]:
         """The layout as the kernels' compile-time constants."""
-        return {"WARPS": self.warps, "VECTORS": self.vectors, "ROWS": self.rows}
+        return {"WARPS": self.warps, "VECTORS": self.vectors}
 
-    def grid(self, rows: int, max_blocks: int) -> int:
-        """Blocks that loop over this many rows; max_blocks: as many as run at a time."""
-        return min(ceil_div(rows, self.rows), max_blocks)
+    def launch(self, rows: int, block_warps: int, max_blocks: int) -> tuple[int, int]:
+        """(blocks, threads of one) to loop over this many rows, several at a time if they fit."""
+        block_rows = max(1, block_warps // self.warps)
+        return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
 
 
 # For entries that do not depend on it: they are compiled once, not for every layout.
-ANY_LAYOUT = RowLayout(warps=1, vectors=1, rows=1)
+ANY_LAYOUT = RowLayout(warps=1, vectors=1)
 
 
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
@@ -57,7 +52,7 @@ def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     warps = 1
     while warps * WARP * lane_vectors < vectors:
         warps *= 2
-    return RowLayout(warps, ceil_div(vectors, warps * WARP), max(1, BLOCK_WARPS // warps))
+    return RowLayout(warps, ceil_div(vectors, warps * WARP))
 
 
 def expect_rows(op: str, name: str, tensor: Tensor) -> tuple[int, int]:
@@ -99,3 +94,15 @@ def finish_column_sum(
         (tensor, partial, scalars, rows, columns, int(accumulate), salt),
         consts=consts,
     )
+
+
+def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: int) -> None:
+    """Raise ValueError for a head size whose vectors and tiles a GPU kernel cannot form.
+
+    The CPU's references take any size.
+    """
+    on_gpu = dev.spec.capability > 0
+    if on_gpu and (head_dim % multiple or head_dim > most):
+        raise ValueError(
+            f"{op}: Hd must be a multiple of {multiple} up to {most} on a GPU, got {head_dim}"
+        )

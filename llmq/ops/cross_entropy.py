@@ -10,7 +10,8 @@ from llmq.runtime.tensor import Tensor
 
 THREADS = 512
 STATS_THREADS = 1024
-MAX_VECTORS = 16  # 16-byte vectors of a row that one thread holds in registers
+MAX_VECTORS = 19  # of a row that one thread holds: with 128 registers each, 512 threads fit
+CLUSTER_ROWS = 4
 
 _ROW_ARGS = (
     "inout T* logits, f32* losses, f32* lse, const i32* targets, "
@@ -35,21 +36,20 @@ ADD_STATS = Kernel(
 
 
 def register_layout(row_bytes: int, capability: int) -> dict[str, int] | None:
-    """How one row is held in registers, as compile-time constants; None where it does not fit.
+    """How rows are held in registers, as compile-time constants; None where a row does not fit.
 
-    THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER. Clusters of blocks
-    (compute capability 9.0 and later) share a row; small blocks let several rows be in different
-    phases on one multiprocessor, so that reading, computing and writing overlap.
+    THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER (compute capability 9.0
+    and later) that share a row, ROWS one after the other in each. The smallest cluster is the
+    fastest: its blocks start and end together. Only with clusters does it pay to go on to another
+    row, the next one being read while one is written.
     """
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
-    if capability < 90:
-        threads, clusters = THREADS, (1,)
-    else:
-        threads, clusters = 256, (1, 2, 4, 8)
-    for cluster in clusters:
+    clusters = (1, 2, 4, 8) if capability >= 90 else (1,)
+    for threads, cluster in ((THREADS // 2, 1), *((THREADS, cluster) for cluster in clusters)):
         per_thread = ceil_div(vectors, threads * cluster)
         if per_thread <= MAX_VECTORS:
-            return {"THREADS": threads, "VECTORS": per_thread, "CLUSTER": cluster}
+            rows = 1 if cluster == 1 else CLUSTER_ROWS
+            return {"THREADS": threads, "VECTORS": per_thread, "CLUSTER": cluster, "ROWS": rows}
     return None
 
 
@@ -84,7 +84,7 @@ def forward_backward(
     else:
         dev.launch(
             FORWARD_BACKWARD_REGISTERS,
-            rows * layout["CLUSTER"],
+            ceil_div(rows, layout["ROWS"]) * layout["CLUSTER"],
             layout["THREADS"],
             args,
             consts=layout,

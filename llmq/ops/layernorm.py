@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from llmq.dtypes import BF16, F32
-from llmq.ops.common import ANY_LAYOUT, expect_rows, finish_column_sum, row_layout
+from llmq.ops.common import (
+    ANY_LAYOUT,
+    BACKWARD_WARPS,
+    FORWARD_WARPS,
+    expect_rows,
+    finish_column_sum,
+    row_layout,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -37,7 +44,9 @@ LANE_VECTORS = {
     BF16: 3,
     F32: 4,
 }  # as many as the backward kernel has registers for, two blocks on an SM
-FORWARD_BLOCKS_PER_SM = 8
+# Forward: far more than run at a time, so that loads of new blocks fill the gaps of old ones.
+# (32768, 768) BF16 on an H100: 84 % of a copy's bandwidth, 73 % with 8 blocks.
+FORWARD_BLOCKS_PER_SM = 64
 BACKWARD_BLOCKS_PER_SM = 2
 
 
@@ -72,10 +81,10 @@ def forward(
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
+    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     dev.launch(
         LAYERNORM_FORWARD,
-        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
-        layout.threads,
+        *layout.launch(rows, FORWARD_WARPS, max_blocks),
         (out, mean, rstd, x, weight, bias, eps, rows, C),
         consts=layout.consts,
     )
@@ -117,10 +126,10 @@ def forward_residual(
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS[residual.dtype])
+    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     dev.launch(
         LAYERNORM_FORWARD_RESIDUAL,
-        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
-        layout.threads,
+        *layout.launch(rows, FORWARD_WARPS, max_blocks),
         (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C),
         consts=layout.consts,
     )
@@ -170,12 +179,13 @@ def backward(
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    blocks = layout.grid(rows, BACKWARD_BLOCKS_PER_SM * dev.num_sms)
+    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
+    blocks, threads = layout.launch(rows, BACKWARD_WARPS, max_blocks)
     with dev.scratch("layernorm_partial", (2, blocks, C), F32) as partial:
         dev.launch(
             LAYERNORM_BACKWARD,
             blocks,
-            layout.threads,
+            threads,
             (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C),
             consts=layout.consts,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmq.dtypes import BF16, F32
-from llmq.ops.common import VECTOR_BYTES, finish_column_sum
+from llmq.ops.common import VECTOR_BYTES, expect_head_dim, finish_column_sum
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -27,11 +27,11 @@ QK_NORM_BACKWARD_WEIGHT = Kernel(
     "i32 head_dim, i32 accumulate, u32 salt",
 )
 
-HEAD_DIMS = (64, 80, 96, 128)
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 128  # vectors of 16 bytes, at most a warp of them a head
 THREADS = 256
 HEADS_PER_LANE = 4  # that a thread has loads in flight for
-FORWARD_BLOCKS_PER_SM = 8
-BACKWARD_BLOCKS_PER_SM = 4
+FORWARD_BLOCKS_PER_SM = 32
+BACKWARD_BLOCKS_PER_SM = 8
 
 
 def group_size(head_dim: int, itemsize: int) -> int:
@@ -64,7 +64,14 @@ ANY_CONSTS = _consts(64, 32)
 
 
 def _check(
-    op: str, name: str, qkv: Tensor, heads: int, raw: Tensor, rstd: Tensor, weights: tuple
+    op: str,
+    dev: Device,
+    name: str,
+    qkv: Tensor,
+    heads: int,
+    raw: Tensor,
+    rstd: Tensor,
+    weights: tuple,
 ) -> tuple[int, int]:
     """(tokens, Hd) of a packed QKV tensor whose companions fit."""
     if qkv.dtype not in (F32, BF16):
@@ -72,8 +79,7 @@ def _check(
     if len(qkv.shape) != 4 or qkv.shape[2] < heads:
         raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
     B, T, _, head_dim = qkv.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"{op}: Hd must be one of {HEAD_DIMS}, got {head_dim}")
+    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     expect(op, "raw", raw, qkv.dtype, (B, T, heads, head_dim))
     expect(op, "rstd", rstd, F32, (B, T, heads))
     for weight_name, weight in zip(("q_weight", "k_weight"), weights, strict=True):
@@ -100,7 +106,7 @@ def forward(
         qkv       inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
         raw       out    T   (B,T,Hq+Hkv,Hd)   heads before the norm, for the backward pass
         rstd      out    F32 (B,T,Hq+Hkv)
-        q_weight  in     T   (Hd,)             Hd 64, 80, 96 or 128
+        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
         k_weight  in     T   (Hd,)
 
     Cost:    one read and two writes of the query and key heads; one launch.
@@ -108,7 +114,7 @@ def forward(
     """
     op = "qk_norm.forward"
     heads = num_heads + num_kv_heads
-    tokens, head_dim = _check(op, "qkv", qkv, heads, raw, rstd, (q_weight, k_weight))
+    tokens, head_dim = _check(op, dev, "qkv", qkv, heads, raw, rstd, (q_weight, k_weight))
     expect(op, "qkv", qkv, None, (*qkv.shape[:2], heads + num_kv_heads, head_dim))
     group = group_size(head_dim, qkv.dtype.itemsize)
     max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
@@ -146,7 +152,7 @@ def backward(
         d_k_weight  inout  F32, BF16  (Hd,)             added to when accumulating
         raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
         rstd        in     F32        (B,T,Hq+Hkv)
-        q_weight    in     T          (Hd,)             Hd 64, 80, 96 or 128
+        q_weight    in     T          (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
         k_weight    in     T          (Hd,)
 
     Cost:    two reads and one write of the query and key heads; three launches; workspace F32
@@ -155,7 +161,7 @@ def backward(
     """
     op = "qk_norm.backward"
     heads = num_heads + num_kv_heads
-    tokens, head_dim = _check(op, "d_qkv", d_qkv, heads, raw, rstd, (q_weight, k_weight))
+    tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, heads, raw, rstd, (q_weight, k_weight))
     expect(op, "d_qkv", d_qkv, None, (*d_qkv.shape[:2], heads + num_kv_heads, head_dim))
     for name, d_weight in (("d_q_weight", d_q_weight), ("d_k_weight", d_k_weight)):
         expect(op, name, d_weight.tensor, None, (head_dim,))

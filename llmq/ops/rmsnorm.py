@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from llmq.dtypes import F32
-from llmq.ops.common import ANY_LAYOUT, expect_rows, finish_column_sum, row_layout
+from llmq.ops.common import (
+    ANY_LAYOUT,
+    BACKWARD_WARPS,
+    FORWARD_WARPS,
+    expect_rows,
+    finish_column_sum,
+    row_layout,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -33,7 +40,9 @@ RMSNORM_BACKWARD_WEIGHT = Kernel(
 )
 
 LANE_VECTORS = 4  # as many as the backward kernel has registers for, two blocks on an SM
-FORWARD_BLOCKS_PER_SM = 8
+# Forward: far more than run at a time, so that loads of new blocks fill the gaps of old ones.
+# (32768, 896) BF16 on an H100: 92 % of a copy's bandwidth, 80 % with 8 blocks.
+FORWARD_BLOCKS_PER_SM = 64
 BACKWARD_BLOCKS_PER_SM = 2
 
 
@@ -54,10 +63,10 @@ def forward(dev: Device, out: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, e
     expect("rmsnorm.forward", "rstd", rstd, F32, (rows,))
     expect("rmsnorm.forward", "weight", weight, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
+    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     dev.launch(
         RMSNORM_FORWARD,
-        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
-        layout.threads,
+        *layout.launch(rows, FORWARD_WARPS, max_blocks),
         (out, rstd, x, weight, eps, rows, C),
         consts=layout.consts,
     )
@@ -93,10 +102,10 @@ def forward_residual(
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS)
+    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     dev.launch(
         RMSNORM_FORWARD_RESIDUAL,
-        layout.grid(rows, FORWARD_BLOCKS_PER_SM * dev.num_sms),
-        layout.threads,
+        *layout.launch(rows, FORWARD_WARPS, max_blocks),
         (residual_out, out, rstd, residual, branch, weight, eps, rows, C),
         consts=layout.consts,
     )
@@ -139,12 +148,13 @@ def backward(
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    blocks = layout.grid(rows, BACKWARD_BLOCKS_PER_SM * dev.num_sms)
+    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
+    blocks, threads = layout.launch(rows, BACKWARD_WARPS, max_blocks)
     with dev.scratch("rmsnorm_partial", (blocks, C), F32) as partial:
         dev.launch(
             RMSNORM_BACKWARD,
             blocks,
-            layout.threads,
+            threads,
             (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C),
             consts=layout.consts,
         )

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from llmq.dtypes import BF16, F32
-from llmq.ops.common import VECTOR_BYTES
+from llmq.ops.common import VECTOR_BYTES, expect_head_dim
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
@@ -26,6 +26,7 @@ ROPE_BACKWARD = Kernel(
 )
 
 THREADS = 128
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
 HEADS_PER_THREAD = 4  # share one load of the angles
 
 
@@ -102,8 +103,7 @@ def _launch(
         raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
     B, T, _, head_dim = qkv.shape
     expect(op, name, qkv, None, (B, T, num_heads + 2 * num_kv_heads, head_dim))
-    if head_dim % 16:
-        raise ValueError(f"{op}: Hd must be a multiple of 16, got {head_dim}")
+    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     positions = T + sum(first_position)
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")

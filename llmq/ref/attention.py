@@ -98,7 +98,7 @@ def attention_forward(
 
 
 def attention_delta(
-    delta: np.ndarray, d_out: np.ndarray, out: np.ndarray, seq_len: int, num_heads: int, rows: int
+    delta: np.ndarray, d_out: np.ndarray, out: np.ndarray, seq_len: int, num_heads: int
 ) -> None:
     """delta = sum of d_out * out over Hd. delta: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd)."""
     delta[...] = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
@@ -158,7 +158,7 @@ def attention_backward(
     d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2 Hkv, Hd).
     """
     delta = np.empty(lse.shape, compute(qkv).dtype)
-    attention_delta(delta, d_out, out, seq_len, num_heads, delta.size)
+    attention_delta(delta, d_out, out, seq_len, num_heads)
     attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads)
 
 

@@ -19,6 +19,8 @@ CASES = {
     "qwen7b": (16384, 3584),
 }
 
+BLOCK = 1 << 17  # elements of the rows worked on at a time, so that temporaries stay in the cache
+
 
 def _normalise(
     out: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float
@@ -81,22 +83,39 @@ def rmsnorm_backward(
     C: int,
 ) -> None:
     """d_x from d_out; the rows of partial (any number, C) add up to the weight's gradient."""
-    x, d_out, weight = compute(x), compute(d_out), compute(weight)
+    weight = compute(weight)
+    partial[...] = 0
+    step = max(1, BLOCK // C)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        past = None if d_residual is None else compute(d_residual[part])
+        inputs = (compute(d_out[part]), compute(x[part]), weight, rstd[part], past)
+        partial[0] += _input_gradient(d_x[part], *inputs)
+
+
+def _input_gradient(
+    d_x: np.ndarray,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    rstd: np.ndarray,
+    past: np.ndarray | None,
+) -> np.ndarray:
+    """d_x of a few rows; returns their sum for the weight. All but d_x in F32 (or F64).
+
+    rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + past
+    """
     product = d_out * x
-    partial[1:] = 0
-    partial[0] = rstd @ product
-    # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
+    d_weight = rstd @ product
     slope = product @ weight
-    slope *= rstd * rstd * rstd / x.dtype.type(C)
+    slope *= rstd * rstd * rstd / x.dtype.type(weight.size)
     total = np.multiply(d_out, weight, out=product)
     total *= rstd[:, None]
-    if d_residual is not None:
-        total += compute(d_residual)
-    if d_x.dtype == x.dtype:
-        np.multiply(x, slope[:, None], out=d_x)
-        np.subtract(total, d_x, out=d_x)
-    else:
-        d_x[...] = total - x * slope[:, None]
+    if past is not None:
+        total += past
+    total -= x * slope[:, None]
+    d_x[...] = total
+    return d_weight
 
 
 def rmsnorm_backward_weight(

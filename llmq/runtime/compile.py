@@ -212,7 +212,7 @@ def _read(path: Path) -> Cubin | None:
     """The cached entry; None when there is none, or not a whole one."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # writing will say what is wrong
         return None
     checksum, body = data[:32], data[32:]
     if hashlib.sha256(body).digest() != checksum:

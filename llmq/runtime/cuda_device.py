@@ -1,8 +1,7 @@
 """An NVIDIA GPU as a device. Only here and beside it are CUDA libraries loaded, and only on use.
 
-Settings: LLMQ_GRAPHS=0 runs without CUDA graphs; LLMQ_SYNC=1 waits for every launch and names the
-one that failed (and runs without graphs); LLMQ_TUNE=0 takes the matrix-product library's first
-choice of algorithm instead of timing several.
+LLMQ_SYNC=1 in the environment waits for every launch, so that an error names the one that failed,
+and runs without graphs.
 """
 
 from __future__ import annotations
@@ -101,7 +100,8 @@ def _version(number: int) -> str:
 class CudaDevice(Device):
     """One GPU, used by one thread. All memory is taken at construction.
 
-    sync_calls: how often the host has waited for the GPU.
+    sync_calls: how often the host has waited for the GPU. use_graphs: may be switched off for a
+    while, to see single launches.
     """
 
     kind = "cuda"
@@ -113,9 +113,11 @@ class CudaDevice(Device):
         *,
         rank: int = 0,
         world_size: int = 1,
-        memory_limit: int | None = None,
+        graphs: bool = True,
+        tune: bool = True,
     ):
-        """memory_limit: bytes of GPU memory that may be taken; None: what is free.
+        """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
+        algorithms, which are timed once per shape; else the library's first choice.
 
         Raises LlmqError where the GPU cannot be used or has too little memory.
         """
@@ -127,7 +129,7 @@ class CudaDevice(Device):
         self._nvtx = api.nvtx
         self._runtime.setDevice(index)
         stack_offset = align_up(sizes.device)
-        self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack), memory_limit)
+        self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
         self._pinned = PinnedMemory(self._runtime, sizes.pinned)
         storages = {
             "device": Storage("device", self._memory),
@@ -143,21 +145,20 @@ class CudaDevice(Device):
         self._stream = self._streams["main"]
         self._graphs = Graphs(self._runtime, self._streams, self._new_event)
         self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
-        self._use_graphs = os.environ.get("LLMQ_GRAPHS") != "0" and not self._sync_launches
+        self.use_graphs = graphs and not self._sync_launches
+        self._tune = tune
         self._modules: dict[tuple, int] = {}
         self._functions: dict[tuple, int] = {}
         self._dynamic_shared: dict[int, int] = {}
         self._arguments: dict[Kernel, Arguments] = {}
         self._libraries: dict[str, Any] = {}
 
-    def _take_memory(self, spec: DeviceSpec, need: int, limit: int | None) -> int:
+    def _take_memory(self, spec: DeviceSpec, need: int) -> int:
         free, _ = self._runtime.memGetInfo()
-        allowed = free if limit is None else min(free, limit)
-        if need > allowed:
-            what = "is free" if limit is None or free < limit else "is allowed by --memory-limit"
+        if need > free:
             raise LlmqError(
                 f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB are needed, "
-                f"{allowed / 2**30:.2f} GiB {what}; see `llmq plan` for flags that save memory"
+                f"{free / 2**30:.2f} GiB are free; see `llmq plan` for flags that save memory"
             )
         try:
             return self._runtime.malloc(max(need, 1))
@@ -241,9 +242,8 @@ class CudaDevice(Device):
             if name == "matmul":
                 from llmq.runtime.cublaslt import CublasLt
 
-                tune = os.environ.get("LLMQ_TUNE") != "0"
                 path = cache_dir() / "matmul.json"
-                self._libraries[name] = CublasLt(self.spec.name, tune=tune, cache_path=path)
+                self._libraries[name] = CublasLt(self.spec.name, tune=self._tune, cache_path=path)
             else:
                 from llmq.runtime.cudnn import CudnnAttention
 
@@ -306,7 +306,7 @@ class CudaDevice(Device):
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if self._stream != self._streams["main"]:
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
-        if self._use_graphs:
+        if self.use_graphs:
             self._graphs.run(key, fn, self.stack.used)
         else:
             fn()

@@ -195,11 +195,17 @@ class CudnnAttention:
             handle=self._handle,
         )
         tensors = add_nodes(graph, *shape)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A])
+            graph.check_support()
+            graph.build_plans()
+        except cudnn.cudnnGraphNotSupportedError as error:
+            raise LlmqError(
+                f"cuDNN {cudnn.backend_version()} cannot compute attention of B, T, Hq, Hkv, Hd = "
+                f"{shape} ({error}); use the native attention kernels"
+            ) from error
         names = {name: tensor.get_uid() for name, tensor in tensors.items()}
         return _Plan(graph, names, graph.get_workspace_size())
 

@@ -114,7 +114,7 @@ class Graphs:
             self._abandon()
             if isinstance(error, api.CUDARuntimeError):
                 raise RuntimeError(
-                    f"graph {key}: capture failed ({error}); LLMQ_GRAPHS=0 runs without graphs"
+                    f"graph {key}: capture failed ({error}); --no-use-cuda-graphs runs without"
                 ) from error
             raise
         finally:

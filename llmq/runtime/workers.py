@@ -46,8 +46,8 @@ def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
     """fn(rank, workers) in one thread per rank; the results by rank.
 
     The first exception stops the others and is raised here; it names the rank, in its message (an
-    LlmqError) or in a note. One rank runs in the calling thread. While the ranks run, the calling thread only waits, so that signals
-    reach it: an exception raised by a signal handler stops the ranks, too.
+    LlmqError) or in a note. One rank runs in the calling thread. While the ranks run, the calling
+    thread only waits: an exception that a signal handler raises in it stops the ranks, too.
     """
     workers = Workers(world_size)
     if world_size == 1:
@@ -72,7 +72,9 @@ def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
         thread.start()
     try:
         for thread in threads:
-            thread.join()
+            # A signal may be delivered to a rank's thread: look for it now and then.
+            while thread.is_alive():
+                thread.join(timeout=0.1)
     except BaseException:
         workers.stop()
         for thread in threads:

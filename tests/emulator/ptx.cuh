@@ -1,4 +1,4 @@
-// ptx.cuh -- the functions of llmq/cu/ptx.cuh in C++, for the emulator. Layouts are explained there.
+// ptx.cuh -- the functions of llmq/cu/ptx.cuh in C++, for the emulator; layouts as explained there.
 #pragma once
 
 using SharedAddress = size_t;
@@ -115,7 +115,8 @@ static inline void ldmatrix_x4_trans(unsigned (&r)[4], SharedAddress row) {
     std::copy(out.r, out.r + 4, r);
 }
 
-static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                     unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
     const auto out = ptx::warp_exchange<ptx::MmaOut>(~0u, in, ptx::multiply_matrices);
     std::copy(out.d, out.d + 4, d);
@@ -152,3 +153,4 @@ static inline float2 load_cluster(const float2* p, unsigned rank) {
 }
 
 static inline void forget(uint4&) {}
+static inline void forget(int&) {}

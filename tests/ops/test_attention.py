@@ -9,9 +9,8 @@ from llmq.dtypes import BF16, F32
 from llmq.ops import attention
 from llmq.ref.attention import CASES
 from llmq.runtime.cudnn import backward_workspace_bytes
-from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import host_device, run
+from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 # Error of the whole tensor relative to its norm. F32: the same sums in another order, and expf
@@ -121,7 +120,7 @@ def test_sequences_and_later_positions_do_not_matter(dev, rng):
     _compare(short, d_qkv[:, :20], BF16)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 def test_cudnn(dev, rng, case, deterministic):
@@ -175,7 +174,7 @@ def test_tiles_fit(dtype, head_dim):
 
 
 def _plan(B=2, T=8, Hq=4, Hkv=2, Hd=64, dtype=BF16):
-    dev = PlanDevice(HOST_SPEC)
+    dev = PlanDevice(GPU_SPEC)
 
     def make(shape, dtype):
         return dev.alloc("x", shape, dtype, "Activations")
@@ -211,7 +210,7 @@ def test_wrong_arguments():
 
     refuse(ValueError, r"attention\.forward: qkv must have shape \(B, T, 10, Hd\)", num_heads=6)
     refuse(ValueError, "2 heads cannot share 3 key/value heads", num_heads=2, num_kv_heads=3)
-    refuse(ValueError, "head_dim must be a multiple of 16 up to 128", qkv=make((2, 8, 8, 24), BF16))
+    refuse(ValueError, "Hd must be a multiple of 16 up to 128 on a GPU", qkv=make((2, 8, 8, 24), BF16))
     refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
     refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
     refuse(ValueError, "backend must be one of", backend="flash")

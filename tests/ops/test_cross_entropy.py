@@ -143,14 +143,26 @@ def test_stats_of_masked_rows_change_nothing(dev):
     np.testing.assert_array_equal(run(dev, op.stats, arrays)["stats"], np.arange(8))
 
 
-def test_register_layout():
-    assert op.register_layout(2 * 320, 90) == {"THREADS": 256, "VECTORS": 1, "CLUSTER": 1}
-    assert op.register_layout(2 * 50304, 90) == {"THREADS": 256, "VECTORS": 13, "CLUSTER": 2}
-    assert op.register_layout(2 * 151936, 90) == {"THREADS": 256, "VECTORS": 10, "CLUSTER": 8}
-    assert op.register_layout(2 * 262144, 100) == {"THREADS": 256, "VECTORS": 16, "CLUSTER": 8}
-    assert op.register_layout(4 * 262144, 100) is None
-    assert op.register_layout(2 * 50304, 80) == {"THREADS": 512, "VECTORS": 13, "CLUSTER": 1}
+@pytest.mark.parametrize(
+    "row_bytes, capability, layout",
+    [
+        (2 * 320, 90, (256, 1, 1, 1)),
+        (2 * 32768, 90, (256, 16, 1, 1)),
+        (2 * 50304, 80, (512, 13, 1, 1)),
+        (2 * 128256, 90, (512, 16, 2, 4)),
+        (2 * 151936, 100, (512, 19, 2, 4)),
+        (4 * 262144, 120, (512, 16, 8, 4)),
+    ],
+)
+def test_register_layout(row_bytes, capability, layout):
+    names = ("THREADS", "VECTORS", "CLUSTER", "ROWS")
+    assert op.register_layout(row_bytes, capability) == dict(zip(names, layout, strict=True))
+
+
+def test_rows_that_do_not_fit_into_registers():
     assert op.register_layout(2 * 151936, 89) is None
+    assert op.register_layout(16 * 19 * 512 * 8, 90)["VECTORS"] == 19
+    assert op.register_layout(16 * 19 * 512 * 8 + 16, 90) is None
 
 
 def test_wrong_arguments():

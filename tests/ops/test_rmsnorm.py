@@ -144,11 +144,12 @@ def test_row_layout_holds_every_row():
             layout = row_layout(columns, itemsize, lane_vectors)
             held = layout.warps * 32 * layout.vectors * 16
             assert held >= columns * itemsize > held - layout.warps * 32 * 16
-            assert layout.vectors <= lane_vectors and layout.threads <= 1024
-    assert row_layout(896, 2, 4) == RowLayout(warps=1, vectors=4, rows=8)
-    assert row_layout(1536, 2, 4) == RowLayout(warps=2, vectors=3, rows=4)
-    assert row_layout(896, 2, 4).grid(rows=20, max_blocks=264) == 3
-    assert row_layout(896, 2, 4).grid(rows=32768, max_blocks=264) == 264
+            assert layout.vectors <= lane_vectors
+    assert row_layout(896, 2, 4) == RowLayout(warps=1, vectors=4)
+    assert row_layout(1536, 2, 4) == RowLayout(warps=2, vectors=3)
+    assert RowLayout(warps=2, vectors=3).launch(20, block_warps=8, max_blocks=264) == (5, 256)
+    assert RowLayout(warps=2, vectors=3).launch(32768, block_warps=8, max_blocks=264) == (264, 256)
+    assert RowLayout(warps=16, vectors=4).launch(20, block_warps=8, max_blocks=264) == (20, 512)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from llmq.dtypes import BF16, F32, I32
 from llmq.ops import rope
 from llmq.ref.rope import CASES
-from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.exact import run_exact
+from tests.harness import GPU_SPEC
 
 SMALL = [name for name in CASES if not name.startswith("qwen")]
 BOTH = ["head_80", "head_128"]
@@ -83,7 +83,7 @@ def test_grid_covers_every_pair():
 )
 def test_wrong_arguments_raise(change, error, text):
     specs = {"qkv": ((2, 5, 8, 64), BF16), "table": ((8, 32, 2), F32)} | change
-    plan = PlanDevice(HOST_SPEC)
+    plan = PlanDevice(GPU_SPEC)
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
     with pytest.raises(error, match=f"rope.forward: .*{text}"):
         rope.forward(plan, **tensors, num_heads=4, num_kv_heads=2, first_position=3)

@@ -78,9 +78,8 @@ def test_program_defines_bound_types_default_types_and_constants(folder):
 
 def test_included_texts_are_found_through_other_headers_and_once():
     headers = {"a.h": '#include "b.h"\nA', "b.h": ' # include "a.h"\nB', "c.h": "C"}
-    assert compile.included_texts('#include "a.h"\n#include <c.h>', headers) == list(
-        [headers["a.h"], headers["b.h"]]
-    )
+    used = compile.included_texts('#include "a.h"\n#include <c.h>', headers)
+    assert used == [headers["a.h"], headers["b.h"]]
 
 
 def test_report_of_the_assembler():
@@ -112,8 +111,10 @@ def test_cache_hits_and_what_makes_it_miss(folder, compilations):
         lambda: compile_kernels(FILE, {"T": F32}, CONSTS, 90),
         lambda: compile_kernels(FILE, TYPES, {"FACTOR": 64}, 90),
         lambda: compile_kernels(FILE, TYPES, CONSTS, 80),
-        lambda: (compile.KERNEL_DIR / "extra.cuh").write_text("// version 2\n")
-        and compile_kernels(FILE, TYPES, CONSTS, 90),
+        lambda: (
+            (compile.KERNEL_DIR / "extra.cuh").write_text("// version 2\n")
+            and compile_kernels(FILE, TYPES, CONSTS, 90)
+        ),
     ):
         before = len(compilations)
         change()

@@ -138,12 +138,12 @@ def test_dynamic_shared_memory(emulated):
 
 
 def test_a_barrier_that_not_all_reach_is_an_error(emulated):
-    with pytest.raises(RuntimeError, match="31 threads wait at __syncthreads .* 1 threads wait"):
+    with pytest.raises(RuntimeError, match=r"31 threads wait at __syncthreads .* 1 threads wait"):
         emulated.launch(DIVERGE, 1, 32, (empty(emulated, (32,), F32),))
 
 
 def test_a_shuffle_with_returned_lanes_is_an_error(emulated):
-    with pytest.raises(RuntimeError, match="deadlock|has returned"):
+    with pytest.raises(RuntimeError, match=r"deadlock|has returned"):
         emulated.launch(HALF_SHUFFLE, 1, 32, (empty(emulated, (32,), F32),))
 
 

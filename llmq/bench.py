@@ -1,0 +1,308 @@
+"""`llmq bench`: the speed of one or many configurations, as a Markdown table and as JSON.
+
+Every configuration runs in a child process (llmq/measure.py); this one loads no CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from llmq.errors import ConfigError, LlmqError
+from llmq.files import write_file
+from llmq.options import OPTIONS
+from llmq.options_io import make_config
+
+GIB = 1 << 30
+_FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
+_DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps eval_num_steps"
+# Options that change nothing here: which data there is, and what is written when.
+_WITHOUT_EFFECT = {
+    opt.flags[0]
+    for name, opt in OPTIONS.items()
+    if opt.group == OPTIONS["log_file"].group or name in _DATA.split()
+}
+
+EXPLANATION = """\
+Tokens are random. tok/s: median of the repeats; ±: their range over the median. SOL: of the data
+sheet's peak, by llm.q's formula. TFLOP/s: of the model, recomputation not counted. memory: in use
+on the whole GPU, and its ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 -
+(all launches of a step, timed one by one, added up) / (a step). Python: host time without waits, of
+a step. waits: of the host for the GPU within a step. start: from the command to the end of the
+first step."""
+
+# ------------------------------------------------------------------------------------------------
+# Configurations
+
+
+def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
+    """The options of every run, by flag name without dashes.
+
+    given: from the command line; wins. file: YAML or JSON with options of all runs, and under
+    `runs` a list of mappings with those of each. A list as a value stands for one run with each
+    of its elements. Raises ConfigError.
+    """
+    shared = {} if file is None else _read_mapping(file)
+    runs = shared.pop("runs", [{}])
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise ConfigError(f"--config: {file}: runs must be a list of mappings of options")
+    expanded = []
+    for run in runs:
+        options = {"from-scratch": True} | _by_flag(shared) | _by_flag(run) | given
+        choices = [
+            [(key, value) for value in (values if isinstance(values, list) else [values])]
+            for key, values in options.items()
+        ]
+        expanded += [dict(choice) for choice in itertools.product(*choices)]
+    for options in expanded:
+        for key in options:
+            if key in _WITHOUT_EFFECT:
+                raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
+        make_config(options)  # what is wrong comes up before the first run
+    return expanded
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    import yaml  # here, so that --help does not wait for it
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"--config: {file} is not valid: {message}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {file} must hold one mapping of options")
+    return content
+
+
+def _by_flag(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options under each one's first flag; unknown ones are left to make_config."""
+    flags = {str(key).replace("_", "-"): value for key, value in options.items()}
+    return {_FIRST_FLAG.get(flag, flag): value for flag, value in flags.items()}
+
+
+def describe(options: dict[str, Any]) -> dict[str, Any]:
+    """What a run is told apart by, and its remaining options as flags."""
+    config = make_config(options)
+    columns = {
+        "model": config.model.rsplit("/", 1)[-1],
+        "dtype": config.model_dtype,
+        "batch": config.batch_size,
+        "accumulation": config.grad_accumulation,
+        "seq_len": config.seq_len,
+        "gpus": max(config.gpus, 1),
+    }
+    shown = {"model", "model-dtype", "batch-size", "grad-accumulation", "from-scratch", "device"}
+    rest = {key: value for key, value in options.items() if key not in shown}
+    return columns | {"flags": {key: _flag(key, value) for key, value in rest.items()}}
+
+
+def _flag(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{key}" if value else f"--no-{key}"
+    return f"--{key}={value}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Running
+
+
+def run_child(options: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
+    """What one child measured: `status` and the rest as llmq/measure.py writes it."""
+    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
+        path = Path(folder) / "result.json"
+        job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
+        command = [sys.executable, "-m", "llmq.measure", str(path)]
+        # Whatever a library prints goes to standard error, where our progress is.
+        done = subprocess.run(command, input=json.dumps(job), text=True, stdout=2)
+        if path.exists():
+            return json.loads(path.read_text())
+    return {"status": "failed", "message": f"the process ended with status {done.returncode}"}
+
+
+def run_bench(
+    given: dict[str, Any],
+    file: Path | None,
+    *,
+    out: Path,
+    peers: Path | None,
+    steps: int,
+    repeats: int,
+    argv: list[str],
+) -> None:
+    """Measure every configuration, write `out`.md and `out`.json, and print the table.
+
+    given, file: as for read_runs. peers: JSON with `runs` of other programs and `floors`. steps:
+    timed in each of the repeats. Both files are written after every run. Raises LlmqError at the
+    end if a run failed; one that does not fit into memory is noted and left out.
+    """
+    runs = read_runs(given, file)
+    facts = {"runs": [], "floors": []} if peers is None else _read_facts(peers)
+    report = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["llmq", *argv[1:]]),
+        "steps": steps,
+        "repeats": repeats,
+        "machine": None,
+        "runs": [],
+    }
+    for index, options in enumerate(runs, 1):
+        run = describe(options) | {"options": options}
+        print(f"[{index}/{len(runs)}] {_title(run)} ...", file=sys.stderr, flush=True)
+        outcome = run_child(options, steps, repeats)
+        report["machine"] = outcome.pop("machine", None) or report["machine"]
+        device = (report["machine"] or {}).get("device")
+        run |= outcome | {"peers": _peers(facts, device, run), "floor": _floor(facts, device, run)}
+        report["runs"].append(run)
+        said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
+        print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
+        write_file(out.with_name(out.name + ".json"), json.dumps(report, indent=1) + "\n")
+        write_file(out.with_name(out.name + ".md"), markdown(report))
+    print(markdown(report))
+    failed = sum(run["status"] == "failed" for run in report["runs"])
+    if failed:
+        raise LlmqError(f"{failed} of {len(runs)} runs failed, {out}.md says why")
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {"runs": list(facts["runs"]), "floors": list(facts["floors"])}
+    except OSError as error:
+        raise ConfigError(f"--peers: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--peers: {path} is not a list of runs and floors ({error!r})") from None
+
+
+def _peers(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
+    """Tokens per second of other programs on the same machine with the same batch, by name."""
+    keys = ("gpus", "model", "dtype", "batch", "accumulation")
+    return {
+        peer["system"]: peer["tps"]
+        for peer in facts["runs"]
+        if peer["device"] == device and _same(peer, run, keys)
+    }
+
+
+def _floor(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> float | None:
+    """Tokens per second of nothing but products and attention, the products tuned if known."""
+    for floor in facts["floors"]:
+        same = _same(floor, run, ("model", "seq_len"))
+        if same and floor["device"] == device and run["gpus"] == 1:
+            name = f"tps_{run['dtype']}"
+            return floor.get(f"{name}_tuned", floor.get(name))
+    return None
+
+
+def _same(fact: dict[str, Any], run: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(str(fact[key]).lower() == str(run[key]).lower() for key in keys)
+
+
+# ------------------------------------------------------------------------------------------------
+# The table
+
+
+def _title(run: dict[str, Any]) -> str:
+    return f"{run['model']} {run['dtype']} {run['batch']} x {run['accumulation']}"
+
+
+def _over(run: dict[str, Any], other: float | None) -> str:
+    """Another speed, and ours in relation to it."""
+    if other is None:
+        return ""
+    return f"{other / 1e3:.1f}k ({run['result']['tokens_per_second'] / other:.2f}x)"
+
+
+def _memory(run: dict[str, Any]) -> str:
+    memory = run["result"]["memory"]
+    used, planned = memory["used"], memory["planned"]
+    text = f"{planned / GIB:.2f}" if used is None else f"{used / GIB:.2f} ({used / planned:.3f}x)"
+    return text + ("" if memory["as_planned"] else "*")
+
+
+def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """The cell of a number of the result; empty where it is not known."""
+
+    def cell(run: dict[str, Any]) -> str:
+        value = run["result"][name]
+        return "" if value is None else form.format(value)
+
+    return cell
+
+
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tok/s": _number("tokens_per_second", "{:,.0f}"),
+    "±": _number("spread", "{:.1%}"),
+    "SOL": _number("sol_percent", "{:.1f}%"),
+    "TFLOP/s": _number("tflops", "{:.3g}"),
+    "of floor": lambda run: _over(run, run["floor"]),
+    "memory, GiB": _memory,
+    "mJ/token": lambda run: _millijoules(run["result"]["joules_per_token"]),
+    "idle": _number("kernel_idle", "{:.1%}"),
+    "Python": _number("python_busy", "{:.1%}"),
+    "waits": _number("waits_per_step", "{}"),
+    "start, s": _number("first_step_seconds", "{:.1f}"),
+}
+
+
+def _millijoules(joules: float | None) -> str:
+    return "" if joules is None else f"{1e3 * joules:.2f}"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people. Flags that all runs share stand above the table."""
+    runs = report["runs"]
+    flags = [run["flags"] for run in runs]
+    shared = {k: v for k, v in flags[0].items() if all(f.get(k) == v for f in flags)}
+    systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
+    measured = [run for run in runs if run["status"] == "ok"]
+    cells = [
+        {
+            "model": run["model"],
+            "dtype": run["dtype"],
+            "batch": f"{run['batch']} x {run['accumulation']}",
+            "flags": " ".join(v for k, v in run["flags"].items() if k not in shared),
+            **{name: cell(run) for name, cell in _COLUMNS.items()},
+            **{name: _over(run, run["peers"].get(name)) for name in systems},
+        }
+        for run in measured
+    ]
+    names = [n for n in (cells[0] if cells else []) if any(row[n] for row in cells)]
+    rows = [names, ["---"] * len(names), *([row[name] for name in names] for row in cells)]
+    table = ["| " + " | ".join(row) + " |" for row in rows] if cells else []
+    notes = [
+        f"- {_title(run)}: {run['status']}: {run['message']}"
+        for run in runs
+        if run["status"] != "ok"
+    ]
+    blocks = [
+        _heading(report),
+        f"All runs: {' '.join(shared.values())}" if shared else "",
+        "\n".join(table),
+        "\n".join(notes),
+        EXPLANATION,
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _heading(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    lines = [
+        f"`{report['command']}`, {report['date']}, {report['repeats']} x {report['steps']} steps"
+    ]
+    if machine is not None:
+        driver = "" if machine["gpu"] is None else f", driver {machine['gpu']['driver']}"
+        lines.insert(0, f"# {machine['device']}{driver}\n")
+        lines.append("; ".join(f"{name} {value}" for name, value in machine["versions"].items()))
+    return "\n".join(lines)

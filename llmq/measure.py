@@ -1,0 +1,184 @@
+"""How fast the real step is: one configuration on random tokens, timed in a process of its own.
+
+`python -m llmq.measure RESULT` reads a job as JSON from standard input: `options` by flag name,
+`steps` and `repeats` to time, and `started`, the time at which the process was asked for. It writes
+JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or `result` and
+`machine`.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import platform
+import pstats
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq import __version__
+from llmq.config import ModelConfig
+from llmq.errors import LlmqError
+from llmq.files import write_file
+from llmq.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
+from llmq.options import TrainConfig
+from llmq.options_io import make_config
+from llmq.plan import OutOfMemory
+from llmq.presets import resolve_model
+from llmq.runtime.gpu_info import gpu_info, library_versions
+from llmq.runtime.timing import LaunchTime, time_launches
+from llmq.sol import flops_per_token
+from llmq.step import Batch, Result
+from llmq.trainer import Trainer
+
+WARM_UP = 3  # steps: launched one by one, captured, replayed
+EXTRA_STEPS = 3  # after the timed ones: one for the host's profile, two for that of the launches
+
+
+def open_trainer(options: dict[str, Any], steps: int) -> Trainer:
+    """A trainer with its weights. options: by flag name; steps: how many will be run."""
+    config = make_config(options | {"steps": steps})
+    model, model_dir = resolve_model(config.model, config.from_scratch)
+    trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
+    trainer.load_weights()
+    return trainer
+
+
+def random_batches(config: TrainConfig, model: ModelConfig) -> list[Batch]:
+    """The micro-batches of one step: int32 inputs and targets (B, T), all tokens equally likely."""
+    rng = np.random.default_rng(0)
+    shape = (2, config.batch_size, config.seq_len)
+    return [
+        tuple(rng.integers(0, model.vocab_size, shape, np.int32))
+        for _ in range(config.grad_accumulation)
+    ]
+
+
+def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:
+    """Seconds a step, results read one step late as in training; and the last result."""
+    trainer.dev.synchronize()
+    start, ticket = time.perf_counter(), None
+    for _ in range(count):
+        previous, ticket = ticket, trainer.enqueue_step(batches)
+        if previous is not None:
+            trainer.result(previous)
+    result = trainer.result(ticket)
+    return (time.perf_counter() - start) / count, result
+
+
+def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
+    """Seconds of Python in a step, without waits; how often it waited for the GPU (None: no GPU).
+
+    Measured under cProfile, so the seconds are a little too many.
+    """
+    dev, profile = trainer.dev, cProfile.Profile()
+    dev.synchronize()
+    waits = dev.sync_calls if dev.kind == "cuda" else None
+    start = time.perf_counter()
+    ticket = profile.runcall(trainer.enqueue_step, batches)
+    seconds = time.perf_counter() - start
+    waits = None if waits is None else dev.sync_calls - waits
+    trainer.result(ticket)
+    rows = pstats.Stats(profile).stats.items()
+    waiting = sum(row[3] for (_, _, function), row in rows if function == "synchronize")
+    return max(seconds - waiting, 0.0), waits
+
+
+def launch_times(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
+    """Every launch of a step, timed by itself."""
+    trainer.enqueue_step(batches)  # so that the host is ahead of the device
+    return time_launches(trainer.dev, lambda: trainer.step(batches))
+
+
+def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
+    """The part of a step in which none of its launches runs."""
+    return 1 - sum(launch.ms for launch in launches) / 1e3 / step_seconds
+
+
+def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -> dict[str, Any]:
+    """`result` and `machine` of one run; see llmq/bench.py for what the numbers mean."""
+    with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS) as trainer:
+        config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
+        batches = random_batches(config, trainer.model)
+        trainer.step(batches)
+        first_step = time.time() - started
+        for _ in range(WARM_UP - 1):
+            trainer.step(batches)
+        monitor = open_monitor(dev)
+        energy = None if monitor is None else monitor.joules()
+        timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
+        used = None if energy is None else monitor.joules() - energy
+        gpu = None if monitor is None else monitor.sample()
+        seconds = [pair[0] for pair in timed]
+        step, loss = statistics.median(seconds), timed[-1][1].loss
+        if not np.isfinite(loss):
+            raise LlmqError(f"the loss became {loss}, so its speed means nothing")
+        light = speed_of_light(config, trainer.model, dev.spec.name)
+        flops = sum(asdict(flops_per_token(trainer.model, config.seq_len)).values())
+        python = waits = idle = None
+        if dev.kind == "cuda":  # on the CPU the host's work is all there is
+            python, waits = host_work(trainer, batches)
+            idle = idle_share(launch_times(trainer, batches), step)
+        result = {
+            "tokens_per_second": tokens / step,
+            "spread": (max(seconds) - min(seconds)) / step,
+            "step_seconds": seconds,
+            "sol_percent": None if light is None else light.percent(tokens, step * 1e3),
+            "tflops": flops * tokens / step / 1e12,
+            "memory": _memory(trainer),
+            "joules_per_token": None if used is None else used / (tokens * steps * repeats),
+            "kernel_idle": idle,
+            "python_busy": None if python is None else python / step,
+            "waits_per_step": waits,
+            "first_step_seconds": first_step,
+            "loss": loss,
+            "gpu": gpu,
+        }
+        machine = _machine(trainer, monitor)
+        if monitor is not None:
+            monitor.close()
+    return {"result": result, "machine": machine}
+
+
+def _memory(trainer: Trainer) -> dict[str, Any]:
+    """Bytes: planned, and in use on the whole GPU; whether arenas and stack are as planned."""
+    memory = {
+        "planned": trainer.plan.usage.device_bytes,
+        "as_planned": trainer.usage.sizes == trainer.plan.usage.sizes,
+        "used": None,
+    }
+    if trainer.dev.kind == "cuda":
+        info = gpu_info(trainer.dev.index)
+        memory["used"] = info.memory - info.free
+    return memory
+
+
+def _machine(trainer: Trainer, monitor: GpuMonitor | None) -> dict[str, Any]:
+    """What the run depended on besides the options."""
+    versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    dev = trainer.dev
+    if dev.kind != "cuda":
+        return {"device": dev.spec.name, "gpu": None, "versions": versions}
+    gpu = system_record(dev.index, gpu_info(dev.index), monitor)
+    return {"device": dev.spec.name, "gpu": gpu, "versions": versions | library_versions()}
+
+
+def main() -> None:
+    """The child: see the top of this file."""
+    job = json.load(sys.stdin)
+    try:
+        outcome = {"status": "ok"} | measure(**job)
+    except OutOfMemory as error:
+        outcome = {"status": "does not fit", "message": str(error)}
+    except LlmqError as error:
+        outcome = {"status": "failed", "message": str(error)}
+    write_file(Path(sys.argv[1]), json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

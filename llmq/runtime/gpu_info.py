@@ -1,0 +1,92 @@
+"""What a GPU and the libraries on it are, for reports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """One GPU as CUDA sees it. Sizes in bytes; shared_mem is that of one multiprocessor.
+
+    bus_id: its place in the machine, by which NVML finds it whatever CUDA_VISIBLE_DEVICES says.
+    cuda_driver, cuda_runtime: releases, 1000 * major + 10 * minor.
+    """
+
+    name: str
+    bus_id: str
+    sm_count: int
+    major: int
+    minor: int
+    memory: int
+    free: int
+    l2_size: int
+    shared_mem: int
+    ecc: bool
+    cuda_driver: int
+    cuda_runtime: int
+
+
+def gpu_info(index: int) -> GpuInfo:
+    """GPU `index`, which must be usable and the calling thread's current one."""
+    from cupy_backends.cuda.api import runtime
+
+    properties = runtime.getDeviceProperties(index)
+    free, memory = runtime.memGetInfo()
+    return GpuInfo(
+        name=properties["name"].decode(),
+        bus_id=runtime.deviceGetPCIBusId(index),
+        sm_count=properties["multiProcessorCount"],
+        major=properties["major"],
+        minor=properties["minor"],
+        memory=memory,
+        free=free,
+        l2_size=properties["l2CacheSize"],
+        shared_mem=properties["sharedMemPerMultiprocessor"],
+        ecc=bool(properties["ECCEnabled"]),
+        cuda_driver=runtime.driverGetVersion(),
+        cuda_runtime=runtime.runtimeGetVersion(),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """Releases of the CUDA libraries in use; those that do not load are left out."""
+    versions = {}
+    for name, read in _LIBRARIES.items():
+        with contextlib.suppress(Exception):  # the loaders raise what they like
+            versions[name] = str(read())
+    return versions
+
+
+def _cupy() -> str:
+    import cupy
+
+    return cupy.__version__
+
+
+def _nvrtc() -> str:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return ".".join(str(part) for part in nvrtc.getVersion())
+
+
+def _cublaslt() -> int:
+    from nvmath.bindings import cublasLt
+
+    return cublasLt.get_version()
+
+
+def _cudnn() -> int:
+    import cudnn
+
+    return cudnn.backend_version()
+
+
+_LIBRARIES: dict[str, Callable[[], object]] = {
+    "CuPy": _cupy,
+    "NVRTC": _nvrtc,
+    "cuBLASLt": _cublaslt,
+    "cuDNN": _cudnn,
+}

@@ -1,0 +1,133 @@
+"""How long work on a device takes: marks in a stream, and every launch of a function by itself."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel
+from llmq.runtime.tensor import Tensor
+
+CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
+
+
+class Marks:
+    """Points in a device's current stream, and the time between them.
+
+    On a GPU they are events, on the host readings of the clock.
+    """
+
+    def __init__(self, dev: Device):
+        self._dev = dev
+        self._api = dev._runtime if dev.kind == "cuda" else None
+        self._marks: list[Any] = []
+
+    def mark(self) -> int:
+        """Mark the current end of the current stream; returns the mark's index."""
+        if self._api is None:
+            self._marks.append(time.perf_counter())
+        else:
+            event = self._api.eventCreate()
+            self._api.eventRecord(event, self._dev.stream)
+            self._marks.append(event)
+        return len(self._marks) - 1
+
+    def milliseconds(self, first: int, second: int) -> float:
+        """Between two marks that the device has passed: synchronize first."""
+        first, second = self._marks[first], self._marks[second]
+        if self._api is None:
+            return (second - first) * 1e3
+        return self._api.eventElapsedTime(first, second)
+
+    def close(self) -> None:
+        """Free the events."""
+        if self._api is not None:
+            for event in self._marks:
+                self._api.eventDestroy(event)
+        self._marks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTime:
+    """One launch. traffic: bytes that it must move, as the kernel declares them."""
+
+    name: str
+    ms: float
+    traffic: int
+    flops: int
+
+
+def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
+    """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
+
+    What a pair of marks costs by itself is taken off. The host must stay ahead of the device, as
+    it does once the device has work for a few milliseconds, or gaps count as time of the launches.
+    """
+    marks = Marks(dev)
+    spans: list[tuple[str, int, int, int, int]] = []
+
+    def timed(call: Callable[..., None], describe: Callable[..., tuple]) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            first = marks.mark()
+            call(*args, **options)
+            spans.append((*describe(*args, **options), first, marks.mark()))
+
+        return run
+
+    wrapped = {"launch": _launched, "copy": _copied, "zero": _zeroed}
+    with _without_graphs(dev):
+        for name, describe in wrapped.items():
+            setattr(dev, name, timed(getattr(dev, name), describe))
+        try:
+            fn()
+        finally:
+            for name in wrapped:
+                delattr(dev, name)  # what the class defines is seen again
+        empty = [marks.mark() for _ in range(CALIBRATIONS)]
+        dev.synchronize()
+    own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
+    times = [
+        LaunchTime(name, max(marks.milliseconds(first, second) - own, 0.0), traffic, flops)
+        for name, traffic, flops, first, second in spans
+    ]
+    marks.close()
+    return times
+
+
+@contextmanager
+def _without_graphs(dev: Device) -> Iterator[None]:
+    if dev.kind != "cuda":
+        yield
+        return
+    before, dev.use_graphs = dev.use_graphs, False
+    try:
+        yield
+    finally:
+        dev.use_graphs = before
+
+
+def _launched(
+    kernel: Kernel, grid: Any, block: Any, args: tuple, *, flops: int = 0, **_: Any
+) -> tuple[str, int, int]:
+    """Name, traffic and FLOPs; matrix products are told apart by what they multiply."""
+    name = kernel.entry
+    if kernel.file == "matmul":
+        value = dict(zip((a.name for a in kernel.declared), args, strict=True))
+        transposed = "".join("t" if value[flag] else "n" for flag in ("trans_a", "trans_b"))
+        name = f"{name} {transposed} {value['M']}x{value['N']}x{value['K']}"
+        name += " accumulate" if value["accumulate"] else ""
+    return name, kernel.traffic(args), flops
+
+
+def _copied(dst: Tensor, src: Tensor) -> tuple[str, int, int]:
+    return "copy", dst.nbytes + src.nbytes, 0
+
+
+def _zeroed(tensor: Tensor) -> tuple[str, int, int]:
+    return "zero", tensor.nbytes, 0

@@ -1,0 +1,151 @@
+"""Attention through cuDNN: with a stand-in for the library, and the sizes measured on a GPU."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.ops import attention
+from llmq.runtime.cudnn import CudnnAttention, backward_workspace_bytes
+from llmq.runtime.host_device import HostDevice
+from tests.harness import SIZES, host_device, run
+from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
+
+STREAM = 5
+CASE = (2, 11, 4, 2, 32)  # B, T, Hq, Hkv, Hd
+# B, T, Hq, Hkv, Hd; MiB that cuDNN 9.19 asked for on an H100, without and with determinism
+MEASURED = [
+    ((32, 1024, 14, 2, 64), 225, 1009),
+    ((32, 1024, 12, 2, 128), 385, 961),
+    ((16, 1024, 28, 4, 128), 449, 1121),
+    ((4, 8192, 12, 2, 128), 385, 6337),
+]
+
+
+class LibraryDevice(HostDevice):
+    """A host device that hands attention to the library, as CudaDevice does."""
+
+    def __init__(self, library):
+        super().__init__(SIZES, poison=True)
+        self.library = library
+
+    def launch(self, kernel, grid, block, args, **options):
+        assert kernel.file == "attention"
+        kernel.bind(args)
+        getattr(self.library, kernel.entry.removeprefix("attention_"))(STREAM, *args)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    library = FakeCudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", library)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    return library
+
+
+@pytest.mark.parametrize("shape, any_order, deterministic", MEASURED)
+def test_workspace_estimate(shape, any_order, deterministic):
+    for mib, estimate in (
+        (any_order, backward_workspace_bytes(*shape, deterministic=False)),
+        (deterministic, backward_workspace_bytes(*shape, deterministic=True)),
+    ):
+        assert mib * 2**20 <= estimate <= (mib + 2) * 2**20
+
+
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("shape", [*(m[0] for m in MEASURED), (3, 100, 6, 2, 80), (1, 1, 2, 1, 64)])
+def test_workspace_estimate_on_this_gpu(dev, shape):
+    library = CudnnAttention(0)
+    for deterministic in (False, True):
+        forward, backward = library.workspace_bytes(*shape, deterministic)
+        assert forward <= attention.forward_workspace_bytes(*shape)
+        assert backward <= backward_workspace_bytes(*shape, deterministic)
+    library.close()
+
+
+def _arrays(rng):
+    batch, seq_len, heads, kv_heads, head_dim = CASE
+    qkv = rng.normal(size=(batch, seq_len, heads + 2 * kv_heads, head_dim))
+    d_out = rng.normal(size=(batch, seq_len, heads, head_dim))
+    nan = np.array(np.nan, BF16.numpy)
+    return {
+        "d_qkv": np.full_like(qkv, nan, BF16.numpy),
+        "d_out": d_out.astype(BF16.numpy),
+        "out": np.full_like(d_out, nan, BF16.numpy),
+        "lse": np.full((batch, heads, seq_len), np.nan, np.float32),
+        "qkv": qkv.astype(BF16.numpy),
+    }
+
+
+def _forward_backward(dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn"):
+    attention.forward(dev, out, lse, qkv, 4, 2, backend=backend)
+    options = {"backend": backend, "deterministic": deterministic}
+    attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, **options)
+
+
+def test_addresses_and_layouts(rng, fake):
+    """The stand-in reads and writes what the graph describes; exactly the reference's result."""
+    arrays = _arrays(rng)
+    got = run(LibraryDevice(CudnnAttention(0)), _forward_backward, arrays)
+    want = run(host_device(), _forward_backward, arrays)
+    for name in arrays:
+        np.testing.assert_array_equal(got[name], want[name])
+    assert [stream for stream, _ in fake.executed] == [STREAM, STREAM]
+    for _, options in fake.executed:
+        assert options["attn_scale"] == 32**-0.5
+        assert options["diagonal_band_right_bound"] == 0
+
+
+def test_graphs_are_built_once(rng, fake):
+    library = CudnnAttention(0)
+    dev = LibraryDevice(library)
+    for _ in range(2):
+        run(dev, _forward_backward, _arrays(rng))
+    assert fake.built == 2
+
+    def any_order(dev, **tensors):
+        _forward_backward(dev, **tensors, deterministic=False)
+
+    run(dev, any_order, _arrays(rng))
+    assert fake.built == 3
+    chosen = [options.get("use_deterministic_algorithm") for _, options in fake.executed]
+    assert chosen == [None, True, None, True, None, False]
+    library.close()
+    assert fake.open == 0
+
+
+def test_workspace_larger_than_planned(rng, fake):
+    fake.workspace = 1 << 30
+    with pytest.raises(LlmqError, match="asks for a workspace of 1073741824 bytes"):
+        run(LibraryDevice(CudnnAttention(0)), _forward_backward, _arrays(rng))
+
+
+def test_sizes_that_the_library_refuses(rng, fake):
+    fake.refuses = True
+    with pytest.raises(LlmqError, match=r"\(2, 11, 4, 2, 32\) \(no engine\); use the native"):
+        run(LibraryDevice(CudnnAttention(0)), _forward_backward, _arrays(rng))
+
+
+def test_supported(fake):
+    library = CudnnAttention(0)
+    assert library.supported(90, BF16, 128) is None
+    assert "compute capability 7.5" in library.supported(75, BF16, 128)
+    assert "needs BF16, not F32" in library.supported(90, F32, 128)
+    assert "head size 256" in library.supported(90, BF16, 256)
+    fake.version = 8900
+    assert "cuDNN 8900 is older" in library.supported(90, BF16, 128)
+
+
+def test_missing_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.raises(LlmqError, match="install nvidia-cudnn-cu12 and nvidia-cudnn-frontend"):
+        CudnnAttention(0)
+
+
+def test_workspace_is_taken_from_the_stack(rng, fake):
+    dev = LibraryDevice(CudnnAttention(0))
+    run(dev, _forward_backward, _arrays(rng))
+    assert dev.stack.high_water_mark == backward_workspace_bytes(*CASE)
+    assert dev.stack.high_water_tensors[0][0] == "cudnn_workspace"
