@@ -291,7 +291,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"All runs: {' '.join(shared.values())}" if shared else "",
         "\n".join(table),
         "\n".join(notes),
-        EXPLANATION,
+        EXPLANATION if cells else "",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -302,7 +302,8 @@ def _heading(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {report['date']}, {report['repeats']} x {report['steps']} steps"
     ]
     if machine is not None:
-        driver = "" if machine["gpu"] is None else f", driver {machine['gpu']['driver']}"
-        lines.insert(0, f"# {machine['device']}{driver}\n")
+        driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
+        device = machine["device"] + (f", driver {driver}" if driver else "")
+        lines.insert(0, f"# {device}\n")
         lines.append("; ".join(f"{name} {value}" for name, value in machine["versions"].items()))
     return "\n".join(lines)

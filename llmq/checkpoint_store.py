@@ -57,9 +57,8 @@ def clean_old(directory: Path, keep_n: int, major: int) -> list[Path]:
         gone += [found[step] for step in minors[:-keep_n]]
     for path in gone:
         with disk_errors(path):
-            (path / MANIFEST).unlink(
-                missing_ok=True
-            )  # first, so that half a checkpoint is never taken for one
+            # First, so that half a checkpoint is never taken for a whole one.
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
     return gone
 

@@ -114,9 +114,7 @@ def plan(
 @app.command()
 def tokenize(
     inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines or Parquet files, globs.")],
-    tokenizer: Annotated[
-        str, typer.Option(help="bytes, or a folder with tokenizer.json.")
-    ],
+    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
     eval_fraction: Annotated[

@@ -59,10 +59,12 @@ class Head:
         z_loss: float,
         d_residual: Tensor,
         d_norm: Tensor,
+        abs_max: Tensor | None,
     ) -> None:
         """Per-token losses, the head's gradients, and d_residual (rows, C) for the last block.
 
-        d_norm (rows, C) is scratch. The loss is the sum over tokens; nothing is divided here.
+        d_norm (rows, C) is scratch. abs_max F32 (1,): max'ed with the largest absolute value of
+        d_residual. The loss is the sum over tokens; nothing is divided here.
         """
         for start, stop in self._chunks():
             with self._logits(start, stop, lm_head) as logits:
@@ -79,7 +81,8 @@ class Head:
                 target = d_lm_head._replace(accumulate=accumulate)
                 linear.weight_gradient(self.dev, target, logits, self.out.rows(start, stop))
                 matmul(self.dev, d_norm.rows(start, stop), logits, lm_head)
-        norm.backward(self.dev, w, g, "norm", d_residual, d_norm, self.residual, self.stats, None)
+        args = (d_residual, d_norm, self.residual, self.stats, None)
+        norm.backward(self.dev, w, g, "norm", *args, abs_max)
 
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks

@@ -215,7 +215,9 @@ def export_model(
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = (_CONFIG_FILE, "model.safetensors", INDEX_FILE, "model-*-of-*.safetensors")
+    replaces = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
+    if _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None:
+        replaces += HfTokenizer.FILES
     with staged_directory(out_dir, replaces) as staging:
         _write_json(staging / _CONFIG_FILE, config.to_hf(option))
         _write_json(staging / "generation_config.json", _generation_config(config))
@@ -229,11 +231,15 @@ def export_model(
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     """Copy whatever tokenizer files a model directory has; returns their names."""
-    names = [name for name in HfTokenizer.FILES if (source / name).is_file()]
+    names = _tokenizer_names(source)
     for name in names:
         with disk_errors(target / name):
             shutil.copyfile(source / name, target / name)
     return names
+
+
+def _tokenizer_names(source: Path) -> list[str]:
+    return [name for name in HfTokenizer.FILES if (source / name).is_file()]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from llmq.config import ModelConfig
 from llmq.dtypes import DType
 from llmq.grads import Gradients
 from llmq.head import Head
+from llmq.operands import Fp8Options
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
 from llmq.weights import Weights
@@ -22,6 +23,7 @@ class ModelOptions:
     micro_batch: int
     seq_len: int
     dtype: DType
+    fp8: Fp8Options | None
     z_loss: float
     recompute: Recompute
     lmhead_chunks: int
@@ -41,6 +43,7 @@ class Model:
             config,
             options.recompute,
             options.dtype,
+            options.fp8,
             B,
             T,
             attention_backend=options.attention_backend,
@@ -62,6 +65,7 @@ class Model:
     def forward(self, tokens: Tensor) -> None:
         """Tokens to the output of the final norm."""
         weights = self.weights
+        self.blocks.operands.start()
         weights.gather("embed")
         residual = self.blocks.layers[0].residual.view(*tokens.shape, self.config.hidden_size)
         embedding.forward(self.dev, weights.get("embed"), residual, tokens)
@@ -121,6 +125,7 @@ class Model:
             self.options.z_loss,
             self.d_residual,
             self.d_norm,
+            self.blocks.operands.abs_max(self._layers[-1], "d_mlp"),
         )
         for name in {slab, "head"}:
             weights.release(name)

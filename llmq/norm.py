@@ -38,13 +38,15 @@ def forward(
     out: Tensor,
     stats: Stats,
     x: Tensor,
+    abs_max: Tensor | None = None,
 ) -> None:
-    """out (rows, C) = norm(x)."""
+    """out (rows, C) = norm(x). abs_max F32 (1,): max'ed with the largest absolute value of out."""
     if stats.mean is None:
-        rmsnorm.forward(dev, out, stats.rstd, x, w[key], config.norm_eps)
+        args = (x, w[key], config.norm_eps)
+        rmsnorm.forward(dev, out, stats.rstd, *args, abs_max=abs_max)
     else:
         args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward(dev, out, stats.mean, stats.rstd, *args)
+        layernorm.forward(dev, out, stats.mean, stats.rstd, *args, abs_max=abs_max)
 
 
 def forward_residual(
@@ -57,14 +59,19 @@ def forward_residual(
     stats: Stats,
     residual: Tensor,
     branch: Tensor,
+    abs_max: Tensor | None = None,
 ) -> None:
-    """residual_out = residual + branch; out = norm(residual_out); all (rows, C)."""
+    """residual_out = residual + branch; out = norm(residual_out); all (rows, C).
+
+    abs_max F32 (1,): max'ed with the largest absolute value of out.
+    """
     if stats.mean is None:
-        args = (residual, branch, w[key], config.norm_eps)
-        rmsnorm.forward_residual(dev, residual_out, out, stats.rstd, *args)
+        args = (residual_out, out, stats.rstd, residual, branch, w[key], config.norm_eps)
+        rmsnorm.forward_residual(dev, *args, abs_max=abs_max)
     else:
-        args = (residual, branch, w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward_residual(dev, residual_out, out, stats.mean, stats.rstd, *args)
+        args = (residual_out, out, stats.mean, stats.rstd, residual, branch)
+        args += (w[key], w[f"{key}_bias"], config.norm_eps)
+        layernorm.forward_residual(dev, *args, abs_max=abs_max)
 
 
 def backward(
@@ -77,11 +84,16 @@ def backward(
     x: Tensor,
     stats: Stats,
     d_residual: Tensor | None,
+    abs_max: Tensor | None = None,
 ) -> None:
-    """d_x (rows, C) = the norm's input gradient + d_residual (may be d_x itself)."""
+    """d_x (rows, C) = the norm's input gradient + d_residual (may be d_x itself).
+
+    abs_max F32 (1,): max'ed with the largest absolute value of d_x.
+    """
     if stats.mean is None:
-        rmsnorm.backward(dev, d_x, g[key], d_out, x, w[key], stats.rstd, d_residual)
+        args = (d_x, g[key], d_out, x, w[key], stats.rstd, d_residual)
+        rmsnorm.backward(dev, *args, abs_max=abs_max)
     else:
-        grads = (g[key], g[f"{key}_bias"])
-        args = (d_out, x, w[key], stats.mean, stats.rstd, d_residual)
-        layernorm.backward(dev, d_x, *grads, *args)
+        args = (d_x, g[key], g[f"{key}_bias"], d_out, x, w[key])
+        args += (stats.mean, stats.rstd, d_residual)
+        layernorm.backward(dev, *args, abs_max=abs_max)

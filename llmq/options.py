@@ -21,6 +21,8 @@ from llmq.option_types import (
 from llmq.schedule import SCHEDULES
 
 _DTYPES = ("bf16", "fp32")
+_FP8 = ("e4m3", "e5m2")
+_FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
@@ -59,6 +61,20 @@ class TrainConfig:
         "Format in which gradients are summed; as --model-dtype if not given",
         parse=parse_dtype_name,
         choices=_DTYPES,
+    )
+    matmul_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format in which the products of the blocks run; as --model-dtype if not given",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, "e4m3"),
+    )
+    gradient_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format of output gradients in these products; as --matmul-dtype if not given",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, *_FP8),
     )
     seed: int = option(
         _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
@@ -226,6 +242,8 @@ class TrainConfig:
                 values[name] = opt.convert(values[name])
         values["master_dtype"] = values["master_dtype"] or values["model_dtype"]
         values["grad_accum_dtype"] = values["grad_accum_dtype"] or values["model_dtype"]
+        values["matmul_dtype"] = values["matmul_dtype"] or values["model_dtype"]
+        values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
         for implying, implied in _IMPLICATIONS:
@@ -264,6 +282,7 @@ class TrainConfig:
         ):
             if self.model_dtype == "fp32" and dtype == "bf16":
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
+        self._validate_matmul()
         if self.steps >= 0 and self.epochs is not None:
             raise ConfigError("--epochs: excludes --steps, give one of them")
         if self.init_proj_to_zero and not self.from_scratch:
@@ -274,6 +293,25 @@ class TrainConfig:
             raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
         return self
 
+    def _validate_matmul(self) -> None:
+        """The products run in the model's format, or in fp8 with fp8 output gradients."""
+        legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
+        if self.matmul_dtype not in legal:
+            raise ConfigError(
+                f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
+                f"{self.model_dtype}, use {' or '.join(legal)}"
+            )
+        if self.matmul_dtype == "e4m3" and self.gradient_dtype not in _FP8:
+            raise ConfigError(
+                f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
+                f"{self.gradient_dtype}"
+            )
+        if self.matmul_dtype != "e4m3" and self.gradient_dtype != self.matmul_dtype:
+            raise ConfigError(
+                f"--gradient-dtype: {self.gradient_dtype} needs --matmul-dtype e4m3, which is "
+                f"{self.matmul_dtype}"
+            )
+
     def validate_with(self, model: ModelConfig) -> TrainConfig:
         """Return self. validate(), and the options against the model they are for."""
         self.validate()
@@ -281,6 +319,20 @@ class TrainConfig:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
             )
+        if self.matmul_dtype == "e4m3":
+            sizes = {
+                "tokens of a micro-step": self.batch_size * self.seq_len,
+                "hidden_size": model.hidden_size,
+                "intermediate_size": model.intermediate_size,
+                "width of the query heads": model.num_heads * model.head_dim,
+                "width of queries, keys and values": model.qkv_channels,
+            }
+            for name, size in sizes.items():
+                if size % _FP8_MULTIPLE:
+                    raise ConfigError(
+                        f"--matmul-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but the {name} "
+                        f"is {size}"
+                    )
         return self
 
     def warnings(self) -> list[str]:

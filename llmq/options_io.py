@@ -27,9 +27,9 @@ _RENAMED = {
 }
 _BEFORE_SIZES = (
     "name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att "
-    "recompute-block lm-head-chunks attn-bwd-chunks cuda-graphs model-dtype opt-m-dtype "
-    "opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule beta-1 beta-2 grad-clip "
-    "weight-decay grad-accumulation micro-batch seq-len"
+    "recompute-block lm-head-chunks attn-bwd-chunks cuda-graphs matmul-dtype gradient-dtype "
+    "model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule "
+    "beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
 ).split()
 _BEFORE_MODEL = (
     "eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major "

@@ -12,10 +12,11 @@ import numpy as np
 
 from llmq.block import Recompute
 from llmq.config import ModelConfig
-from llmq.dtypes import parse_dtype
+from llmq.dtypes import E4M3, parse_dtype
 from llmq.errors import ConfigError, LlmqError
 from llmq.machine import MIB, PLAN_SPEC, Machine, available_host_memory, check_ranks
 from llmq.model import ModelOptions
+from llmq.operands import Fp8Options
 from llmq.optimizer import AdamWConstants
 from llmq.options import OPTIONS, TrainConfig
 from llmq.params import parameter_count
@@ -32,6 +33,13 @@ class OutOfMemory(LlmqError):
     """A plan that does not fit, with what would make it fit."""
 
 
+def fp8_options(config: TrainConfig) -> Fp8Options | None:
+    """None where the products run in the model's own format."""
+    if config.matmul_dtype != "e4m3":
+        return None
+    return Fp8Options(value=E4M3, gradient=parse_dtype(config.gradient_dtype))
+
+
 def step_options(config: TrainConfig, backend: str) -> StepOptions:
     """The part of a run's options that shapes its step. backend: "native" or "cudnn" attention."""
     return StepOptions(
@@ -39,6 +47,7 @@ def step_options(config: TrainConfig, backend: str) -> StepOptions:
             micro_batch=config.batch_size,
             seq_len=config.seq_len,
             dtype=parse_dtype(config.model_dtype),
+            fp8=fp8_options(config),
             z_loss=config.z_loss,
             recompute=Recompute(
                 swiglu=config.recompute_swiglu,

@@ -25,8 +25,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"'{path}' is not a log of llmq train: {error}") from None
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise DataError(f"'{path}' is not a log of llmq train: it holds no array of records")
-    if not any(r.get("log") == "step" for r in records):
-        raise DataError(f"'{path}' has no training steps to plot")
+    if not any(r.get("log") in ("step", "eval") for r in records):
+        raise DataError(f"'{path}' has nothing to plot: no step was made")
     return records
 
 
@@ -58,15 +58,16 @@ def run_plot(logs: list[Path], out: Path) -> None:
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="tight")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for path in logs:
+    for number, path in enumerate(logs):
         records = read_log(path)
+        color = f"C{number % 10}"  # matplotlib's names of its ten colours
         steps, losses = curve(records, "step")
-        (line,) = axes.plot(steps, smoothed(losses), label=f"{path.stem}: training")
-        axes.plot(steps, losses, color=line.get_color(), alpha=0.25, linewidth=0.8)
+        if len(steps):
+            axes.plot(steps, smoothed(losses), color=color, label=f"{path.stem}: training")
+            axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         steps, losses = curve(records, "eval")
         if len(steps):
-            label = f"{path.stem}: evaluation"
-            axes.plot(steps, losses, "o--", color=line.get_color(), label=label)
+            axes.plot(steps, losses, "o--", color=color, label=f"{path.stem}: evaluation")
     axes.grid(alpha=0.3)
     axes.legend()
     with disk_errors(out):

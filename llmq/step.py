@@ -107,7 +107,8 @@ class Step:
         self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
-        self.weights = Weights(dev, self.table, options.model.dtype, options.master_dtype)
+        dtypes = (options.model.dtype, options.master_dtype, options.model.fp8)
+        self.weights = Weights(dev, self.table, *dtypes)
         self.grads = Gradients(dev, self.table, options.grad_dtype, self.scalars)
         self.optimizer = AdamW(dev, self.table, options.adamw, options.m_dtype, options.v_dtype)
         self.model = Model(dev, config, options.model, self.weights)
@@ -167,6 +168,7 @@ class Step:
     def _update(self) -> None:
         with self.dev.range("optimizer"):
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
+            self.weights.quantize()
 
     def _scalars(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)

@@ -11,18 +11,29 @@ from collections.abc import Callable
 import numpy as np
 
 from llmq.config import ModelConfig
-from llmq.dtypes import DType
-from llmq.ops import convert, fill, random
+from llmq.dtypes import F32, DType
+from llmq.linear import Amount, Fp8, Operand
+from llmq.operands import STRIDE, Fp8Options
+from llmq.ops import abs_max, convert, fill, quantize, random
 from llmq.params import Param, Slab
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 
 
 class Weights:
-    """All slabs of a model. `master[name]` is the work slab itself where the dtypes are equal."""
+    """All slabs of a model. `master[name]` is the work slab itself where the dtypes are equal.
+
+    In fp8 the products of the blocks read quantized copies of the matrices, in both layouts, made
+    once per optimizer step.
+    """
 
     def __init__(
-        self, dev: Device, table: tuple[Slab, ...], model_dtype: DType, master_dtype: DType
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        model_dtype: DType,
+        master_dtype: DType,
+        fp8: Fp8Options | None = None,
     ):
         self.dev = dev
         self.table = table
@@ -36,14 +47,56 @@ class Weights:
                 if master_dtype == model_dtype
                 else dev.alloc(f"{slab.name}.master", shape, master_dtype, "Master")
             )
-        self._views = {s.name: s.views(self.work[s.name]) for s in table}
+        self._views: dict[str, dict[str, Operand]] = {
+            s.name: s.views(self.work[s.name]) for s in table
+        }
+        self._amounts: list[tuple[Fp8, Amount]] = []
+        if fp8 is not None:
+            self._alloc_quants(fp8.value)
         self._held: set[str] = set()
+
+    def _alloc_quants(self, dtype: DType) -> None:
+        """Quantized copies of the blocks' matrices; `get` hands them out in their place."""
+        matrices = [
+            (views, key, weight)
+            for name, views in self._views.items()
+            if name.startswith("layers.")
+            for key, weight in views.items()
+            if len(weight.shape) == 2
+        ]
+        shape = (len(matrices) * STRIDE,)
+        self._abs_maxes = self.dev.alloc("weight_abs_maxes", shape, F32, "Quants")
+        scales = self.dev.alloc("weight_scales", shape, F32, "Quants")
+        for index, (views, key, weight) in enumerate(matrices):
+            rows, columns = weight.shape
+            first = index * STRIDE
+            scale = scales.rows(first, first + 1)
+            quant = Fp8(
+                source=weight,
+                codes=self.dev.alloc(f"{weight.name}.q", (rows, columns), dtype, "Quants"),
+                transposed=self.dev.alloc(f"{weight.name}.q_t", (columns, rows), dtype, "Quants"),
+                scale=scale,
+            )
+            amount = Amount(abs_max=self._abs_maxes.rows(first, first + 1), scale=scale)
+            self._amounts.append((quant, amount))
+            views[key] = quant
+
+    def quantize(self) -> None:
+        """Make the quantized copies from the work weights; nothing to do without fp8."""
+        if not self._amounts:
+            return
+        self.dev.zero(self._abs_maxes)
+        for quant, amount in self._amounts:
+            abs_max.abs_max(self.dev, amount.abs_max, quant.source)
+            quantize.quantize(
+                self.dev, quant.codes, quant.transposed, quant.scale, quant.source, amount.abs_max
+            )
 
     def gather(self, name: str) -> None:
         """Start bringing a slab to where `get` can hand it out."""
         self._held.add(name)
 
-    def get(self, name: str) -> dict[str, Tensor]:
+    def get(self, name: str) -> dict[str, Operand]:
         """The work weights of a gathered slab, by key."""
         if name not in self._held:
             raise AssertionError(f"weights: get({name!r}) without gather")
@@ -92,8 +145,9 @@ class Weights:
         return self.dev.download(slab.views(self.master[slab.name])[param.key])
 
     def refresh(self) -> None:
-        """Make the work weights from the masters, after these have been written."""
+        """Make work weights and quantized copies from the masters, after these were written."""
         for name, work in self.work.items():
             master = self.master[name]
             if work is not master:
                 convert.convert(self.dev, work, master)
+        self.quantize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import weakref
@@ -304,6 +303,13 @@ def test_a_tied_checkpoint_with_another_head(edited, monkeypatch):
         HfWeights(directory).check(weight_table(read_config(directory)))
 
 
+def test_an_equal_head_excuses_no_other_tensor(edited):
+    head = {"lm_head.weight": torch.ones(301, 32), "model.embed_tokens.weight": torch.ones(301, 32)}
+    directory = edited("qwen2", lambda t: t.update(head | {"score.weight": torch.ones(1)}))
+    with pytest.raises(LlmqError, match=r"holds score\.weight, which"):
+        HfWeights(directory).check(weight_table(read_config(directory)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -403,8 +409,11 @@ def test_an_export_that_fails_leaves_the_older_one(source, tmp_path):
 def test_an_export_to_a_full_disk(source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     config = read_config(source("qwen2"))
-    # /dev/full finds no space on any write.
-    monkeypatch.setattr(hf, "open", lambda _, mode: io.open("/dev/full", mode), raising=False)
+
+    def open_full(path, mode):  # a device that finds no space on any write
+        return open("/dev/full", mode)
+
+    monkeypatch.setattr(hf, "open", open_full, raising=False)
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '{out}'"):
         export_model(out, config, lambda param: np.zeros(param.shape, np.float32), F32)
     assert os.listdir(tmp_path) == []
@@ -421,6 +430,26 @@ def test_tokenizer_files_are_written_or_copied(source, tmp_path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         assert tokenizer.encode("hä<|endoftext|>") == ids
         assert HfTokenizer(directory).encode("hä<|endoftext|>") == ids
+
+
+def test_a_new_tokenizer_replaces_all_files_of_the_old_one(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source("qwen2"), out, F32, tokenizer=ByteTokenizer())
+    (out / "merges.txt").touch()
+    convert(source("qwen2"), out, F32, tokenizer=tmp_path / "gone")
+    assert (out / "merges.txt").exists()
+    convert(source("qwen2"), out, F32)
+    assert (out / "merges.txt").exists()
+    convert(source("qwen2"), out, F32, tokenizer=ByteTokenizer())
+    assert (out / "tokenizer.json").exists()
+    assert not (out / "merges.txt").exists()
+
+
+def test_a_model_can_be_exported_onto_its_own_tokenizer(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source("qwen2"), out, F32, tokenizer=ByteTokenizer())
+    assert "tokenizer.json" in convert(out, out, F32, tokenizer=out)
+    assert_same_weights(load(out), load(source("qwen2")))
 
 
 def test_copied_tokenizer_files_are_files_even_from_a_cache_of_links(tmp_path):

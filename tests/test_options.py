@@ -20,6 +20,8 @@ LLMQ_DEFAULTS = {
     "from-scratch": False,
     "init-proj-to-zero": False,
     "model-dtype": "bf16",
+    "matmul-dtype": "bf16",
+    "gradient-dtype": "bf16",
     "train-file": "data/tiny-shakespeare-qwen/train.bin",
     "eval-file": "data/tiny-shakespeare-qwen/eval.bin",
     "train-seed": 0x83B45442,
@@ -172,7 +174,10 @@ def test_values_are_converted(flag, value, field, expected):
         ({"batch": 4, "batch-size": 4}, "batch-size is given twice, under two names"),
         ({"lerning-rate": 1}, "unknown option lerning-rate, did you mean learning-rate?"),
         ({"zzz": 1}, "unknown option zzz; llmq train --help lists them"),
-        ({"matmul-dtype": "e4m3"}, "unknown option matmul-dtype"),
+        ({"model-dtype": "fp32", "matmul-dtype": "e4m3"}, "--matmul-dtype: e4m3 does not go with"),
+        ({"matmul-dtype": "e5m2"}, "--matmul-dtype: expected"),
+        ({"gradient-dtype": "e4m3"}, "--gradient-dtype: e4m3 needs --matmul-dtype e4m3"),
+        ({"matmul-dtype": "e4m3", "gradient-dtype": "bf16"}, "--gradient-dtype: must be e4m3 or"),
     ],
 )
 def test_bad_values_name_the_flag_in_one_line(options, message):

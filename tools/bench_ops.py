@@ -4,7 +4,7 @@
 
 The shapes are those of llmq/ref/<op>.py, in bf16, except those that are too small to fill a GPU;
 --case runs any of them. Before every run the L2 cache is filled with other (dirty) lines. Printed
-are the median time of many runs and the rate: TFLOP/s where FLOPs are declared, else GB/s of the
+are the median time of many runs and the rate: TFLOP/s of products and attention, else GB/s of the
 bytes that must be moved. The ceiling is, for bytes, a large copy on this device; for products and
 attention, what benchmarks/peers.json has for this card and shape, else a large product.
 """
@@ -16,261 +16,211 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from op_calls import OPS, SEED, Call, Spec, scalars
 
-from llmq.dtypes import BF16, F32, F64, I32, STEP_SCALARS, STEP_SCALARS_WORDS, U8, DType
+from llmq.dtypes import BF16, F32, I32, I64, STEP_SCALARS_WORDS, U8
 from llmq.errors import LlmqError
 from llmq.machine import choose_machine
 from llmq.monitor import PRODUCT_SIZES, measured_peak
-from llmq.ops import (
-    adamw,
-    attention,
-    bias,
-    convert,
-    cross_entropy,
-    embedding,
-    fill,
-    gelu,
-    global_norm,
-    layernorm,
-    matmul,
-    qk_norm,
-    random,
-    reduce,
-    rmsnorm,
-    rope,
-    swiglu,
-)
-from llmq.runtime.device import Device, MemorySizes
+from llmq.ops import fill, random
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator, Tensor
 from llmq.runtime.timing import Marks
 
 MIB = 1 << 20
-SEED = 1
 LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests
 WARM_UP, MIN_RUNS, MAX_RUNS, SECONDS = 3, 10, 100, 0.3
 FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
-ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
-EPS = 1e-6
-
-# ------------------------------------------------------------------------------------------------
-# What is called: arguments are described, so that a plan can size the device that they are made on
+GOAL = 85  # percent of the bandwidth of a copy
+PRODUCTS = ("attention", "matmul")  # bound by arithmetic, all others by memory
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A tensor: normally distributed, or of one value; or a gradient that is added to."""
+class Prepared:
+    """A call with its tensors made, and a buffer larger than the L2 cache."""
 
-    shape: tuple[int, ...]
-    dtype: DType
-    value: float | None = None
-    gradient: bool = False
+    run: Callable[[], None]
+    flush: Tensor
+
+
+def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
+    """Allocate and fill what the call needs."""
+    shared = dev.alloc("scalars", (STEP_SCALARS_WORDS,), I32, "Activations")
+    dev.upload(shared, scalars())
+
+    def made(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(name, part) for part in value]
+        if isinstance(value, np.ndarray):
+            dtype = next(d for d in (I32, F32, I64) if d.numpy == value.dtype)
+            tensor = dev.alloc(name, value.shape, dtype, "Activations")
+            dev.upload(tensor, value)
+            return tensor
+        if not isinstance(value, Spec):
+            return value
+        tensor = dev.alloc(name, value.shape, value.dtype, "Activations")
+        if value.dtype not in (F32, BF16):
+            dev.zero(tensor)
+        elif value.value is None:
+            random.normal(dev, tensor, 1.0, SEED)
+        else:
+            fill.constant(dev, tensor, value.value)
+        return Accumulator(tensor, True, shared, 1) if value.gradient else tensor
+
+    args = {name: made(name, value) for name, value in call.args.items()}
+    flush = dev.alloc("flush", (flush_bytes,), U8, "Activations")
+    return Prepared(lambda: call.function(dev, **args), flush)
+
+
+def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:
+    """What the call needs, the bytes it must move and the FLOPs it must compute."""
+    dev = PlanDevice(spec)
+    prepared = prepare(dev, call, flush_bytes)
+    moved, computed = sum(dev.bytes.values()), sum(dev.flops.values())
+    prepared.run()
+    moved = sum(dev.bytes.values()) - moved if call.bytes is None else call.bytes
+    computed = sum(dev.flops.values()) - computed if call.flops is None else call.flops
+    return dev.sizes(), moved, computed
+
+
+def median_ms(dev: Device, run: Callable[[], None], flush: Tensor) -> float:
+    """Median time of a run; each begins with a cache full of the flush buffer's lines."""
+    marks = Marks(dev)
+
+    def timed(count: int) -> list[float]:
+        pairs = []
+        for _ in range(count):
+            dev.zero(flush)
+            first = marks.mark()
+            run()
+            pairs.append((first, marks.mark()))
+        dev.synchronize()
+        return [marks.milliseconds(*pair) for pair in pairs]
+
+    once = statistics.median(timed(WARM_UP))
+    times = timed(min(max(int(SECONDS * 1e3 / once), MIN_RUNS), MAX_RUNS))
+    marks.close()
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of an operation. args: Specs, lists of them, arrays, plain values, by name.
+class Ceilings:
+    """Bytes per second of a copy, FLOP/s of a product, and facts about this card from a file."""
 
-    bytes, flops: what it must move and compute, where that is not what its kernels declare.
-    """
+    copy: float
+    product: float
+    facts: dict[str, Any]
 
-    name: str
-    function: Callable[..., None]
-    args: dict[str, Any]
-    bytes: int | None = None
-    flops: int | None = None
-
-
-def bf16(*shape: int) -> Spec:
-    return Spec(shape, BF16)
-
-
-def f32(*shape: int, value: float | None = None) -> Spec:
-    return Spec(shape, F32, value)
+    def of(self, op: str, call: str, case: str, computed: int) -> tuple[float, str]:
+        """Bytes or FLOPs per second that a call could reach, and where the number is from."""
+        if op not in PRODUCTS:
+            return self.copy, "copy"
+        known = self.facts.get(op, {}).get(case)
+        if known is None:
+            return self.product, "product"
+        if op == "matmul":
+            return known * 1e12, "peers.json"
+        return computed / (known[call.split()[0]] / 1e3), "peers.json"
 
 
-def gradient(*shape: int) -> Spec:
-    return Spec(shape, BF16, gradient=True)
-
-
-def tokens(vocab: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(SEED).integers(0, vocab, shape, np.int32)
-
-
-def scalars() -> np.ndarray:
-    words = np.zeros(STEP_SCALARS_WORDS, np.int32)
-    record = words.view(STEP_SCALARS)[0]
-    record["lr"], record["grad_scale"], record["seed"] = 1e-5, 1e-3, SEED
-    record["beta1_correction"] = record["beta2_correction"] = 1
-    return words
-
-
-def adamw_calls(*ends: int) -> list[Call]:
-    n = ends[-1]
-    segments = np.array([[end, i % 2] for i, end in enumerate(ends)], np.int64)
-    # The second moment is never negative.
-    all_bf16 = {"param": bf16(n), "work": None, "m": bf16(n), "v": Spec((n,), BF16, value=1e-4)}
-    all_f32 = {"param": f32(n), "work": bf16(n), "m": f32(n), "v": f32(n, value=1e-4)}
-    shared = {"grad": bf16(n), "segments": segments, "scalars": scalars(), **ADAMW}
-    return [
-        Call("bf16", adamw.update, all_bf16 | shared),
-        Call("f32 master and moments", adamw.update, all_f32 | shared),
-    ]
-
-
-def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
-    lse = f32(B, Hq, T, value=float(np.log(T)))  # about what these scores have
-    heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
-    forward = heads | {"out": out, "lse": lse}
-    backward = forward | {"d_qkv": qkv, "d_out": out}
-    square = B * Hq * T * T * Hd
-    return [
-        call
-        for backend in attention.BACKENDS
-        for call in (
-            Call(f"forward {backend}", attention.forward, forward | {"backend": backend}),
-            Call(
-                f"backward {backend}",
-                attention.backward,
-                backward | {"backend": backend},
-                flops=5 * square,  # without what a kernel computes twice
-            ),
+def ceilings(open_device: Callable[[MemorySizes], Device], on_gpu: bool) -> Ceilings:
+    """Measure this device's."""
+    size = 1024 * MIB if on_gpu else MIB
+    product = 4 * PRODUCT_SIZES[0] ** 2 * 2 if on_gpu else MIB  # three matrices and a workspace
+    with closing(open_device(MemorySizes(device=3 * size, stack=product, pinned=0))) as dev:
+        source, target, flush = (
+            dev.alloc(name, (size,), U8, "Activations") for name in ("source", "target", "flush")
         )
-    ]
+        copied = 2 * size / median_ms(dev, lambda: dev.copy(target, source), flush) * 1e3
+        peak = measured_peak(dev)
+        facts = json.loads(FACTS.read_text())["ceilings"].get(dev.spec.name, {})
+    return Ceilings(copied, float("inf") if peak is None else peak * 1e12, facts)
 
 
-def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
-    shared = {"losses": f32(rows), "lse": f32(rows), "targets": tokens(vocab, rows)}
-    shared |= {"logits": bf16(rows, padded), "vocab_size": vocab}
-    return [
-        Call("forward_backward", cross_entropy.forward_backward, shared | {"z_loss": 0.0}),
-        Call("forward", cross_entropy.forward, shared),
-    ]
+def measured(
+    open_device: Callable[[MemorySizes], Device],
+    spec: DeviceSpec,
+    op: str,
+    case: str | None,
+    limits: Ceilings,
+    flush_bytes: int,
+) -> Iterator[dict[str, Any]]:
+    """A record for every call of every case of an operation."""
+    cases = importlib.import_module(f"llmq.ref.{op}").CASES
+    for name in cases if case is None else [case]:
+        for call in OPS[op](*cases[name]):
+            sizes, moved, computed = plan(spec, call, flush_bytes)
+            if case is None and moved < LEAST_BYTES and computed < LEAST_FLOPS:
+                continue
+            record = {"op": op, "call": call.name, "case": name}
+            try:
+                with closing(open_device(sizes)) as dev:
+                    prepared = prepare(dev, call, flush_bytes)
+                    ms = median_ms(dev, prepared.run, prepared.flush)
+            except (LlmqError, RuntimeError) as error:  # a library that is missing, or a bug
+                yield record | {"error": str(error), "failed": not isinstance(error, LlmqError)}
+                continue
+            ceiling, source = limits.of(op, call.name, name, computed)
+            rate = (computed if op in PRODUCTS else moved) / ms * 1e3
+            yield record | {
+                "us": ms * 1e3,
+                "bytes": moved,
+                "flops": computed,
+                "gb_per_s": moved / ms / 1e6,
+                "tflops": computed / ms / 1e9,
+                "percent": 100 * rate / ceiling,
+                "ceiling": source,
+            }
 
 
-def embedding_calls(B: int, T: int, C: int, V: int) -> list[Call]:
-    ids = tokens(V, B, T)
-    rows, touched = 2 * B * T * C, 2 * np.unique(ids).size * C
-    target = {"d_weight": gradient(V, C), "d_out": bf16(B, T, C), "tokens": ids}
-    looked_up = {"out": bf16(B, T, C), "tokens": ids, "weight": bf16(V, C), "position_weight": None}
-    positions = {"d_position": gradient(T, C), "d_out": bf16(B, T, C)}
-    return [
-        Call("forward", embedding.forward, looked_up, bytes=2 * rows + ids.nbytes),
-        Call("backward", embedding.backward, target, bytes=rows + 2 * touched + ids.nbytes),
-        Call("backward_positions", embedding.backward_positions, positions),
-    ]
+def line(record: dict[str, Any]) -> str:
+    """A record for people."""
+    start = f"{record['op']:13} {record['call']:22} {record['case']:21}"
+    if "error" in record:
+        return f"{start} {record['error']}"
+    rate = (
+        f"{record['tflops']:8.1f} TFLOP/s" if record["flops"] else f"{record['gb_per_s']:8.0f} GB/s"
+    )
+    return f"{start} {record['us']:10.1f} {rate:16} {record['percent']:6.1f} {record['ceiling']}"
 
 
-def gelu_calls(*shape: int) -> list[Call]:
-    x = bf16(*shape)
-    return [
-        Call("forward", gelu.forward, {"out": x, "x": x}),
-        Call("backward", gelu.backward, {"d_x": x, "d_out": x, "x": x}),
-    ]
+def main(
+    op: Annotated[str, typer.Argument(help="An operation of llmq/ops, or all.")],
+    case: Annotated[str | None, typer.Option(help="Only this one of its CASES.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Records to write.")] = None,
+) -> None:
+    """Time operations."""
+    if op != "all" and op not in OPS:
+        sys.exit(f"error: {op} is not an operation: all, {', '.join(OPS)}")
+    machine = choose_machine(device, 1)
+    on_gpu = machine.kind == "cuda"
+    flush_bytes = (256 if on_gpu else 1) * MIB  # several times the largest L2 cache
+    limits = ceilings(machine.open, on_gpu)
+    print(f"{machine.spec.name}: copy {limits.copy / 1e9:,.0f} GB/s, "
+          f"product {limits.product / 1e12:,.0f} TFLOP/s")  # fmt: skip
+    print(f"{'op':13} {'call':22} {'case':21} {'us':>10} {'rate':16} {'%':>6} of")
+    records = []
+    for name in OPS if op == "all" else [op]:
+        for record in measured(machine.open, machine.spec, name, case, limits, flush_bytes):
+            records.append(record)
+            print(line(record), flush=True)
+    weak = [r for r in records if r.get("ceiling") == "copy" and r["percent"] < GOAL]
+    names = (f"{r['op']} {r['call']} {r['case']} {r['percent']:.0f}" for r in weak)
+    print(f"below {GOAL} % of a copy: {', '.join(names) or 'none'}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(records, indent=1) + "\n")
+    if any(record.get("failed") for record in records):
+        sys.exit("error: some calls failed")
 
 
-def layernorm_calls(rows: int, C: int) -> list[Call]:
-    x, w, mean, rstd = bf16(rows, C), bf16(C), f32(rows, value=0.0), f32(rows, value=1.0)
-    stats = {"mean": mean, "rstd": rstd, "weight": w}
-    forward = stats | {"out": x, "bias": w, "eps": EPS}
-    fused = forward | {"residual_out": x, "residual": x, "branch": x}
-    backward = stats | {"d_x": x, "d_out": x, "x": x, "d_residual": x}
-    return [
-        Call("forward", layernorm.forward, forward | {"x": x}),
-        Call("forward_residual", layernorm.forward_residual, fused),
-        Call(
-            "backward",
-            layernorm.backward,
-            backward | {"d_weight": gradient(C), "d_bias": gradient(C)},
-        ),
-    ]
-
-
-def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[Call]:
-    args = {
-        "out": bf16(M, N),
-        "a": bf16(*((K, M) if trans_a else (M, K))),
-        "b": bf16(*((N, K) if trans_b else (K, N))),
-        "trans_a": trans_a,
-        "trans_b": trans_b,
-        "accumulate": trans_a,  # as weight gradients are
-    }
-    return [Call("matmul", matmul.matmul, args)]
-
-
-def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    heads, qkv, w = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd), bf16(Hd)
-    shared = {"raw": heads, "rstd": f32(B, T, Hq + Hkv, value=1.0), "q_weight": w, "k_weight": w}
-    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
-    d_weights = {"d_q_weight": gradient(Hd), "d_k_weight": gradient(Hd)}
-    moved = (3 * 2 * Hd + 4) * B * T * (Hq + Hkv)  # three tensors of heads, and rstd
-    return [
-        Call("forward", qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
-        Call("backward", qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
-    ]
-
-
-def rmsnorm_calls(rows: int, C: int) -> list[Call]:
-    x, stats = bf16(rows, C), {"rstd": f32(rows, value=1.0), "weight": bf16(C)}
-    forward = stats | {"out": x, "eps": EPS}
-    fused = forward | {"residual_out": x, "residual": x, "branch": x}
-    backward = stats | {"d_x": x, "d_weight": gradient(C), "d_out": x, "x": x, "d_residual": x}
-    return [
-        Call("forward", rmsnorm.forward, forward | {"x": x}),
-        Call("forward_residual", rmsnorm.forward_residual, fused),
-        Call("backward", rmsnorm.backward, backward),
-    ]
-
-
-def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    qkv = bf16(B, T, Hq + 2 * Hkv, Hd)
-    table = rope.make_table(T, Hd, 1e6, None)
-    shared = {"table": table, "num_heads": Hq, "num_kv_heads": Hkv}
-    moved = 2 * 2 * B * T * (Hq + Hkv) * Hd + table.nbytes
-    return [
-        Call("forward", rope.forward, shared | {"qkv": qkv}, bytes=moved),
-        Call("backward", rope.backward, shared | {"d_qkv": qkv}, bytes=moved),
-    ]
-
-
-def swiglu_calls(rows: int, F: int) -> list[Call]:
-    x, wide = bf16(rows, F), bf16(rows, 2 * F)
-    return [
-        Call("forward", swiglu.forward, {"out": x, "up_gate": wide}),
-        Call("backward", swiglu.backward, {"d_up_gate": wide, "d_out": x, "up_gate": wide}),
-    ]
-
-
-def bias_calls(rows: int, N: int) -> list[Call]:
-    return [Call("backward", bias.backward, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
-
-
-def convert_calls(*shape: int) -> list[Call]:
-    return [
-        Call("to bf16", convert.convert, {"out": bf16(*shape), "x": f32(*shape)}),
-        Call("to f32", convert.convert, {"out": f32(*shape), "x": bf16(*shape)}),
-    ]
-
-
-def fill_calls(*shape: int) -> list[Call]:
-    return [Call("constant", fill.constant, {"x": bf16(*shape), "value": 1.0})]
-
-
-def global_norm_calls(*sizes: int) -> list[Call]:
-    args = {"stats": Spec((8,), F64), "xs": [bf16(size) for size in sizes]}
-    return [Call("squared", global_norm.squared, args)]
-
-
-def random_calls(*shape: int) -> list[Call]:
-    return [Call("normal", random.normal, {"out": bf16(*shape), "std": 1.0, "seed": SEED})]
-
-
-def reduce_calls(*shape: int) -> list[Call]:
-    return [Call("add", reduce.add, {"acc": gradient(*shape), "x": bf16(*shape)})]
+if __name__ == "__main__":
+    typer.run(main)

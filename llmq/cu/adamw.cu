@@ -36,7 +36,7 @@ __device__ __forceinline__ bool decays_at(const i64* segments, i32 num_segments,
     return segments[2 * low + 1] != 0;
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
 adamw(P* __restrict__ param, bf16* __restrict__ work, const G* __restrict__ grad,
       M* __restrict__ m, V* __restrict__ v, const i64* __restrict__ segments, i32 num_segments,
       const StepScalars* __restrict__ scalars, f32 one_minus_beta1, f32 one_minus_beta2,

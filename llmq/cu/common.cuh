@@ -301,3 +301,81 @@ template <class T> __device__ __forceinline__ uint4 pack(const Vec<T>& x) {
 template <class T> __device__ __forceinline__ uint4 load_packed_stream(const T* p) {
     return __ldcs(reinterpret_cast<const uint4*>(p));
 }
+
+// |x| as an unsigned integer: ordered as the numbers are, infinity above them, NaN above infinity.
+__device__ __forceinline__ u32 abs_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
+
+// The largest abs_bits of a vector, of what a thread stores of a row, and of all threads of a block.
+__device__ __forceinline__ u32 abs_max_bits(const Vec<float>& x) {
+    return max(max(abs_bits(x[0]), abs_bits(x[1])), max(abs_bits(x[2]), abs_bits(x[3])));
+}
+__device__ __forceinline__ u32 abs_max_bits(const Vec<bf16>& x) {
+    const uint4 pairs = pack(x);
+    const u32 pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+    u32 lower = 0, upper = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        lower = max(lower, pair[k] & 0x7FFFu);
+        upper = max(upper, pair[k] & 0x7FFFFFFFu);  // what is in the lower half decides nothing
+    }
+    return max(lower << 16, upper & 0x7FFF0000u);
+}
+
+template <class T, int WARPS, int VECTORS>
+__device__ __forceinline__ u32 abs_max_bits(const Row<T, WARPS, VECTORS>& row, int columns,
+                                            bool active) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        if (active && row.column(i) < columns) { largest = max(largest, abs_max_bits(row.v[i])); }
+    }
+    return largest;
+}
+
+// Every thread of the block gets it. `shared` holds 32 values; blockDim.x is a multiple of 32.
+__device__ __forceinline__ u32 block_max_bits(u32 x, u32* shared) {
+    x = __reduce_max_sync(0xFFFFFFFFu, x);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    __syncthreads();
+    if (lane == 0) { shared[warp] = x; }
+    __syncthreads();
+    return __reduce_max_sync(0xFFFFFFFFu, lane < warps ? shared[lane] : 0u);
+}
+
+// abs_max = max(abs_max, |value|), NaN wins: by one thread of every block. The maximum of integers
+// does not depend on the order of the blocks.
+__device__ __forceinline__ void store_abs_max(float* abs_max, float value) {
+    atomicMax(reinterpret_cast<u32*>(abs_max), abs_bits(value));
+}
+
+// For kernels whose result abs_max is optional: all threads of every block call it once with the
+// largest abs_bits of what they stored. Not WANTED: nothing of that is computed.
+template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs_max, u32 largest) {
+    if constexpr (WANTED) {
+        __shared__ u32 shared[32];
+        largest = block_max_bits(largest, shared);
+        if (threadIdx.x == 0) { store_abs_max(abs_max, __uint_as_float(largest)); }
+    }
+}
+
+using e4m3 = __nv_fp8_e4m3;
+using e5m2 = __nv_fp8_e5m2;
+
+// The FP8 formats. MAX: their largest finite value, as in llmq/dtypes.py.
+template <class F> struct Fp8;
+template <> struct Fp8<e4m3> {
+    static constexpr float MAX = 448.0f;
+    static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E4M3;
+};
+template <> struct Fp8<e5m2> {
+    static constexpr float MAX = 57344.0f;
+    static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E5M2;
+};
+
+// Four neighbours in FP8 format F, a in the lowest byte: rounded to nearest even; what lies beyond
+// +-MAX, infinity too, becomes +-MAX; NaN of either sign becomes 0x7F.
+template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float c, float d) {
+    const float2 low = make_float2(a, b), high = make_float2(c, d);
+    return (u32)__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, Fp8<F>::FORMAT) |
+           (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
+}

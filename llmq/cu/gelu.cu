@@ -4,7 +4,8 @@
 //   d_x = d_out * (s + s * (1 - s) * x * (C1 + 3 * C3 * x^2))
 //
 // Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte
-//          vector. Outputs may be inputs.
+//          vector. Outputs may be inputs. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
+//          |out|, |d_x|, as stored; else not touched, may be null.
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
 // Cost     forward reads n and writes n, backward reads 2n and writes n; memory-bound, about 30
 //          instructions per element: the sigmoid form has no branch, unlike tanhf, and no
@@ -26,7 +27,9 @@ __device__ __forceinline__ i64 offset(int i) {
     return (((i64)blockIdx.x * VECTORS + i) * THREADS + threadIdx.x) * N;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(T* out, const T* x, i64 n) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+gelu_forward(T* out, const T* x, i64 n, f32* abs_max) {
+    u32 largest = 0;
     uint4 in[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -34,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(T* out, const
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        if (offset(i) >= n) { return; }
+        if (offset(i) >= n) { break; }
         const Vec<T> in_i = unpack<T>(in[i]);
         Vec<T> result;
 #pragma unroll
@@ -43,11 +46,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu_forward(T* out, const
             result[k] = from_f32<T>(sigmoid((v * v * C3 + C1) * v) * v);
         }
         store_vec(out + offset(i), result);
+        largest = max(largest, abs_max_bits(result));
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-gelu_backward(T* d_x, const T* d_out, const T* x, i64 n) {
+gelu_backward(T* d_x, const T* d_out, const T* x, i64 n, f32* abs_max) {
+    u32 largest = 0;
     uint4 in[VECTORS], d[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -58,7 +64,7 @@ gelu_backward(T* d_x, const T* d_out, const T* x, i64 n) {
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-        if (offset(i) >= n) { return; }
+        if (offset(i) >= n) { break; }
         const Vec<T> in_i = unpack<T>(in[i]), d_i = unpack<T>(d[i]);
         Vec<T> result;
 #pragma unroll
@@ -69,5 +75,7 @@ gelu_backward(T* d_x, const T* d_out, const T* x, i64 n) {
             result[k] = from_f32<T>(slope * to_f32(d_i[k]));
         }
         store_vec(d_x + offset(i), result);
+        largest = max(largest, abs_max_bits(result));
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }

@@ -6,7 +6,8 @@
 //              d_x = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + d_residual
 //
 // Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; rstd F32.
-//          partial: F32 (gridDim.x, C), one row of d_weight sums a block.
+//          partial: F32 (gridDim.x, C), one row of d_weight sums a block. abs_max: F32 (1), with
+//          ABS_MAX = 1 raised to the largest |out|, |d_x|, as stored; else not touched, may be null.
 // Launch   a row lives in the registers of WARPS warps, VECTORS 16-byte vectors in each lane.
 //          Blocks of WARPS warps, but at least 4 (forward) or 8 (backward), which then work on
 //          several rows at a time, loop over the rows. Any grid.
@@ -33,9 +34,9 @@ __device__ __forceinline__ void forget(Registers& row) {
 }
 
 // out = norm of the row in x; rstd: where the row's value goes. The row is not there: active false.
-__device__ __forceinline__ void normalise(T* out, f32* rstd, Registers& x, Registers& weight,
-                                          f32 eps, i32 C, bool active,
-                                          Sum<FORWARD_ROWS>& row_sum) {
+// Returns the largest abs_bits that this thread stored.
+__device__ __forceinline__ u32 normalise(T* out, f32* rstd, Registers& x, Registers& weight,
+                                         f32 eps, i32 C, bool active, Sum<FORWARD_ROWS>& row_sum) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -59,30 +60,37 @@ __device__ __forceinline__ void normalise(T* out, f32* rstd, Registers& x, Regis
     }
     forget(weight);
     result.store(out, C, active);
+    return abs_max_bits(result, C, active);
 }
 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
 rmsnorm_forward(T* __restrict__ out, f32* __restrict__ rstd, const T* __restrict__ x,
-                const T* __restrict__ weight, f32 eps, i64 rows, i32 C) {
+                const T* __restrict__ weight, f32 eps, i64 rows, i32 C, f32* abs_max) {
     constexpr int ROWS = FORWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
     Sum<ROWS> row_sum{shared};
+    u32 largest = 0;
     Registers w, values;
     w.load(weight, C, true);
     for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
         const i64 row = first + threadIdx.x / (32 * WARPS);
         values.load(x + row * C, C, row < rows);
-        normalise(out + row * C, rstd + row, values, w, eps, C, row < rows, row_sum);
+        const u32 mine =
+            normalise(out + row * C, rstd + row, values, w, eps, C, row < rows, row_sum);
+        largest = max(largest, mine);
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
 rmsnorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ rstd,
                          const T* residual, const T* __restrict__ branch,
-                         const T* __restrict__ weight, f32 eps, i64 rows, i32 C) {
+                         const T* __restrict__ weight, f32 eps, i64 rows, i32 C,
+                         f32* abs_max) {
     constexpr int ROWS = FORWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
     Sum<ROWS> row_sum{shared};
+    u32 largest = 0;
     Registers w, x, added;
     w.load(weight, C, true);
     for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
@@ -97,18 +105,22 @@ rmsnorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__
             }
         }
         x.store(residual_out + row * C, C, row < rows);
-        normalise(out + row * C, rstd + row, x, w, eps, C, row < rows, row_sum);
+        const u32 mine = normalise(out + row * C, rstd + row, x, w, eps, C, row < rows, row_sum);
+        largest = max(largest, mine);
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
 extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, SM_THREADS / BACKWARD_THREADS)
 rmsnorm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
                  const T* __restrict__ x, const T* __restrict__ weight,
-                 const f32* __restrict__ rstd, const T* d_residual, i64 rows, i32 C) {
+                 const f32* __restrict__ rstd, const T* d_residual, i64 rows, i32 C,
+                 f32* abs_max) {
     constexpr int ROWS = BACKWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
     __shared__ float column_sums[ROWS > 1 ? 32 * WARPS * VECTORS * N : 1];
     Sum<ROWS> row_sum{shared};
+    u32 largest = 0;
     float d_weight[VECTORS][N] = {};  // of this thread's columns, over all its rows
     Registers w;
     w.load(weight, C, true);
@@ -146,7 +158,9 @@ rmsnorm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
             forget(reinterpret_cast<uint4&>(w.v[i]));
         }
         grad.store(d_x + row * C, C, active);
+        largest = max(largest, abs_max_bits(grad, C, active));
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
     sum_block_rows<T, WARPS, VECTORS, ROWS>(partial + (i64)blockIdx.x * C, C, d_weight,
                                             column_sums);
 }

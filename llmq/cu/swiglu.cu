@@ -5,6 +5,8 @@
 //
 // Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
 //          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
+//          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out|, |d_up_gate|, as stored;
+//          else not touched, may be null.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2;
 //          memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions per
@@ -33,7 +35,9 @@ struct Place {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F) {
+swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F,
+               f32* abs_max) {
+    u32 largest = 0;
     uint4 up[VECTORS], gate[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -46,7 +50,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const Place place(i, rows, F);
-        if (!place.inside) { return; }
+        if (!place.inside) { break; }
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
 #pragma unroll
@@ -55,12 +59,17 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
             result[k] = from_f32<T>(to_f32(up_i[k]) * (g * sigmoid(g)));
         }
         store_vec(out + place.out, result);
+        largest = max(largest, abs_max_bits(result));
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
 // No __restrict__ on what may be one array: every thread reads its elements before it writes them.
-extern "C" __global__ void __launch_bounds__(THREADS)
-swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64 rows, i32 F) {
+// 4 blocks on an SM: with ABS_MAX the compiler would take two registers too many for that.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64 rows, i32 F,
+                f32* abs_max) {
+    u32 largest = 0;
     uint4 d[VECTORS], up[VECTORS], gate[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -74,7 +83,7 @@ swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const Place place(i, rows, F);
-        if (!place.inside) { return; }
+        if (!place.inside) { break; }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate;
 #pragma unroll
@@ -86,5 +95,7 @@ swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64
         }
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
+        largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
     }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmq.dtypes import BF16, F32
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div
+from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Accumulator, Tensor
 
 WARP = 32
@@ -106,3 +106,13 @@ def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: in
         raise ValueError(
             f"{op}: Hd must be a multiple of {multiple} up to {most} on a GPU, got {head_dim}"
         )
+
+
+def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
+    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off.
+
+    Raises TypeError or ValueError if the tensor is not one.
+    """
+    if abs_max is not None:
+        expect(op, "abs_max", abs_max, F32, (1,))
+    return {"ABS_MAX": int(abs_max is not None)}

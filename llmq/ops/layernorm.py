@@ -7,6 +7,7 @@ from llmq.ops.common import (
     ANY_LAYOUT,
     BACKWARD_WARPS,
     FORWARD_WARPS,
+    abs_max_consts,
     expect_rows,
     finish_column_sum,
     row_layout,
@@ -19,19 +20,19 @@ LAYERNORM_FORWARD = Kernel(
     "layernorm.cu",
     "layernorm_forward",
     args="T* out, f32* mean, f32* rstd, const T* x, const T* weight, const T* bias, f32 eps, "
-    "i64 rows, i32 C",
+    "i64 rows, i32 C, inout f32*? abs_max",
 )
 LAYERNORM_FORWARD_RESIDUAL = Kernel(
     "layernorm.cu",
     "layernorm_forward_residual",
     args="T* residual_out, T* out, f32* mean, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C",
+    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C, inout f32*? abs_max",
 )
 LAYERNORM_BACKWARD = Kernel(
     "layernorm.cu",
     "layernorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* mean, "
-    "const f32* rstd, const T*? d_residual, i64 rows, i32 C",
+    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max",
 )
 LAYERNORM_BACKWARD_PARAMETER = Kernel(
     "layernorm.cu",
@@ -40,6 +41,7 @@ LAYERNORM_BACKWARD_PARAMETER = Kernel(
     "i32 accumulate, u32 salt",
 )
 
+ANY_CONSTS = ANY_LAYOUT.consts | abs_max_consts("layernorm", None)
 LANE_VECTORS = {
     BF16: 3,
     F32: 4,
@@ -59,16 +61,19 @@ def forward(
     weight: Tensor,
     bias: Tensor,
     eps: float,
+    *,
+    abs_max: Tensor | None = None,
 ) -> None:
     """out = T((x - mean) * rstd * weight + bias), rstd = 1 / sqrt(variance(x) + eps).
 
     Args:
-        out     out  T   (rows,C)  F32 or BF16
-        mean    out  F32 (rows,)
-        rstd    out  F32 (rows,)
-        x       in   T   (rows,C)  C a multiple of 8, at most 8192
-        weight  in   T   (C,)
-        bias    in   T   (C,)
+        out      out    T   (rows,C)  F32 or BF16
+        mean     out    F32 (rows,)
+        rstd     out    F32 (rows,)
+        x        in     T   (rows,C)  C a multiple of 8, at most 8192
+        weight   in     T   (C,)
+        bias     in     T   (C,)
+        abs_max  inout  F32 (1,)      or None; raised to the largest |out|
 
     Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -85,8 +90,8 @@ def forward(
     dev.launch(
         LAYERNORM_FORWARD,
         *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (out, mean, rstd, x, weight, bias, eps, rows, C),
-        consts=layout.consts,
+        (out, mean, rstd, x, weight, bias, eps, rows, C, abs_max),
+        consts=layout.consts | abs_max_consts(op, abs_max),
     )
 
 
@@ -101,18 +106,21 @@ def forward_residual(
     weight: Tensor,
     bias: Tensor,
     eps: float,
+    *,
+    abs_max: Tensor | None = None,
 ) -> None:
     """residual_out = T(residual + branch); out, mean, rstd = LayerNorm of the rounded sum.
 
     Args:
-        residual_out  out  T   (rows,C)  may be residual
-        out           out  T   (rows,C)  F32 or BF16
-        mean          out  F32 (rows,)
-        rstd          out  F32 (rows,)
-        residual      in   T   (rows,C)  C a multiple of 8, at most 8192
-        branch        in   T   (rows,C)
-        weight        in   T   (C,)
-        bias          in   T   (C,)
+        residual_out  out    T   (rows,C)  may be residual
+        out           out    T   (rows,C)  F32 or BF16
+        mean          out    F32 (rows,)
+        rstd          out    F32 (rows,)
+        residual      in     T   (rows,C)  C a multiple of 8, at most 8192
+        branch        in     T   (rows,C)
+        weight        in     T   (C,)
+        bias          in     T   (C,)
+        abs_max       inout  F32 (1,)      or None; raised to the largest |out|
 
     Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -130,8 +138,8 @@ def forward_residual(
     dev.launch(
         LAYERNORM_FORWARD_RESIDUAL,
         *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C),
-        consts=layout.consts,
+        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, abs_max),
+        consts=layout.consts | abs_max_consts(op, abs_max),
     )
 
 
@@ -146,6 +154,8 @@ def backward(
     mean: Tensor,
     rstd: Tensor,
     d_residual: Tensor | None,
+    *,
+    abs_max: Tensor | None = None,
 ) -> None:
     """Gradients of the norm, with the gradient that reaches x past it added to d_x.
 
@@ -163,6 +173,7 @@ def backward(
         mean        in     F32        (rows,)
         rstd        in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
+        abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
 
     Cost:    three reads and one write of (rows,C); three launches; workspace F32 (2, grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -186,9 +197,9 @@ def backward(
             LAYERNORM_BACKWARD,
             blocks,
             threads,
-            (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C),
-            consts=layout.consts,
+            (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, abs_max),
+            consts=layout.consts | abs_max_consts(op, abs_max),
         )
         for i, target in enumerate((d_weight, d_bias)):
             sums = partial.rows(i, i + 1).view(blocks, C)
-            finish_column_sum(dev, LAYERNORM_BACKWARD_PARAMETER, target, sums, ANY_LAYOUT.consts)
+            finish_column_sum(dev, LAYERNORM_BACKWARD_PARAMETER, target, sums, ANY_CONSTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, F32, U8
+from llmq.dtypes import BF16, E4M3, E5M2, F32, U8
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 from llmq.runtime.tensor import Tensor
@@ -13,6 +13,14 @@ MATMUL = Kernel("matmul", "matmul", args=f"D* out, const S* a, const S* b, const
 MATMUL_ACCUMULATE = Kernel(
     "matmul", "matmul", args=f"inout D* out, const S* a, const S* b, const D*? bias, {_REST}"
 )
+
+_FP8_OPERANDS = "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias"
+_FP8_REST = "u8* workspace, i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_OPERANDS}, {_FP8_REST}")
+MATMUL_FP8_ACCUMULATE = Kernel(
+    "matmul", "matmul_fp8", args=f"inout D* out, {_FP8_OPERANDS}, {_FP8_REST}"
+)
+FP8_MULTIPLE = 16  # of M, N and K: rows of codes that start at multiples of 16 bytes
 
 
 def matmul(
@@ -29,11 +37,11 @@ def matmul(
     """Row-major out = op(a) @ op(b) [+ bias | + out], summed in F32.
 
     Args (contiguous, two dimensions):
-        out         out  F32 or BF16 (M,N)   read too when accumulate; F32 if a, b are F32
+        out         out  F32 or BF16 (M,N)   F32 if a, b are F32, and with accumulate: cuBLASLt
+                                             rounds a BF16 product before it adds to it
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
-        bias        in   as out      (N,)    or None; added to every row; not with accumulate,
-                                             where cuBLASLt would round a BF16 sum twice
+        bias        in   as out      (N,)    or None; added to every row; not with accumulate
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -49,9 +57,8 @@ def matmul(
     K = a.shape[0] if trans_a else a.shape[1]
     expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
+    _check_accumulate("matmul", out, bias, accumulate)
     if bias is not None:
-        if accumulate:
-            raise ValueError("matmul: bias and accumulate exclude each other")
         expect("matmul", "bias", bias, out.dtype, (N,))
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
@@ -62,3 +69,71 @@ def matmul(
             (out, a, b, bias, workspace, *sizes),
             flops=2 * M * N * K,
         )
+
+
+def matmul_fp8(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+) -> None:
+    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias | + out] of FP8 codes a and b.
+
+    Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
+
+    Args (contiguous; M, N and K multiples of 16):
+        out         out  F32 or BF16   (M,N)   F32 with accumulate
+        a           in   E4M3 or E5M2  (M,K)
+        b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
+        scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
+        scale_b     in   F32           (1,)
+        bias        in   BF16          (N,)    or None; added to every row; not with accumulate
+        fast_accumulation                      Ada and Hopper add products to sums of 14
+                                               significant bits; without it, sums of some of them
+                                               are added up in F32. Elsewhere it has no effect.
+
+    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "matmul_fp8"
+    for name, tensor in (("out", out), ("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+        dtypes = (F32, BF16) if name == "out" else (E4M3, E5M2)
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(dtype.label for dtype in dtypes)
+            raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
+    if a.dtype == b.dtype == E5M2:
+        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+    (M, N), K = out.shape, a.shape[1]
+    if M % FP8_MULTIPLE or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
+        raise ValueError(f"{op}: M, N, K must be multiples of {FP8_MULTIPLE}, got {(M, N, K)}")
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None, (N, K))
+    expect(op, "scale_a", scale_a, F32, (1,))
+    expect(op, "scale_b", scale_b, F32, (1,))
+    _check_accumulate(op, out, bias, accumulate)
+    if bias is not None:
+        expect(op, "bias", bias, BF16, (N,))
+    operands = (out, a, b, scale_a, scale_b, bias)
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        dev.launch(
+            MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
+            1,
+            1,
+            (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
+            flops=2 * M * N * K,
+        )
+
+
+def _check_accumulate(op: str, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+    if accumulate and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
+    if accumulate and bias is not None:
+        raise ValueError(f"{op}: bias and accumulate exclude each other")

@@ -7,6 +7,7 @@ from llmq.ops.common import (
     ANY_LAYOUT,
     BACKWARD_WARPS,
     FORWARD_WARPS,
+    abs_max_consts,
     expect_rows,
     finish_column_sum,
     row_layout,
@@ -18,19 +19,20 @@ from llmq.runtime.tensor import Accumulator, Tensor
 RMSNORM_FORWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward",
-    args="T* out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C",
+    args="T* out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C, "
+    "inout f32*? abs_max",
 )
 RMSNORM_FORWARD_RESIDUAL = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward_residual",
     args="T* residual_out, T* out, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, f32 eps, i64 rows, i32 C",
+    "const T* weight, f32 eps, i64 rows, i32 C, inout f32*? abs_max",
 )
 RMSNORM_BACKWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* rstd, "
-    "const T*? d_residual, i64 rows, i32 C",
+    "const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max",
 )
 RMSNORM_BACKWARD_WEIGHT = Kernel(
     "rmsnorm.cu",
@@ -39,6 +41,7 @@ RMSNORM_BACKWARD_WEIGHT = Kernel(
     "i32 accumulate, u32 salt",
 )
 
+ANY_CONSTS = ANY_LAYOUT.consts | abs_max_consts("rmsnorm", None)
 LANE_VECTORS = 4  # as many as the backward kernel has registers for, two blocks on an SM
 # Forward: far more than run at a time, so that loads of new blocks fill the gaps of old ones.
 # (32768, 896) BF16 on an H100: 92 % of a copy's bandwidth, 80 % with 8 blocks.
@@ -46,14 +49,24 @@ FORWARD_BLOCKS_PER_SM = 64
 BACKWARD_BLOCKS_PER_SM = 2
 
 
-def forward(dev: Device, out: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+def forward(
+    dev: Device,
+    out: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    abs_max: Tensor | None = None,
+) -> None:
     """out = T(T(rstd * x) * weight), rstd = 1 / sqrt(mean(x^2) + eps): rounds as HF does.
 
     Args:
-        out     out  T   (rows,C)  F32 or BF16
-        rstd    out  F32 (rows,)
-        x       in   T   (rows,C)  C a multiple of 8, at most 8192
-        weight  in   T   (C,)
+        out      out    T   (rows,C)  F32 or BF16
+        rstd     out    F32 (rows,)
+        x        in     T   (rows,C)  C a multiple of 8, at most 8192
+        weight   in     T   (C,)
+        abs_max  inout  F32 (1,)      or None; raised to the largest |out|
 
     Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -67,8 +80,8 @@ def forward(dev: Device, out: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, e
     dev.launch(
         RMSNORM_FORWARD,
         *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (out, rstd, x, weight, eps, rows, C),
-        consts=layout.consts,
+        (out, rstd, x, weight, eps, rows, C, abs_max),
+        consts=layout.consts | abs_max_consts("rmsnorm.forward", abs_max),
     )
 
 
@@ -81,16 +94,19 @@ def forward_residual(
     branch: Tensor,
     weight: Tensor,
     eps: float,
+    *,
+    abs_max: Tensor | None = None,
 ) -> None:
     """residual_out = T(residual + branch); out and rstd = RMSNorm of the rounded sum.
 
     Args:
-        residual_out  out  T   (rows,C)  may be residual
-        out           out  T   (rows,C)  F32 or BF16
-        rstd          out  F32 (rows,)
-        residual      in   T   (rows,C)  C a multiple of 8, at most 8192
-        branch        in   T   (rows,C)
-        weight        in   T   (C,)
+        residual_out  out    T   (rows,C)  may be residual
+        out           out    T   (rows,C)  F32 or BF16
+        rstd          out    F32 (rows,)
+        residual      in     T   (rows,C)  C a multiple of 8, at most 8192
+        branch        in     T   (rows,C)
+        weight        in     T   (C,)
+        abs_max       inout  F32 (1,)      or None; raised to the largest |out|
 
     Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -106,8 +122,8 @@ def forward_residual(
     dev.launch(
         RMSNORM_FORWARD_RESIDUAL,
         *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (residual_out, out, rstd, residual, branch, weight, eps, rows, C),
-        consts=layout.consts,
+        (residual_out, out, rstd, residual, branch, weight, eps, rows, C, abs_max),
+        consts=layout.consts | abs_max_consts(op, abs_max),
     )
 
 
@@ -120,6 +136,8 @@ def backward(
     weight: Tensor,
     rstd: Tensor,
     d_residual: Tensor | None,
+    *,
+    abs_max: Tensor | None = None,
 ) -> None:
     """Gradients of the norm, with the gradient that reaches x past it added to d_x.
 
@@ -134,6 +152,7 @@ def backward(
         weight      in     T          (C,)
         rstd        in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
+        abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
 
     Cost:    three reads and one write of (rows,C); two launches; workspace F32 (grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -155,7 +174,7 @@ def backward(
             RMSNORM_BACKWARD,
             blocks,
             threads,
-            (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C),
-            consts=layout.consts,
+            (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C, abs_max),
+            consts=layout.consts | abs_max_consts(op, abs_max),
         )
-        finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_LAYOUT.consts)
+        finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_CONSTS)

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from llmq.dtypes import BF16, F32
-from llmq.ops.common import VECTOR_BYTES, expect_head_dim
+from llmq.ops.common import VECTOR_BYTES, abs_max_consts, expect_head_dim
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
@@ -22,7 +22,7 @@ ROPE_BACKWARD = Kernel(
     "rope.cu",
     "rope_backward",
     args="inout T* d_qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
-    "i32 num_kv_heads",
+    "i32 num_kv_heads, inout f32*? abs_max",
 )
 
 THREADS = 128
@@ -85,18 +85,16 @@ def grid(tokens: int, heads: int, half_vectors: int) -> int:
     return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * half_vectors, THREADS)
 
 
-def _launch(
+def _check(
     op: str,
     dev: Device,
-    kernel: Kernel,
+    name: str,
     qkv: Tensor,
     table: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    first_position: tuple[int, ...],
+    first_position: int,
 ) -> None:
-    """Check and launch one direction; first_position: the argument that only forward has."""
-    name = kernel.declared[0].name
     if qkv.dtype not in (F32, BF16):
         raise TypeError(f"{op}: {name} must be F32 or BF16, got {qkv.dtype.label}")
     if len(qkv.shape) != 4:
@@ -104,18 +102,21 @@ def _launch(
     B, T, _, head_dim = qkv.shape
     expect(op, name, qkv, None, (B, T, num_heads + 2 * num_kv_heads, head_dim))
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    positions = T + sum(first_position)
+    positions = T + first_position
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")
     expect(op, "table", table, F32, (table.shape[0], head_dim // 2, 2))
+
+
+def _launch(
+    dev: Device, kernel: Kernel, heads: int, args: tuple, abs_max_consts: dict[str, int]
+) -> None:
+    """args: the kernel's, qkv first. heads: of each token, with which threads do something."""
+    qkv = args[0]
+    B, T, _, head_dim = qkv.shape
     half_vectors = head_dim * qkv.dtype.itemsize // (2 * VECTOR_BYTES)
-    dev.launch(
-        kernel,
-        grid(B * T, num_heads + num_kv_heads, half_vectors),
-        THREADS,
-        (qkv, table, B * T, T, num_heads, num_kv_heads, *first_position),
-        consts={"HEAD_DIM": head_dim, "HEADS_PER_THREAD": HEADS_PER_THREAD},
-    )
+    consts = {"HEAD_DIM": head_dim, "HEADS_PER_THREAD": HEADS_PER_THREAD} | abs_max_consts
+    dev.launch(kernel, grid(B * T, heads, half_vectors), THREADS, args, consts=consts)
 
 
 def forward(
@@ -137,13 +138,33 @@ def forward(
     Cost:    one read and one write of the query and key heads; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    args = (qkv, table, num_heads, num_kv_heads, (first_position,))
-    _launch("rope.forward", dev, ROPE_FORWARD, *args)
+    op = "rope.forward"
+    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position)
+    B, T, _, _ = qkv.shape
+    args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position)
+    _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, abs_max_consts(op, None))
 
 
-def backward(dev: Device, d_qkv: Tensor, table: Tensor, num_heads: int, num_kv_heads: int) -> None:
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    table: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    abs_max: Tensor | None = None,
+) -> None:
     """Rotate the gradients back, by the opposite angles, in place; positions begin at 0.
 
-    Args, cost, errors: as forward.
+    Args as forward, and
+        abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
+
+    Cost:    as forward; with abs_max one read of the value heads too.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    _launch("rope.backward", dev, ROPE_BACKWARD, d_qkv, table, num_heads, num_kv_heads, ())
+    op = "rope.backward"
+    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0)
+    B, T, all_heads, _ = d_qkv.shape
+    heads = num_heads + num_kv_heads if abs_max is None else all_heads
+    args = (d_qkv, table, B * T, T, num_heads, num_kv_heads, abs_max)
+    _launch(dev, ROPE_BACKWARD, heads, args, abs_max_consts(op, abs_max))

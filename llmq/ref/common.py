@@ -88,3 +88,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     np.exp(s, out=s)
     s += 1
     return np.reciprocal(s, out=s)
+
+
+def update_abs_max(abs_max: np.ndarray | None, x: np.ndarray) -> None:
+    """abs_max[0] = max(abs_max[0], largest |x|), NaN wins; nothing for None."""
+    if abs_max is not None:
+        x = compute(x)
+        abs_max[0] = np.maximum(abs_max[0], np.maximum(abs(x.max()), abs(x.min())))

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks, sigmoid
+from llmq.ref.common import compute, row_blocks, sigmoid, update_abs_max
 
 # shape of x
 CASES = {
@@ -23,15 +23,18 @@ C1 = 2 * math.sqrt(2 / math.pi)
 C3 = C1 * 0.044715
 
 
-def gelu_forward(out: np.ndarray, x: np.ndarray, n: int) -> None:
+def gelu_forward(out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | None = None) -> None:
     out, x = out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
             xs = compute(x[block])
             np.multiply(sigmoid(_argument(xs)), xs, out=out[block], casting="same_kind")
+            update_abs_max(abs_max, out[block])
 
 
-def gelu_backward(d_x: np.ndarray, d_out: np.ndarray, x: np.ndarray, n: int) -> None:
+def gelu_backward(
+    d_x: np.ndarray, d_out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | None = None
+) -> None:
     d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
@@ -47,6 +50,7 @@ def gelu_backward(d_x: np.ndarray, d_out: np.ndarray, x: np.ndarray, n: int) -> 
             slope += s
             slope *= compute(d_out[block])
             d_x[block] = slope
+            update_abs_max(abs_max, d_x[block])
 
 
 def _argument(x: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import compute, store_gradient, update_abs_max
 
 # name: (rows, C)
 CASES = {
@@ -55,9 +55,11 @@ def layernorm_forward(
     eps: float,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """rstd = 1 / sqrt(variance(x) + eps); out = T((x - mean) * rstd * weight + bias)."""
     _normalise(out, mean, rstd, compute(x), weight, bias, eps)
+    update_abs_max(abs_max, out)
 
 
 def layernorm_forward_residual(
@@ -72,6 +74,7 @@ def layernorm_forward_residual(
     eps: float,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
@@ -79,6 +82,7 @@ def layernorm_forward_residual(
     else:
         residual_out[...] = compute(residual) + compute(branch)
     _normalise(out, mean, rstd, compute(residual_out), weight, bias, eps)
+    update_abs_max(abs_max, out)
 
 
 def layernorm_backward(
@@ -92,6 +96,7 @@ def layernorm_backward(
     d_residual: np.ndarray | None,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """d_x from d_out; partial (2, any, C) adds up to the gradients of weight and bias."""
     weight = compute(weight)
@@ -103,6 +108,7 @@ def layernorm_backward(
         inputs = (compute(d_out[part]), compute(x[part]), weight, mean[part], rstd[part], past)
         for total, value in zip(partial, _input_gradient(d_x[part], *inputs), strict=True):
             total[0] += value
+        update_abs_max(abs_max, d_x[part])
 
 
 def _input_gradient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import compute, store_gradient, update_abs_max
 
 # name: (rows, C)
 CASES = {
@@ -47,9 +47,11 @@ def rmsnorm_forward(
     eps: float,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """rstd = 1 / sqrt(mean(x^2) + eps); out = T(T(rstd * x) * weight)."""
     _normalise(out, rstd, compute(x), weight, eps)
+    update_abs_max(abs_max, out)
 
 
 def rmsnorm_forward_residual(
@@ -62,6 +64,7 @@ def rmsnorm_forward_residual(
     eps: float,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
@@ -69,6 +72,7 @@ def rmsnorm_forward_residual(
     else:
         residual_out[...] = compute(residual) + compute(branch)
     _normalise(out, rstd, compute(residual_out), weight, eps)
+    update_abs_max(abs_max, out)
 
 
 def rmsnorm_backward(
@@ -81,6 +85,7 @@ def rmsnorm_backward(
     d_residual: np.ndarray | None,
     rows: int,
     C: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """d_x from d_out; the rows of partial (any number, C) add up to the weight's gradient."""
     weight = compute(weight)
@@ -91,6 +96,7 @@ def rmsnorm_backward(
         past = None if d_residual is None else compute(d_residual[part])
         inputs = (compute(d_out[part]), compute(x[part]), weight, rstd[part], past)
         partial[0] += _input_gradient(d_x[part], *inputs)
+        update_abs_max(abs_max, d_x[part])
 
 
 def _input_gradient(

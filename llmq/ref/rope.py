@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute
+from llmq.ref.common import compute, update_abs_max
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -73,7 +73,9 @@ def rope_backward(
     seq_length: int,
     num_heads: int,
     num_kv_heads: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     """The rotation by the opposite angles, in place."""
     cos, sin = _table(d_qkv, table, 0)
     _rotate(d_qkv, cos, -sin, num_heads, num_kv_heads)
+    update_abs_max(abs_max, d_qkv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks, sigmoid
+from llmq.ref.common import compute, row_blocks, sigmoid, update_abs_max
 
 # rows, F
 CASES = {
@@ -16,7 +16,13 @@ CASES = {
 }
 
 
-def swiglu_forward(out: np.ndarray, up_gate: np.ndarray, rows: int, F: int) -> None:
+def swiglu_forward(
+    out: np.ndarray,
+    up_gate: np.ndarray,
+    rows: int,
+    F: int,
+    abs_max: np.ndarray | None = None,
+) -> None:
     out, up_gate = out.reshape(rows, F), up_gate.reshape(rows, 2 * F)
     with np.errstate(over="ignore"):
         for block in row_blocks(rows, F):
@@ -24,10 +30,16 @@ def swiglu_forward(out: np.ndarray, up_gate: np.ndarray, rows: int, F: int) -> N
             value = sigmoid(gate)
             value *= gate
             np.multiply(value, up, out=out[block], casting="same_kind")
+            update_abs_max(abs_max, out[block])
 
 
 def swiglu_backward(
-    d_up_gate: np.ndarray, d_out: np.ndarray, up_gate: np.ndarray, rows: int, F: int
+    d_up_gate: np.ndarray,
+    d_out: np.ndarray,
+    up_gate: np.ndarray,
+    rows: int,
+    F: int,
+    abs_max: np.ndarray | None = None,
 ) -> None:
     d_out = d_out.reshape(rows, F)
     up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
@@ -47,3 +59,4 @@ def swiglu_backward(
             silu *= d
             d_up_gate[block, :F] = silu
             d_up_gate[block, F:] = slope
+            update_abs_max(abs_max, d_up_gate[block])

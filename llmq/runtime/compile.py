@@ -175,6 +175,8 @@ def compile_kernels(
     nvrtc = _nvrtc()
     text = program(file, types, consts)
     flags = [f"-arch={target(capability)}", *FLAGS]
+    if nvrtc.getVersion() >= (12, 9):
+        flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}

@@ -7,25 +7,22 @@ swapped and transposition flags as they are.
 
 from __future__ import annotations
 
-import itertools
-import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.dtypes import BF16, F32, DType
+from llmq.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.errors import LlmqError
 from llmq.runtime.algorithm_file import algorithm_file
 from llmq.runtime.kernel import POINTER_ALIGN
 from llmq.runtime.tensor import Tensor
+from llmq.runtime.tuning import fastest
 
 CANDIDATES = 12  # algorithms asked of the heuristic
-RUNS = 5  # timed runs of each
-MIN_GAIN = 0.99  # an algorithm further down must take less than this share of the best one's time
 
 COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
-CUDA_TYPES = {F32: 0, BF16: 14}  # cudaDataType_t
+CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E5M2: 29}  # cudaDataType_t
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -37,11 +34,18 @@ class Product(NamedTuple):
     K: int
     trans_a: bool
     trans_b: bool
-    operand: DType
+    a: DType
+    b: DType
     out: DType
     bias: bool
     accumulate: bool
     workspace: int  # bytes that the library may use
+    fast_accumulation: bool = False  # of FP8 only
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the operands are codes with scales."""
+        return self.a in (E4M3, E5M2)
 
     @property
     def layouts(self) -> tuple[tuple[int, int, int], ...]:
@@ -52,8 +56,10 @@ class Product(NamedTuple):
 
     def __str__(self) -> str:
         flags = "".join("t" if flag else "n" for flag in (self.trans_a, self.trans_b))
-        text = f"{self.M}x{self.N}x{self.K} {flags} {self.operand.name}->{self.out.name}"
+        operands = self.a.name if self.a == self.b else f"{self.a.name}*{self.b.name}"
+        text = f"{self.M}x{self.N}x{self.K} {flags} {operands}->{self.out.name}"
         text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
+        text += " fast" if self.fast_accumulation else ""
         return f"{text}, {self.workspace} bytes of workspace"
 
 
@@ -65,12 +71,14 @@ class Operands(NamedTuple):
     b: Tensor
     bias: Tensor | None
     workspace: Tensor
+    scale_a: Tensor | None = None  # of FP8 operands
+    scale_b: Tensor | None = None
 
 
 class Plan:
     """cuBLASLt's description of one product, and the algorithm that computes it."""
 
-    __slots__ = ("algorithm", "beta", "bias", "desc", "layouts", "product")
+    __slots__ = ("address", "algorithm", "beta", "desc", "layouts", "product")
 
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
@@ -78,14 +86,14 @@ class Plan:
         self.layouts = layouts  # of b, a, out
         self.algorithm: np.ndarray | None = None  # uint8 (64,)
         self.beta = np.array([1.0 if product.accumulate else 0.0], np.float32)
-        self.bias = np.zeros(1, np.int64)  # address of this call's bias
+        self.address = np.zeros(1, np.int64)  # on its way into desc
 
 
 class CublasLt:
     """The matrix-product library of one rank; for the rank's thread, with its GPU current.
 
-    The matmul method takes a stream and the arguments of the library kernel `matmul` that
-    llmq/ops/matmul.py declares.
+    The methods matmul and fp8 take a stream and the arguments of the library kernels `matmul` and
+    `matmul_fp8` that llmq/ops/matmul.py declares.
     """
 
     def __init__(
@@ -130,6 +138,33 @@ class CublasLt:
         plan = self.prepare(stream, *args)
         self._run(stream, plan, plan.algorithm, Operands(*args[:5]))
 
+    def fp8(
+        self,
+        stream: int,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        bias: Tensor | None,
+        workspace: Tensor,
+        M: int,
+        N: int,
+        K: int,
+        accumulate: int,
+        fast_accumulation: int,
+    ) -> None:
+        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ out] on the stream.
+
+        Raises RuntimeError as matmul does; no GPU before Ada can compute it.
+        """
+        types = (a.dtype, b.dtype, out.dtype)
+        flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
+        product = Product(M, N, K, False, True, *types, *flags)
+        operands = Operands(out, a, b, bias, workspace, scale_a, scale_b)
+        plan = self._plan(stream, product, operands)
+        self._run(stream, plan, plan.algorithm, operands)
+
     def prepare(
         self,
         stream: int,
@@ -149,15 +184,10 @@ class CublasLt:
 
         Tuning synchronizes; it overwrites out, unless accumulate: then out keeps its content.
         """
-        transposed = (bool(trans_a), bool(trans_b))
-        rest = (a.dtype, out.dtype, bias is not None, bool(accumulate), workspace.nbytes)
-        product = Product(M, N, K, *transposed, *rest)
-        plan = self._plans.get(product)
-        if plan is None:
-            plan = self._describe(product)
-            plan.algorithm = self._choose(stream, plan, Operands(out, a, b, bias, workspace))
-            self._plans[product] = plan
-        return plan
+        types = (a.dtype, b.dtype, out.dtype)
+        flags = (bias is not None, bool(accumulate), workspace.nbytes)
+        product = Product(M, N, K, bool(trans_a), bool(trans_b), *types, *flags)
+        return self._plan(stream, product, Operands(out, a, b, bias, workspace))
 
     def close(self) -> None:
         """Free the library's descriptors and its handle."""
@@ -167,6 +197,15 @@ class CublasLt:
             self._lt.matmul_desc_destroy(plan.desc)
         self._plans.clear()
         self._lt.destroy(self._handle)
+
+    def _plan(self, stream: int, product: Product, operands: Operands) -> Plan:
+        """The plan of the product, made and tuned on these operands if it is a new one."""
+        plan = self._plans.get(product)
+        if plan is None:
+            plan = self._describe(product)
+            plan.algorithm = self._choose(stream, plan, operands)
+            self._plans[product] = plan
+        return plan
 
     def _describe(self, product: Product) -> Plan:
         lt = self._lt
@@ -178,10 +217,16 @@ class CublasLt:
             values[attribute.EPILOGUE] = lt.Epilogue.BIAS
             # Not an address yet: the heuristic reads from it how the bias will be aligned.
             values[attribute.BIAS_POINTER] = POINTER_ALIGN
+        if product.fp8:
+            # Not addresses yet. One scale a tensor is the default mode.
+            values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
+            values[attribute.FAST_ACCUM] = product.fast_accumulation
+            if product.bias:
+                values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
         for name, value in values.items():
             buffer = np.array([value], lt.get_matmul_desc_attribute_dtype(name))
             lt.matmul_desc_set_attribute(desc, name, buffer.ctypes.data, buffer.nbytes)
-        dtypes = (product.operand, product.operand, product.out)
+        dtypes = (product.b, product.a, product.out)
         layouts = tuple(
             lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
             for dtype, layout in zip(dtypes, product.layouts, strict=True)
@@ -253,43 +298,20 @@ class CublasLt:
         if plan.product.accumulate:
             saved = np.empty(out.nbytes, np.uint8)
             cuda.memcpyAsync(saved.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
-        events = [cuda.eventCreate() for _ in range(RUNS + 1)]
-        best, best_time = None, float("inf")
-        for algorithm in self._candidates(plan, CANDIDATES):
-            time = self._time(stream, plan, algorithm, operands, events)
-            if time < best_time * MIN_GAIN:
-                best, best_time = algorithm, time
-        for event in events:
-            cuda.eventDestroy(event)
+        candidates = self._candidates(plan, CANDIDATES)
+        best = fastest(
+            cuda,
+            stream,
+            candidates,
+            lambda algorithm: self._run(stream, plan, algorithm, operands),
+            self._lt.cuBLASLtError,
+        )
         if plan.product.accumulate:
             cuda.memcpyAsync(out.ptr, saved.ctypes.data, out.nbytes, HOST_TO_DEVICE, stream)
         cuda.streamSynchronize(stream)
         if best is None:
             raise RuntimeError(self._no_algorithm(plan))
         return best
-
-    def _time(
-        self,
-        stream: int,
-        plan: Plan,
-        algorithm: np.ndarray,
-        operands: Operands,
-        events: list[int],
-    ) -> float:
-        """Median milliseconds of a run; infinite if cuBLASLt refuses to run it after all."""
-        cuda = self._cuda
-        try:
-            self._run(stream, plan, algorithm, operands)  # loads the code
-        except self._lt.cuBLASLtError:
-            return float("inf")
-        cuda.streamSynchronize(stream)
-        cuda.eventRecord(events[0], stream)
-        for event in events[1:]:
-            self._run(stream, plan, algorithm, operands)
-            cuda.eventRecord(event, stream)
-        cuda.eventSynchronize(events[-1])
-        pairs = itertools.pairwise(events)
-        return statistics.median(cuda.eventElapsedTime(start, stop) for start, stop in pairs)
 
     def _accepts(self, plan: Plan, algorithm: np.ndarray) -> bool:
         """Whether cuBLASLt accepts a remembered algorithm for this product and workspace."""
@@ -309,11 +331,14 @@ class CublasLt:
 
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
-        out, a, b, bias, workspace = operands
+        out, a, b, bias, workspace, scale_a, scale_b = operands
+        # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
+        # captured graph keeps those of its own call.
         if bias is not None:
-            plan.bias[0] = bias.ptr
-            pointer = lt.MatmulDescAttribute.BIAS_POINTER
-            lt.matmul_desc_set_attribute(plan.desc, pointer, plan.bias.ctypes.data, 8)
+            self._point(plan, lt.MatmulDescAttribute.BIAS_POINTER, bias)
+        if scale_a is not None:
+            self._point(plan, lt.MatmulDescAttribute.A_SCALE_POINTER, scale_b)
+            self._point(plan, lt.MatmulDescAttribute.B_SCALE_POINTER, scale_a)
         layout_b, layout_a, layout_out = plan.layouts
         lt.matmul(
             self._handle,
@@ -333,6 +358,11 @@ class CublasLt:
             workspace.nbytes,
             stream,
         )
+
+    def _point(self, plan: Plan, attribute: int, tensor: Tensor) -> None:
+        """Set an address in the plan's descriptor."""
+        plan.address[0] = tensor.ptr
+        self._lt.matmul_desc_set_attribute(plan.desc, attribute, plan.address.ctypes.data, 8)
 
     def _all_layouts(self, plan: Plan) -> tuple[int, ...]:
         """The layouts of A, B, C and D; C is D."""

@@ -8,6 +8,7 @@ from llmq.ops import gelu
 from llmq.ref.gelu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from tests.abs_max import check_abs_max
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("gpt2")}
@@ -49,6 +50,16 @@ def test_backward(dev, rng, shape, dtype):
 
     del arrays["d_x"]
     np.testing.assert_array_equal(run(dev, in_place, arrays)["x"], got)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+def test_abs_max(dev, rng, shape, dtype):
+    x, d_out = _inputs(rng, shape, dtype)
+    arrays = {"out": np.full(shape, np.nan, dtype.numpy), "x": x}
+    check_abs_max(dev, gelu.forward, arrays, stored="out", spoiled="x")
+    arrays = {"d_x": np.full(shape, np.nan, dtype.numpy), "d_out": d_out, "x": x}
+    check_abs_max(dev, gelu.backward, arrays, stored="d_x", spoiled="d_out")
 
 
 def test_grid():

@@ -1,5 +1,7 @@
 """layernorm's kernels against their references."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from llmq.ref.layernorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator
+from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
 from tests.harness import host_device, run, step_scalars
 
@@ -115,6 +118,34 @@ def test_backward_adds_to_the_gradients_and_works_without_residual(dev, rng, gra
         # Exact in F32; BF16 rounds each of the two by at most a step of 2^-7.
         rtol = 2**-6 if gradient_dtype == BF16 else 0
         np.testing.assert_allclose(got[name].astype(np.float32), total, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("narrow", BF16), ("narrow", F32), ("widest", BF16)], ids=str
+)
+def test_abs_max(dev, rng, name, dtype):
+    rows, C = shape = CASES[name]
+    arrays = {
+        "out": nan(shape, dtype),
+        "mean": nan(rows, F32),
+        "rstd": nan(rows, F32),
+        "x": balanced(rng, shape, dtype, mean=50),
+        "weight": coarse(rng, C, dtype),
+        "bias": coarse(rng, C, dtype),
+    }
+    call = partial(layernorm.forward, eps=EPS)
+    check_abs_max(dev, call, arrays, stored="out", spoiled="bias")
+
+    arrays["residual"] = arrays.pop("x")
+    arrays |= {"residual_out": nan(shape, dtype), "branch": coarse(rng, shape, dtype)}
+    call = partial(layernorm.forward_residual, eps=EPS)
+    check_abs_max(dev, call, arrays, stored="out", spoiled="bias")
+
+    arrays = backward_arrays(rng, shape, dtype, F32)
+    # Far from 0: a lane past the end of a row would find something large.
+    arrays["x"] += np.asarray(50, dtype.numpy)
+    arrays["mean"] += 50
+    check_abs_max(dev, call_backward(False), arrays, stored="d_x", spoiled="d_residual")
 
 
 @DTYPES

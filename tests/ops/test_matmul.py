@@ -5,14 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
-from llmq.ops.matmul import matmul
-from llmq.ref.matmul import CASES
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import run
+from tests.harness import dtype_of, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+FP8_SMALL = {name: case for name, case in FP8_CASES.items() if not name.startswith("qwen")}
+FP8_PAIRS = pytest.mark.parametrize(
+    "dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=lambda d: f"{d[0].name}_{d[1].name}"
+)
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -26,7 +30,7 @@ def test_product(dev, rng, case, operand, out):
     bias = rng.normal(size=N).astype(out.numpy)
     start = rng.normal(size=(M, N)).astype(out.numpy)
     left, right = (x.astype(np.float64) for x in (a.T if trans_a else a, b.T if trans_b else b))
-    for accumulate in (False, True):
+    for accumulate in (False, True) if out == F32 else (False,):
         for with_bias in (False,) if accumulate else (False, True):
 
             def call(dev, out, a, b, bias, accumulate=accumulate):
@@ -55,9 +59,9 @@ def test_counts_and_checks():
         return dev.alloc(name, shape, dtype, "Activations")
 
     out, a, b = make("out", (8, 16)), make("a", (8, 32)), make("b", (16, 32))
-    matmul(dev, out, a, b, trans_b=True, accumulate=True)
+    matmul(dev, make("sum", (8, 16), F32), a, b, trans_b=True, accumulate=True)
     assert dev.flops["matmul"] == 2 * 8 * 16 * 32
-    assert dev.bytes["matmul"] == 2 * (2 * 8 * 16 + 8 * 32 + 16 * 32)  # out twice, no workspace
+    assert dev.bytes["matmul"] == 2 * 4 * 8 * 16 + 2 * (8 * 32 + 16 * 32)  # out twice, no workspace
     assert dev.sizes().stack == 1024
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
         matmul(dev, out, a, b)
@@ -72,5 +76,167 @@ def test_counts_and_checks():
     with pytest.raises(TypeError, match="matmul: bias must be BF16, got F32"):
         matmul(dev, out, a, b, trans_b=True, bias=make("bias", (16,), F32))
     with pytest.raises(ValueError, match="bias and accumulate exclude each other"):
-        bias = make("bias", (16,))
-        matmul(dev, out, a, b, trans_b=True, bias=bias, accumulate=True)
+        total, bias = make("sum", (8, 16), F32), make("bias", (16,), F32)
+        matmul(dev, total, a, b, trans_b=True, bias=bias, accumulate=True)
+    with pytest.raises(TypeError, match="matmul: out must be F32 with accumulate, got BF16"):
+        matmul(dev, out, a, b, trans_b=True, accumulate=True)
+
+
+def scalar(value):
+    return np.array([value], np.float32)
+
+
+@pytest.fixture
+def fp8_dev(dev):
+    """Each device that has FP8 products."""
+    if dev.kind == "cuda" and dev.spec.capability < 89:
+        pytest.skip("FP8 products need an Ada, Hopper or later GPU")
+    return dev
+
+
+@pytest.mark.parametrize("case", FP8_SMALL)
+@FP8_PAIRS
+@pytest.mark.parametrize("out", [F32, BF16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_fp8_product_of_integers(fp8_dev, rng, case, dtypes, out, fast):
+    """Exact: no partial sum of these needs more than the 14 bits of fast accumulation."""
+    M, N, K = FP8_SMALL[case]
+    codes = [
+        rng.integers(-4, 5, (rows, K)).astype(d.numpy)
+        for rows, d in zip((M, N), dtypes, strict=True)
+    ]
+    bias, start = rng.integers(-9, 10, N) / 4, rng.integers(-99, 100, (M, N)) / 8
+    total = codes[0].astype(np.float64) @ codes[1].astype(np.float64).T * 2.0**-4
+    cases = [(False, False), (True, False)] + [(False, True)] * (out == F32)
+    for with_bias, accumulate in cases:
+
+        def call(dev, accumulate=accumulate, **tensors):
+            matmul_fp8(dev, accumulate=accumulate, fast_accumulation=fast, **tensors)
+
+        arrays = {
+            "out": start.astype(out.numpy) if accumulate else np.full((M, N), np.nan, out.numpy),
+            "a": codes[0],
+            "b": codes[1],
+            "scale_a": scalar(2.0**-7),
+            "scale_b": scalar(2.0**3),
+            "bias": bias.astype(BF16.numpy) if with_bias else None,
+        }
+        want = total + with_bias * bias + accumulate * start
+        np.testing.assert_array_equal(run(fp8_dev, call, arrays)["out"], want.astype(out.numpy))
+
+
+@FP8_PAIRS
+def test_fp8_codes(fp8_dev, dtypes):
+    """Each code of a, and of b, times one."""
+    codes = np.resize(np.arange(256, dtype=np.uint8), (16, 32))
+    one = np.eye(32)
+
+    def call(dev, left, right, *tensors):
+        matmul_fp8(dev, left, tensors[0], tensors[3], tensors[4], tensors[4])
+        matmul_fp8(dev, right, tensors[1], tensors[2], tensors[4], tensors[4])
+
+    finite = [
+        np.where(np.isfinite(x.astype(np.float32)), x, x.dtype.type(0))
+        for x in (codes.view(d.numpy) for d in dtypes)
+    ]
+    arrays = {
+        "left": np.full((16, 32), np.nan, np.float32),
+        "right": np.full((32, 16), np.nan, np.float32),
+        "a": finite[0],
+        "a_one": one.astype(dtypes[0].numpy),
+        "b": finite[1],
+        "b_one": one.astype(dtypes[1].numpy),
+        "scale": scalar(1),
+    }
+    got = run(fp8_dev, lambda dev, **tensors: call(dev, *tensors.values()), arrays)
+    np.testing.assert_array_equal(got["left"], finite[0].astype(np.float32))
+    np.testing.assert_array_equal(got["right"], finite[1].astype(np.float32).T)
+
+
+@FP8_PAIRS
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_fp8_product_of_random_codes(fp8_dev, rng, dtypes, fast):
+    M, N, K = 64, 48, 128
+    a, b = (
+        (rng.normal(size=(rows, K)) * 60).astype(d.numpy)
+        for rows, d in zip((M, N), dtypes, strict=True)
+    )
+    scale_a, scale_b = scalar(0.0123), scalar(7.7e-4)
+    arrays = {"out": np.full((M, N), np.nan, np.float32), "a": a, "b": b}
+    arrays |= {"scale_a": scale_a, "scale_b": scale_b}
+
+    def call(dev, **tensors):
+        matmul_fp8(dev, fast_accumulation=fast, **tensors)
+
+    got = run(fp8_dev, call, arrays)["out"].astype(np.float64)
+    want = np.float64(scale_a[0]) * scale_b[0] * (a.astype(np.float64) @ b.astype(np.float64).T)
+    # Ada and Hopper truncate each product and each sum to 2^-13 of the largest that they add, fast
+    # or not where K is this small: at most K times, if all errors have one sign, and the results
+    # are about as large as the largest product. In F32 it is 2^-24.
+    bound = K * (2.0**-13 if fp8_dev.kind == "cuda" else 2.0**-24)
+    assert np.linalg.norm(got - want) < bound * np.linalg.norm(want)
+
+
+def test_fp8_scales_in_a_graph(fp8_dev, rng):
+    """One plan, two products: each keeps its own scales, whose values are read at each run."""
+    dev = fp8_dev
+    make = {
+        "a": rng.integers(-4, 5, (16, 32)).astype(E4M3.numpy),
+        "b": rng.integers(-4, 5, (16, 32)).astype(E4M3.numpy),
+        **{name: scalar(value) for name, value in (("one", 1), ("half", 0.5), ("four", 4))},
+        **dict.fromkeys(("first", "second"), np.zeros((16, 16), np.float32)),
+    }
+    t = {name: dev.alloc(name, x.shape, dtype_of(x), "Activations") for name, x in make.items()}
+    for name, array in make.items():
+        dev.upload(t[name], array)
+
+    def products():
+        matmul_fp8(dev, t["first"], t["a"], t["b"], t["one"], t["half"])
+        matmul_fp8(dev, t["second"], t["a"], t["b"], t["four"], t["one"])
+
+    total = make["a"].astype(np.float32) @ make["b"].astype(np.float32).T
+    for four in (4, 4, 8):  # runs, captures, replays
+        dev.zero(t["first"])
+        dev.zero(t["second"])
+        dev.upload(t["four"], scalar(four))
+        dev.graph(("fp8",), products)
+        dev.synchronize()
+        np.testing.assert_array_equal(dev.download(t["first"]), total / 2)
+        np.testing.assert_array_equal(dev.download(t["second"]), total * four)
+
+
+def test_counts_and_checks_of_8_bits():
+    dev = PlanDevice(replace(HOST_SPEC, library_workspace=1024))
+
+    def make(name, shape, dtype=E4M3):
+        return dev.alloc(name, shape, dtype, "Activations")
+
+    out, a, b = make("out", (16, 48), BF16), make("a", (16, 32)), make("b", (48, 32))
+    scale, bias = make("scale", (1,), F32), make("bias", (48,), BF16)
+    total = make("sum", (16, 48), F32)
+    matmul_fp8(dev, total, a, b, scale, scale, accumulate=True, fast_accumulation=True)
+    assert dev.flops["matmul_fp8"] == 2 * 16 * 48 * 32
+    assert dev.bytes["matmul_fp8"] == 2 * 4 * 16 * 48 + 16 * 32 + 48 * 32 + 2 * 4
+    assert dev.sizes().stack == 1024
+
+    def check(error, match, *args, **kwargs):
+        with pytest.raises(error, match=f"^matmul_fp8: {match}"):
+            matmul_fp8(dev, *args, **kwargs)
+
+    check(ValueError, "out must have 2 dim", make("out", (48,), BF16), a, b, scale, scale)
+    check(TypeError, "out must be F32 or BF16, got F8_E4M3", a, a, b, scale, scale)
+    check(TypeError, "b must be F8_E4M3 or F8_E5M2, got BF16", out, a, out, scale, scale)
+    five = (make("a", (16, 32), E5M2), make("b", (48, 32), E5M2))
+    check(TypeError, "a or b must be F8_E4M3, both are F8_E5M2", out, *five, scale, scale)
+    check(ValueError, r"b must have shape \(48, 32\)", out, a, a, scale, scale)
+    check(ValueError, r"a must have shape \(16, 32\)", out, b, make("b", (48, 48)), scale, scale)
+    odd = (make("out", (24, 48), BF16), make("a", (24, 32)))
+    check(ValueError, r"M, N, K must be multiples of 16, got \(24, 48, 32\)", *odd, b, scale, scale)
+    check(TypeError, "scale_b must be F32, got BF16", out, a, b, scale, make("s", (1,), BF16))
+    two = make("scales", (2,), F32)
+    check(ValueError, r"scale_a must have shape \(1,\)", out, a, b, two, scale)
+    check(ValueError, "scale_a is not 16-byte aligned", out, a, b, two.rows(1, 2), scale)
+    check(TypeError, "bias must be BF16", out, a, b, scale, scale, bias=make("b", (48,), F32))
+    both = {"bias": bias, "accumulate": True}
+    check(ValueError, "bias and accumulate exclude", total, a, b, scale, scale, **both)
+    check(TypeError, "out must be F32 with accumulate", out, a, b, scale, scale, accumulate=True)

@@ -1,6 +1,7 @@
 """rmsnorm's kernels against their references."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from llmq.ref.rmsnorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator
+from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
 from tests.harness import host_device, run, step_scalars
 
@@ -110,6 +112,31 @@ def test_backward_adds_to_the_weight_gradient_and_works_without_residual(dev, rn
     np.testing.assert_allclose(got["d_weight"].astype(np.float32), total, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.parametrize(
+    "name, dtype", [("narrow", BF16), ("narrow", F32), ("widest", BF16)], ids=str
+)
+def test_abs_max(dev, rng, name, dtype):
+    rows, C = shape = CASES[name]
+    arrays = {
+        "out": nan(shape, dtype),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, dtype),
+        "weight": coarse(rng, C, dtype),
+    }
+    arrays["x"][:, -1] = 2  # not 0, which would make a NaN of an infinite weight
+    call = partial(rmsnorm.forward, eps=EPS)
+    check_abs_max(dev, call, arrays, stored="out", spoiled="weight")
+
+    arrays["residual"] = arrays.pop("x")
+    arrays |= {"residual_out": nan(shape, dtype), "branch": coarse(rng, shape, dtype)}
+    arrays["branch"][:, -1] = 2
+    call = partial(rmsnorm.forward_residual, eps=EPS)
+    check_abs_max(dev, call, arrays, stored="out", spoiled="weight")
+
+    arrays = backward_arrays(rng, shape, dtype, F32)
+    check_abs_max(dev, call_backward(False), arrays, stored="d_x", spoiled="d_residual")
+
+
 @DTYPES
 def test_ordinary_numbers(dev, rng, dtype):
     rows, C = 21, 896
@@ -171,6 +198,19 @@ def test_wrong_arguments_raise(change, error, text):
     plan = PlanDevice(HOST_SPEC)
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
     with pytest.raises(error, match=f"rmsnorm.forward: .*{text}"):
+        rmsnorm.forward(plan, **tensors, eps=EPS)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, error, text",
+    [((2,), F32, ValueError, "shape"), ((1,), BF16, TypeError, "must be F32, got BF16")],
+)
+def test_wrong_abs_max_raises(shape, dtype, error, text):
+    specs = {"out": ((4, 64), BF16), "rstd": ((4,), F32), "x": ((4, 64), BF16)}
+    specs |= {"weight": ((64,), BF16), "abs_max": (shape, dtype)}
+    plan = PlanDevice(HOST_SPEC)
+    tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
+    with pytest.raises(error, match=f"rmsnorm.forward: abs_max .*{text}"):
         rmsnorm.forward(plan, **tensors, eps=EPS)
 
 

@@ -7,8 +7,9 @@ from llmq.dtypes import BF16, F32, I32
 from llmq.ops import rope
 from llmq.ref.rope import CASES
 from llmq.runtime.plan_device import PlanDevice
+from tests.abs_max import check_abs_max
 from tests.exact import run_exact
-from tests.harness import GPU_SPEC
+from tests.harness import GPU_SPEC, run
 
 SMALL = [name for name in CASES if not name.startswith("qwen")]
 BOTH = ["head_80", "head_128"]
@@ -47,6 +48,31 @@ def test_backward(dev, rng, shape, dtype):
         rope.backward(dev, qkv, table, shape[2], shape[3])
 
     run_exact(dev, call, inputs(rng, shape, dtype, shape[1]))
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("head_64", BF16), ("head_80", F32), ("head_128", BF16)], ids=str
+)
+def test_abs_max_includes_the_value_heads(dev, rng, name, dtype):
+    shape = CASES[name]
+    heads = shape[2] + shape[3]
+
+    def call(dev, d_qkv, table, abs_max):
+        rope.backward(dev, d_qkv, table, shape[2], shape[3], abs_max=abs_max)
+
+    arrays = inputs(rng, shape, dtype, shape[1])
+    arrays["d_qkv"] = arrays.pop("qkv")
+    for large in (slice(heads), slice(heads, None)):
+        arrays["d_qkv"][:, :, large] *= 8
+        check_abs_max(dev, call, arrays, stored="d_qkv", spoiled="d_qkv")
+
+    # Every element is looked at.
+    for index in rng.integers(0, arrays["d_qkv"].size, size=8):
+        alone = np.zeros_like(arrays["d_qkv"])
+        alone.reshape(-1)[index] = 3
+        operands = {"d_qkv": alone, "table": arrays["table"], "abs_max": np.zeros(1, np.float32)}
+        got = run(dev, call, operands)
+        assert got["abs_max"] == np.abs(got["d_qkv"].astype(np.float32)).max() > 2
 
 
 def test_backward_undoes_forward(dev, rng):

@@ -8,6 +8,7 @@ from llmq.ops import swiglu
 from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from tests.abs_max import check_abs_max
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
@@ -53,6 +54,23 @@ def test_backward(dev, rng, rows, F, dtype):
 
     del arrays["d_up_gate"]
     np.testing.assert_array_equal(run(dev, in_place, arrays)["up_gate"], got)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["ragged_block", "several_blocks"])
+def test_abs_max(dev, rng, name, dtype):
+    rows, F = CASES[name]
+    up_gate, d_out = _inputs(rng, rows, F, dtype)
+    arrays = {"out": np.full((rows, F), np.nan, dtype.numpy), "up_gate": up_gate}
+    check_abs_max(dev, swiglu.forward, arrays, stored="out", spoiled="up_gate")
+    for half in (slice(F), slice(F, None)):  # the largest of d_up, of d_gate
+        arrays = {
+            "d_up_gate": np.full((rows, 2 * F), np.nan, dtype.numpy),
+            "d_out": d_out,
+            "up_gate": up_gate.copy(),
+        }
+        arrays["up_gate"][:, half] *= 4
+        check_abs_max(dev, swiglu.backward, arrays, stored="d_up_gate", spoiled="d_out")
 
 
 def test_leading_dimensions_are_rows(dev, rng):

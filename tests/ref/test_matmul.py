@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16
+from llmq.dtypes import BF16, E4M3, E5M2, F32
 from llmq.ref import matmul as ref
 
 CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}
@@ -50,3 +50,43 @@ def test_f32_out_of_bf16_operands_is_not_rounded(rng):
     ref.matmul(out, a, b, bias, NO_WORKSPACE, 16, 24, 64, 0, 1, 1)
     want = torch_product(a, b, False, True) + bias + 1
     np.testing.assert_allclose(out, want, atol=1e-5)  # sums of 64 products of about 1, in F32
+
+
+FP8_CASES = {k: v for k, v in ref.FP8_CASES.items() if not k.startswith("qwen")}
+
+
+@pytest.mark.parametrize("dtype, torch_dtype", [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")])
+def test_every_fp8_code(dtype, torch_dtype):
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    want = torch.from_numpy(codes).view(getattr(torch, torch_dtype)).float().numpy()
+    np.testing.assert_array_equal(ref._decode(codes.view(dtype.numpy)), want)
+
+
+@pytest.mark.parametrize("case", FP8_CASES)
+@pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("bias, accumulate", [(False, False), (True, False), (False, True)])
+def test_fp8_equals_torch(rng, monkeypatch, case, a_dtype, b_dtype, dtype, bias, accumulate):
+    monkeypatch.setattr(ref, "CHUNK", 512)  # so that there are several pieces
+    M, N, K = FP8_CASES[case]
+    a, b = (rng.normal(size=s).astype(d.numpy) for s, d in (((M, K), a_dtype), ((N, K), b_dtype)))
+    scale_a, scale_b = (rng.uniform(0.5, 1, 1).astype(np.float32) for _ in range(2))
+    b_vector = rng.normal(size=N).astype(BF16.numpy) if bias else None
+    out = rng.normal(size=(M, N)).astype(dtype.numpy)
+    want = np.float64(scale_a[0]) * scale_b[0] * torch_product(a, b, False, True)
+    want += b_vector.astype(np.float64) if bias else 0
+    want += out.astype(np.float64) if accumulate else 0
+    if not accumulate:
+        out[:] = np.nan
+    ref.matmul_fp8(out, a, b, scale_a, scale_b, b_vector, NO_WORKSPACE, M, N, K, int(accumulate), 0)
+    # Partial sums (below 4 sqrt(K) <= 91) are rounded K times, and BF16 results once more.
+    rtol = 2.0**-8 if dtype == BF16 else 0
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=rtol, atol=91 * K * 2.0**-24)
+
+
+def test_fast_accumulation_makes_no_difference_to_the_reference(rng):
+    a = rng.normal(size=(16, 32)).astype(E4M3.numpy)
+    scale, results = np.ones(1, np.float32), np.empty((2, 16, 16), np.float32)
+    for fast, out in enumerate(results):
+        ref.matmul_fp8(out, a, a, scale, scale, None, NO_WORKSPACE, 16, 16, 32, 0, fast)
+    np.testing.assert_array_equal(*results)

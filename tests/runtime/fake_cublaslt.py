@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmq.dtypes import F32
+from llmq.dtypes import BF16, E4M3, E5M2, F32
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES
 from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES
 
 NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
+FP8 = (E4M3.numpy, E5M2.numpy)
 WORKSPACE = 4096  # bytes
 STREAM = 77
 RESULT = np.dtype(
@@ -35,7 +36,16 @@ class FakeCublasLt:
     """
 
     cuBLASLtError = Refused
-    MatmulDescAttribute = SimpleNamespace(TRANSA=3, TRANSB=4, EPILOGUE=7, BIAS_POINTER=8)
+    MatmulDescAttribute = SimpleNamespace(
+        TRANSA=3,
+        TRANSB=4,
+        EPILOGUE=7,
+        BIAS_POINTER=8,
+        A_SCALE_POINTER=17,
+        B_SCALE_POINTER=18,
+        FAST_ACCUM=25,
+        BIAS_DATA_TYPE=26,
+    )
     MatmulPreferenceAttribute = SimpleNamespace(
         MAX_WORKSPACE_BYTES=1,
         REDUCTION_SCHEME_MASK=3,
@@ -53,6 +63,7 @@ class FakeCublasLt:
         self.version = version
         self.clock = 0.0
         self.runs = []  # the algorithm of each product
+        self.fast = []  # the fast accumulation flag of each FP8 product
         self.asked = []  # preferences of each heuristic call
         self.alive = {}
         self.handles = itertools.count(1000)
@@ -88,7 +99,8 @@ class FakeCublasLt:
     matmul_desc_destroy = matrix_layout_destroy = matmul_preference_destroy = _free
 
     def get_matmul_desc_attribute_dtype(self, name):
-        return {7: np.uint32, 8: np.int64}.get(name, np.int32)
+        types = {7: np.uint32, 8: np.int64, 17: np.int64, 18: np.int64, 25: np.int8}
+        return types.get(name, np.int32)
 
     def get_matmul_preference_attribute_dtype(self, name):
         return {1: np.uint64}.get(name, np.uint32)
@@ -105,7 +117,8 @@ class FakeCublasLt:
 
     def matmul_algo_get_heuristic(self, library, desc, a, b, c, d, preference, count, results, n):
         assert self.alive[library] == "library"
-        assert self.alive[desc].get(8, 16) % 16 == 0 and c == d
+        assert c == d
+        assert all(self.alive[desc].get(pointer, 16) % 16 == 0 for pointer in (8, 17, 18))
         self.asked.append(dict(self.alive[preference]))
         found = min(count, len(self.costs))
         for i, entry in enumerate(memory(results, RESULT, found)):
@@ -135,14 +148,28 @@ class FakeCublasLt:
 
         left, right, out = columns(a, a_), columns(b, b_), columns(d, d_)
         attributes = self.alive[desc]
+        if left.dtype in FP8:
+            self._check_fp8(attributes, left.dtype, right.dtype)
         left = left.T if attributes[3] else left
         right = right.T if attributes[4] else right
         total = scalar(alpha) * (left.astype(np.float32) @ right.astype(np.float32))
+        for pointer in (17, 18):
+            if pointer in attributes:
+                total *= scalar(attributes[pointer])
         if scalar(beta):
             total += scalar(beta) * out.astype(np.float32)
         if attributes.get(7) == 4:
-            total += memory(attributes[8], out.dtype, len(out)).astype(np.float32)[:, None]
+            dtype = NUMPY_TYPES.get(attributes.get(26), out.dtype)
+            total += memory(attributes[8], dtype, len(out)).astype(np.float32)[:, None]
         out[...] = total.astype(out.dtype)
+
+    def _check_fp8(self, attributes, left, right):
+        """What cuBLASLt asks of products of FP8 codes."""
+        assert right in FP8 and (left, right) != (E5M2.numpy, E5M2.numpy)
+        assert (attributes[3], attributes[4]) == (1, 0)  # "TN"
+        assert not attributes[17] % 16 and not attributes[18] % 16
+        assert attributes.get(7) is None or NUMPY_TYPES[attributes[26]] == BF16.numpy
+        self.fast.append(attributes[25])
 
 
 class FakeCuda:

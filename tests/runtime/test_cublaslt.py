@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, U8
-from llmq.ref.matmul import CASES, matmul
+from llmq.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.ref.matmul import CASES, FP8_CASES, matmul, matmul_fp8
 from llmq.runtime import algorithm_file as files
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES, AlgorithmFile, algorithm_file
 from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES, CublasLt
@@ -60,7 +60,36 @@ class Arguments:
         return arrays[0]
 
 
+class Fp8Arguments(Arguments):
+    """As Arguments, of an FP8 product."""
+
+    def __init__(
+        self, M, N, K, *, dtypes=(E4M3, E4M3, BF16), bias=False, accumulate=0, fast=0, scale=0.5
+    ):
+        super().__init__(M, N, K, False, True, dtypes=(F32, dtypes[2]), accumulate=accumulate)
+        out, a, b, _, workspace = self.tensors
+        a, b = (
+            self.put(f"{x.name} codes", x.numpy(), dtype)
+            for x, dtype in zip((a, b), dtypes, strict=False)
+        )
+        scales = (self.put("scale", np.array([s]), F32) for s in (scale, 0.75))
+        bias = self.put("bias", np.linspace(-1, 1, N), BF16) if bias else None
+        self.tensors = (out, a, b, *scales, bias, workspace)
+        self.sizes = (M, N, K, accumulate, fast)
+
+    def put(self, name, values, dtype):
+        tensor = self.dev.alloc(name, values.shape, dtype, "Activations")
+        tensor.numpy()[...] = values
+        return tensor
+
+    def reference(self):
+        arrays = [self.start.copy(), *(t and t.numpy() for t in self.tensors[1:])]
+        matmul_fp8(*arrays, *self.sizes)
+        return arrays[0]
+
+
 SHAPE = SMALL["trans_b"]
+FP8_SHAPE = FP8_CASES["wide"]
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +125,65 @@ def test_one_plan_for_equal_products_and_one_more_for_each_difference():
     assert len(library.asked) == len(calls) - 1
     lt.close()
     assert not library.alive
+
+
+FP8_DTYPES = [(E4M3, E4M3, BF16), (E5M2, E4M3, BF16), (E4M3, E5M2, F32), (E4M3, E4M3, F32)]
+
+
+@pytest.mark.parametrize("dtypes", FP8_DTYPES, ids=lambda dtypes: "_".join(d.name for d in dtypes))
+@pytest.mark.parametrize("bias, accumulate", [(False, 0), (True, 0), (False, 1)])
+@pytest.mark.parametrize("fast", [0, 1])
+def test_fp8(dtypes, bias, accumulate, fast):
+    lt, library = make()
+    args = Fp8Arguments(*FP8_SHAPE, dtypes=dtypes, bias=bias, accumulate=accumulate, fast=fast)
+    lt.fp8(*args)
+    # F32 sums in another order (64 products of about 1); BF16 is rounded once more.
+    rtol = 2.0**-7 if dtypes[2] == BF16 else 0
+    np.testing.assert_allclose(
+        args.out.astype(np.float32), args.reference().astype(np.float32), rtol=rtol, atol=1e-4
+    )
+    assert library.fast == [fast]
+
+
+def test_fp8_plans():
+    lt, library = make()
+    calls = [Fp8Arguments(*FP8_SHAPE), Fp8Arguments(*FP8_SHAPE, scale=2)]
+    calls += [Fp8Arguments(*FP8_SHAPE, dtypes=dtypes) for dtypes in FP8_DTYPES[1:]]
+    calls += [Fp8Arguments(*FP8_SHAPE, bias=True), Fp8Arguments(*FP8_SHAPE, accumulate=1)]
+    calls += [Fp8Arguments(*FP8_SHAPE, fast=1)]
+    for args in calls:
+        lt.fp8(*args)
+    assert len(library.asked) == len(calls) - 1
+    names = [str(product) for product in lt._plans]
+    assert len(set(names)) == len(calls) - 1
+    assert names[0] == "48x144x64 nt e4m3->bf16, 4096 bytes of workspace"
+    assert names[1] == "48x144x64 nt e5m2*e4m3->bf16, 4096 bytes of workspace"
+    assert names[-1] == "48x144x64 nt e4m3->bf16 fast, 4096 bytes of workspace"
+    lt.close()
+    assert not library.alive
+
+
+def test_each_fp8_call_uses_its_own_scales():
+    lt, library = make()
+    first, second = (Fp8Arguments(*FP8_SHAPE, bias=True, scale=scale) for scale in (0.5, 3))
+    for args in (first, second, first):
+        lt.fp8(*args)
+        want = args.reference().astype(np.float32)
+        # Order of F32 sums, then BF16's rounding.
+        np.testing.assert_allclose(args.out.astype(np.float32), want, rtol=2.0**-7, atol=1e-4)
+    assert len(library.asked) == 1
+
+
+def test_fp8_is_tuned_as_the_others_are():
+    lt, library = make((2, 1), tune=True)
+    args = Fp8Arguments(*FP8_SHAPE, dtypes=(E5M2, E4M3, F32), accumulate=1)
+    lt._cuda.capturing = True
+    with pytest.raises(RuntimeError, match=r"48x144x64 nt e5m2\*e4m3->f32 accumulate, .* outside"):
+        lt.fp8(*args)
+    lt._cuda.capturing = False
+    lt.fp8(*args)
+    assert set(library.runs[:-1]) == {0, 1} and library.runs[-1] == 1
+    np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
 
 
 def test_preferences():
@@ -235,6 +323,8 @@ def test_constants_and_names_are_those_of_the_binding():
     assert int(cublas.ComputeType.COMPUTE_32F) == COMPUTE_32F
     assert int(nvmath.CudaDataType.CUDA_R_32F) == CUDA_TYPES[F32]
     assert int(nvmath.CudaDataType.CUDA_R_16BF) == CUDA_TYPES[BF16]
+    assert int(nvmath.CudaDataType.CUDA_R_8F_E4M3) == CUDA_TYPES[E4M3]
+    assert int(nvmath.CudaDataType.CUDA_R_8F_E5M2) == CUDA_TYPES[E5M2]
     result = np.dtype(library.matmul_heuristic_result_dtype)
     assert result.itemsize == RESULT.itemsize
     for name in ("algo", "workspace_size", "state"):

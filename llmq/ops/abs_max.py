@@ -1,0 +1,41 @@
+"""The largest magnitude of a tensor, from which its FP8 scale follows.
+
+Most tensors that are quantized have theirs from the kernel that made them; this is a pass of its
+own for the others.
+"""
+
+from __future__ import annotations
+
+from llmq.dtypes import F32
+from llmq.ops.common import expect_float
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Tensor
+
+THREADS = 256
+PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
+BLOCKS_PER_SM = 8  # fill it
+
+ABS_MAX = Kernel("abs_max.cu", "abs_max", args="inout f32* abs_max, const T* x, i64 n")
+
+
+def grid(nbytes: int, num_sms: int) -> int:
+    """Blocks for a tensor of this many bytes; they loop over what is more than fills the GPU."""
+    return min(ceil_div(nbytes, PER_BLOCK), BLOCKS_PER_SM * num_sms)
+
+
+def abs_max(dev: Device, abs_max: Tensor, x: Tensor) -> None:
+    """abs_max = max(abs_max, largest |x|); NaN is larger than everything.
+
+    Args:
+        abs_max  inout  F32 (1,)              not negative: zero it before the first of several
+        x        in     F32 or BF16, any shape, at least one element
+
+    Cost:    one read of x.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
+    """
+    expect("abs_max", "abs_max", abs_max, F32, (1,))
+    expect_float("abs_max", "x", x)
+    if x.size == 0:
+        raise ValueError(f"abs_max: x must have elements, got {x.shape}")
+    dev.launch(ABS_MAX, grid(x.nbytes, dev.num_sms), THREADS, (abs_max, x, x.size))

@@ -1,0 +1,23 @@
+"""Reference of the largest magnitude of a tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import row_blocks, update_abs_max
+
+CASES = {
+    "one": (1,),
+    "ragged": (3, 67),
+    "loop": (140003,),
+    "qwen05b": (32 * 1024, 896),
+    "qwen05b_weight": (9728, 896),
+    "qwen15b": (32 * 1024, 1536),
+}
+
+
+def abs_max(abs_max: np.ndarray, x: np.ndarray, n: int) -> None:
+    """abs_max[0] = max(abs_max[0], largest |x|), NaN wins."""
+    x = x.reshape(-1)
+    for block in row_blocks(n, 1):
+        update_abs_max(abs_max, x[block])

@@ -1,0 +1,61 @@
+"""Choosing the fastest of several ways to run the same work on a GPU.
+
+A first look at every candidate, then the best ones again, in turns and for longer: a card under load
+runs at a lower clock than a card that has just woken up, and the order may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+LOOK = 5  # runs of every candidate
+FINALISTS = 4
+ROUNDS = 4
+ROUND_MS = 20.0  # of one finalist
+MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
+
+Candidate = TypeVar("Candidate")
+
+
+def fastest(
+    cuda: Any,
+    stream: int,
+    candidates: Sequence[Candidate],
+    run: Callable[[Candidate], None],
+    refused: type[Exception],
+) -> Candidate | None:
+    """The candidate that takes the least time, the first of equals; None if all are refused.
+
+    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`.
+    """
+    events = [cuda.eventCreate(), cuda.eventCreate()]
+
+    def milliseconds(candidate: Candidate, count: int) -> float:
+        cuda.eventRecord(events[0], stream)
+        for _ in range(count):
+            run(candidate)
+        cuda.eventRecord(events[1], stream)
+        cuda.eventSynchronize(events[1])
+        return cuda.eventElapsedTime(*events) / count
+
+    times: list[tuple[float, int]] = []
+    for index, candidate in enumerate(candidates):
+        try:
+            run(candidate)  # loads the code
+        except refused:
+            continue
+        cuda.streamSynchronize(stream)
+        times.append((milliseconds(candidate, LOOK), index))
+    finalists = sorted(times)[:FINALISTS]
+    totals = dict.fromkeys(sorted(index for _, index in finalists), 0.0)
+    for _ in range(ROUNDS if len(totals) > 1 else 0):
+        for ms, index in finalists:
+            totals[index] += milliseconds(candidates[index], max(1, round(ROUND_MS / max(ms, 1e-3))))
+    for event in events:
+        cuda.eventDestroy(event)
+    best = None
+    for index, total in totals.items():
+        if best is None or total < totals[best] * MIN_GAIN:
+            best = index
+    return None if best is None else candidates[best]

@@ -1,0 +1,74 @@
+"""The largest magnitude on a device against the reference."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.ops import abs_max
+from llmq.ref.abs_max import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
+
+
+def largest(dev, x, start=0.0):
+    arrays = {"abs_max": np.array([start], np.float32), "x": x}
+    return run(dev, abs_max.abs_max, arrays)["abs_max"]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+def test_equals_reference(dev, rng, shape, dtype):
+    x = rng.normal(size=shape).astype(dtype.numpy)
+    want = largest(host_device(), x)
+    assert want == np.abs(x.astype(np.float32)).max()
+    np.testing.assert_array_equal(largest(dev, x), want)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("place", [0, 1, 2, 7, 8, 4095, 70001, 140_000, 140_002])
+def test_finds_it_anywhere(dev, rng, place, dtype):
+    x = rng.normal(size=CASES["loop"]).astype(dtype.numpy)
+    x[place] = -48
+    assert largest(dev, x) == 48
+    assert largest(dev, x, start=49) == 49
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_special_values(dev, rng, dtype):
+    x = np.full(1000, -0.0, dtype.numpy)
+    assert largest(dev, x).view(np.uint32) == 0  # not the zero below zero
+    x[999] = -1e-40  # a subnormal number in both formats
+    assert largest(dev, x) == -np.float32(x[999])
+    x[400] = -np.inf
+    assert largest(dev, x) == np.inf
+    for nan in (np.nan, -np.nan):
+        x[700] = nan
+        assert np.isnan(largest(dev, x))
+    assert np.isnan(largest(dev, x[:1], start=np.nan))
+
+
+@pytest.mark.parametrize("nbytes", [1, 16384, 16385, 10**8, 10**10])
+def test_grid(nbytes):
+    blocks = abs_max.grid(nbytes, 132)
+    assert 1 <= blocks <= 8 * 132
+    assert blocks == 8 * 132 or (blocks - 1) * 16384 < nbytes <= blocks * 16384
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    with pytest.raises(TypeError, match=r"abs_max: abs_max must be F32, got BF16"):
+        abs_max.abs_max(dev, make((1,), BF16), make((8,), BF16))
+    with pytest.raises(ValueError, match=r"abs_max: abs_max must have shape \(1,\)"):
+        abs_max.abs_max(dev, make((2,), F32), make((8,), BF16))
+    with pytest.raises(ValueError, match=r"abs_max: x must have elements, got \(0, 8\)"):
+        abs_max.abs_max(dev, make((1,), F32), make((0, 8), F32))
+    x = dev.alloc("x", (8,), F32, "Activations")
+    abs_max.abs_max(dev, make((1,), F32), x)
+    assert dev.bytes["abs_max"] == 8 * 4 + 2 * 4

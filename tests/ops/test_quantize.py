@@ -1,0 +1,138 @@
+"""FP8 quantization on a device: the same bits as the reference and as ml_dtypes."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
+from llmq.ops import quantize
+from llmq.ref.quantize import CASES, NAN
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
+LARGEST = {E4M3: np.float32(E4M3_MAX), E5M2: np.float32(E5M2_MAX)}
+OUTPUTS = {"q": (True, False), "q_t": (False, True), "both": (True, True)}
+UNTOUCHED = 0xA5  # no NaN, in which an element that is not written would go unnoticed
+
+ALL_BF16 = np.arange(1 << 16, dtype=np.uint16).view(BF16.numpy).reshape(256, 256)
+# Ordinary ones; powers of 2; the floor and below; the largest and the smallest numbers; none.
+ABS_MAX = [3.0, 448.0, 1.0, 1e-10, 1e-30, 1e-45, 0.0, 3.38953139e38, 3.4028235e38, np.inf, np.nan]
+
+
+def arrays_of(x, abs_max, dtype, outputs):
+    def output(shape, wanted):
+        return np.full(shape, UNTOUCHED, np.uint8).view(dtype.numpy) if wanted else None
+
+    q, q_t = OUTPUTS[outputs]
+    return {
+        "q": output(x.shape, q),
+        "q_t": output(x.shape[::-1], q_t),
+        "scale": np.full(1, np.nan, np.float32),
+        "x": x,
+        "abs_max": np.array([abs_max], np.float32),
+    }
+
+
+def check_bits(got, codes, scale):
+    """codes: uint8 (rows, cols)."""
+    if got["q"] is not None:
+        np.testing.assert_array_equal(got["q"].view(np.uint8), codes)
+    if got["q_t"] is not None:
+        np.testing.assert_array_equal(got["q_t"].view(np.uint8), codes.T)
+    assert got["scale"] == scale
+
+
+def expected(x, abs_max, dtype):
+    """Codes and scale by ml_dtypes."""
+    m = np.maximum(np.float32(abs_max), np.float32(1e-10))
+    scale, factor = m / LARGEST[dtype], LARGEST[dtype] / m
+    if not np.isfinite(abs_max):
+        scale = factor = np.float32(1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = x.astype(np.float32) * factor
+        # Formats without infinity, or with: neither is wanted.
+        codes = scaled.clip(-LARGEST[dtype], LARGEST[dtype]).astype(dtype.numpy).view(np.uint8)
+    return np.where(np.isnan(scaled), np.uint8(NAN), codes), scale
+
+
+@pytest.mark.parametrize("outputs", ["q", "both"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("abs_max", ABS_MAX)
+def test_all_bf16_numbers(dev, abs_max, dtype, outputs):
+    codes, scale = expected(ALL_BF16, abs_max, dtype)
+    assert len(np.unique(codes)) > 200 or abs_max > 1e38 or abs_max < 1
+    arrays = arrays_of(ALL_BF16, abs_max, dtype, outputs)
+    for device in (dev, host_device()):
+        check_bits(run(device, quantize.quantize, arrays), codes, scale)
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, cols", SMALL.values(), ids=SMALL)
+def test_equals_reference(dev, rng, rows, cols, source, dtype, outputs):
+    # Of all sizes, so that neighbours differ and a wrong place shows.
+    x = rng.normal(size=(rows, cols)) * 10.0 ** rng.uniform(-3, 3, (rows, cols))
+    x = x.astype(source.numpy)
+    abs_max = np.abs(x.astype(np.float32)).max()
+    codes, scale = expected(x, abs_max, dtype)
+    arrays = arrays_of(x, abs_max, dtype, outputs)
+    for device in (dev, host_device()):
+        check_bits(run(device, quantize.quantize, arrays), codes, scale)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_ties_in_f32_go_to_even(dev, dtype):
+    # All codes' values, the midpoints between them, and those moved up and down by a little.
+    values = np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
+    values = np.unique(values[np.isfinite(values)])
+    middles = (values[1:] + values[:-1]) / 2
+    x = np.concatenate(
+        [values, middles, np.nextafter(middles, 0), np.nextafter(middles, values[1:])]
+    )
+    x = np.resize(x, (64, 32)).astype(np.float32)
+    arrays = arrays_of(x, LARGEST[dtype], dtype, "both")
+    codes, scale = expected(x, LARGEST[dtype], dtype)
+    assert scale == 1
+    check_bits(run(dev, quantize.quantize, arrays), codes, 1)
+
+
+@pytest.mark.parametrize("rows, cols", [*SMALL.values(), (32768, 8960)])
+def test_grids_cover_everything(rows, cols):
+    assert (
+        (quantize.grid(rows * cols) - 1) * 8192 < rows * cols <= quantize.grid(rows * cols) * 8192
+    )
+    across, down = quantize.tiles(rows, cols)
+    assert (across - 1) * 64 < cols <= across * 64
+    assert (down - 1) * 128 < rows <= down * 128
+
+
+def test_traffic_and_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    x, q, q_t = make((32, 48), BF16), make((32, 48), E4M3), make((48, 32), E4M3)
+    one = make((1,), F32)
+    quantize.quantize(dev, q, q_t, one, x, one)
+    assert dev.bytes == {"quantize_transpose": 32 * 48 * 4 + 8}
+    quantize.quantize(dev, q, None, one, x, one)
+    assert dev.bytes["quantize"] == 32 * 48 * 3 + 8
+    with pytest.raises(TypeError, match=r"quantize: q or q_t must be a tensor, both are None"):
+        quantize.quantize(dev, None, None, one, x, one)
+    with pytest.raises(TypeError, match=r"quantize: q must be E4M3 or E5M2, got BF16"):
+        quantize.quantize(dev, x, None, one, x, one)
+    with pytest.raises(TypeError, match=r"quantize: q_t must be F8_E4M3, got F8_E5M2"):
+        quantize.quantize(dev, q, make((48, 32), E5M2), one, x, one)
+    with pytest.raises(ValueError, match=r"quantize: q_t must have shape \(48, 32\)"):
+        quantize.quantize(dev, None, q, one, x, one)
+    with pytest.raises(ValueError, match=r"multiples of 16, got \(32, 40\)"):
+        quantize.quantize(dev, make((32, 40), E4M3), None, one, make((32, 40), BF16), one)
+    with pytest.raises(TypeError, match=r"quantize: x must be F32 or BF16, got F8_E4M3"):
+        quantize.quantize(dev, q, None, one, q, one)
+    with pytest.raises(ValueError, match=r"quantize: scale must have shape \(1,\)"):
+        quantize.quantize(dev, q, None, make((2,), F32), x, one)
+    with pytest.raises(TypeError, match=r"quantize: abs_max must be F32, got BF16"):
+        quantize.quantize(dev, q, None, one, x, make((1,), BF16))

@@ -1,0 +1,419 @@
+"""CudaDevice and its graphs on fake CUDA bindings: everything but the GPU's own work."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.ops import fill
+from llmq.runtime import cuda_device
+from llmq.runtime.compile import Cubin
+from llmq.runtime.cuda_device import CudaDevice, device_spec, unusable_reason
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.kernel import Kernel
+from tests.conftest import gpu_problem
+from tests.runtime.fake_cuda import CudaError, fake_api
+
+SIZES = MemorySizes(device=1 << 16, stack=1 << 16, pinned=1 << 12)
+SCALE = Kernel("fake.cu", "scale", args="T* y, const T*? x, f32 a, i32 b, u32 c, i64 d, f64 e")
+OTHER = Kernel("fake.cu", "other", args="inout f32* y")
+LIBRARY = Kernel("matmul", "matmul", args="f32* out")
+
+
+@pytest.fixture
+def api(monkeypatch):
+    api = fake_api()
+    api.driver.num_args = {"scale": 7, "other": 1}
+    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    monkeypatch.delenv("LLMQ_SYNC", raising=False)
+    compiled = []
+
+    def compile_kernels(file, types, consts, capability):
+        compiled.append((file, {v: t.name for v, t in types.items()}, consts, capability))
+        return Cubin(code=b"cubin %d" % len(compiled), resources={})
+
+    monkeypatch.setattr(cuda_device, "compile_kernels", compile_kernels)
+    api.compiled = compiled
+    return api
+
+
+@pytest.fixture
+def dev(api):
+    device = CudaDevice(0, SIZES)
+    yield device
+    device.close()
+
+
+def tensor(dev, values=(0.0,), dtype=F32):
+    array = np.asarray(values, dtype.numpy)
+    out = dev.alloc("x", array.shape, dtype, "Activations")
+    dev.upload(out, array)
+    return out
+
+
+# -- which GPU --
+
+
+def test_spec(api):
+    spec = device_spec(0)
+    assert (spec.name, spec.capability, spec.num_sms) == ("Fake GPU", 90, 132)
+    assert unusable_reason(0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"driver_version": 0}, "no NVIDIA driver"),
+        ({"driver_version": 11080}, r"supports CUDA 11.8 .* needs 12.9; .* cupy-cuda11x"),
+        ({"devices": 0}, "no NVIDIA GPU can be used .*cudaErrorNoDevice"),
+        ({"properties": {"major": 7, "minor": 5, "name": b"T4"}}, r"GPU 0 \(T4\) .* 7.5, 8.0"),
+    ],
+)
+def test_gpus_that_cannot_be_used(api, change, message):
+    vars(api.runtime).update(change)
+    with pytest.raises(LlmqError, match=message):
+        device_spec(0)
+    assert unusable_reason(0)
+
+
+def test_a_newer_minor_release_of_the_driver_is_fine(api):
+    api.runtime.driver_version, api.runtime.runtime_version = 13000, 12090
+    assert unusable_reason(0) is None
+    api.runtime.driver_version = 12020
+    assert unusable_reason(0) is None
+
+
+def test_a_gpu_that_is_not_there(api):
+    with pytest.raises(LlmqError, match=r"GPU 1 is asked for, there are 1; .*CUDA_VISIBLE_DEVICES"):
+        device_spec(1)
+
+
+def test_too_little_memory(api):
+    api.runtime.free_bytes = SIZES.device
+    with pytest.raises(LlmqError, match=r"GPU 0 \(Fake GPU\): .* GiB are needed, .* GiB are free"):
+        CudaDevice(0, SIZES)
+
+
+def test_too_much_pinned_memory(api):
+    sizes = MemorySizes(device=0, stack=0, pinned=2 << 30)
+    with pytest.raises(LlmqError, match=r"cannot pin 2\.0 GiB .*`ulimit -l`"):
+        CudaDevice(0, sizes)
+
+
+# -- memory and copies --
+
+
+def test_one_allocation_holds_arena_and_stack(api, dev):
+    x = dev.alloc("x", (8,), F32, "Activations")
+    with dev.scratch("y", (8,), F32) as y:
+        assert y.ptr - x.ptr == SIZES.device
+    assert api.runtime.calls.count(f"malloc {SIZES.device + SIZES.stack}") == 1
+
+
+def test_upload_copy_zero_download(dev):
+    x = tensor(dev, [1.0, 2.0, 3.0, 4.0], BF16)
+    pinned = dev.alloc("pinned", (4,), BF16, "Activations", place="pinned")
+    y = tensor(dev, [0.0] * 4, BF16)
+    dev.copy(pinned, x)
+    assert pinned.numpy().tolist() == [1.0, 2.0, 3.0, 4.0]  # the host sees pinned memory
+    dev.copy(y, pinned)
+    np.testing.assert_array_equal(dev.download(y), dev.download(x))
+    dev.zero(x)
+    assert dev.download(x).tolist() == [0.0] * 4
+    with pytest.raises(ValueError, match="differ in size"):
+        dev.copy(x, tensor(dev, [1.0]))
+    with pytest.raises(ValueError, match="upload: "):
+        dev.upload(x, np.zeros(4, np.float32))
+
+
+def test_close_gives_everything_back(api):
+    device = CudaDevice(0, SIZES)
+    x = tensor(device)
+    for _ in range(2):
+        device.graph(("g",), lambda: device.launch(OTHER, 1, 32, (x,)))
+    device.event("e")
+    device.close()
+    assert api.runtime.live == set()
+    assert api.runtime.buffers == {}
+
+
+# -- launches --
+
+
+def test_arguments_are_packed_by_their_declared_types(api, dev):
+    y = tensor(dev, [0.0], BF16)
+    dev.launch(SCALE, (2, 3), 64, (y, None, 1, -1, 2**32 - 1, -(2**40), 0.5), smem=16)
+    entry, grid, block, shared, stream, slots = api.driver.launches[-1]
+    assert (entry, grid, block, shared) == ("scale", (2, 3, 1), (64, 1, 1), 16)
+    assert stream == dev.stream
+    packed = struct.pack("<7Q", *slots)
+    assert struct.unpack("<QQf4xi4xI4xqd", packed) == (
+        *(y.ptr, 0, 1.0, -1, 2**32 - 1, -(2**40), 0.5),
+    )
+
+
+def test_each_variant_is_compiled_and_loaded_once(api, dev):
+    rest = (None, 1.0, 0, 0, 0, 0.0)
+    for _ in range(2):
+        for dtype in (F32, BF16):
+            dev.launch(SCALE, 1, 32, (tensor(dev, [0.0], dtype), *rest), consts={"N": 1})
+        dev.launch(OTHER, 1, 32, (tensor(dev),))
+    assert api.compiled == [
+        ("fake.cu", {"T": "f32"}, {"N": 1}, 90),
+        ("fake.cu", {"T": "bf16"}, {"N": 1}, 90),
+        ("fake.cu", {}, {}, 90),
+    ]
+    assert len(api.driver.loaded) == 3
+
+
+def test_large_shared_memory_is_asked_for_once_per_size(api, dev):
+    x = tensor(dev)
+    for smem in (1000, 60_000, 50_000, 60_000, 70_000):
+        dev.launch(OTHER, 1, 32, (x,), smem=smem)
+    assert api.driver.attributes == [("other", 8, 60_000), ("other", 8, 70_000)]
+
+
+def test_an_error_names_kernel_and_launch(api, dev):
+    api.driver.refused.add("other")
+    with pytest.raises(RuntimeError, match=r"other: CUDA_ERROR_INVALID_VALUE.*grid 7, block 33"):
+        dev.launch(OTHER, 7, 33, (tensor(dev),))
+
+
+def test_libraries_get_the_stream_and_the_arguments(dev):
+    calls = []
+
+    class Library:
+        def matmul(self, *args):
+            calls.append(args)
+
+        def close(self):
+            calls.append("closed")
+
+    dev._libraries["matmul"] = Library()
+    x = tensor(dev)
+    with dev.on("copy"):
+        dev.launch(LIBRARY, 1, 1, (x,))
+        assert calls == [(dev.stream, x)]
+    dev._libraries.clear()
+
+
+def test_sync_mode_waits_for_every_launch_and_uses_no_graphs(api, monkeypatch):
+    monkeypatch.setenv("LLMQ_SYNC", "1")
+    device = CudaDevice(0, SIZES)
+    x = tensor(device)
+    before = device.sync_calls
+    for _ in range(3):
+        device.graph(("g",), lambda: device.launch(OTHER, 1, 32, (x,)))
+    assert device.sync_calls == before + 3
+    assert "graphLaunch" not in api.runtime.calls
+
+
+# -- graphs --
+
+
+def test_eager_then_captured_then_replayed(api, dev):
+    x, calls = tensor(dev), []
+
+    def fn():
+        calls.append(api.runtime.capture is not None)
+        dev.launch(OTHER, 1, 32, (x,))
+
+    for run in range(4):
+        dev.graph(("step",), fn)
+        assert len(api.driver.launches) == run + 1
+    assert calls == [False, True]  # eager, captured
+    assert api.runtime.calls.count("graphLaunch") == 3
+    dev.graph(("other key",), fn)
+    assert calls == [False, True, False]
+
+
+def test_nothing_is_loaded_while_capturing(api, dev):
+    x = tensor(dev)
+    dev.graph(("g",), lambda: None)
+    with pytest.raises(RuntimeError, match=r"other: .*moduleLoadData"):
+        dev.graph(("g",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+    assert api.runtime.capture is None  # the stream can be used again
+    dev.launch(OTHER, 1, 32, (x,))
+    assert len(api.driver.launches) == 1
+
+
+def test_graphs_inside_graphs_become_one(api, dev):
+    x = tensor(dev)
+
+    def outer():
+        for _ in range(2):
+            dev.graph(("inner",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+
+    for _ in range(3):
+        dev.graph(("outer",), outer)
+    # Eager outer: inner runs eagerly, then from its own graph.
+    assert api.runtime.calls.count("graphLaunch") == 1 + 2
+    assert len(api.driver.launches) == 6
+
+
+def test_side_streams_fork_and_join(api, dev):
+    x, y = tensor(dev, [1.0]), tensor(dev, [0.0])
+    done = dev.event("copied")
+
+    def fn():
+        with dev.on("copy"):
+            dev.copy(y, x)
+            dev.record(done)
+        dev.launch(OTHER, 1, 32, (x,))
+        dev.wait(done)
+
+    def fn_without_wait():
+        with dev.on("comm"):
+            dev.copy(y, x)
+
+    for _ in range(3):
+        dev.graph(("waits",), fn)
+        dev.graph(("joined by the end",), fn_without_wait)
+    dev.zero(y)
+    dev.graph(("waits",), fn)
+    assert dev.download(y).tolist() == [1.0]
+
+
+def test_events_cross_the_borders_of_graphs(api, dev):
+    x = tensor(dev)
+    before, inside = dev.event("before"), dev.event("inside")
+    dev.record(before)
+
+    def fn():
+        dev.wait(before)  # recorded outside: needs an external wait
+        dev.launch(OTHER, 1, 32, (x,))
+        dev.record(inside)
+
+    for _ in range(3):
+        dev.graph(("g",), fn)
+    # After a replay the event counts as recorded at the graph's end, on the main stream.
+    assert api.runtime.calls[-1] == f"eventRecord {inside.handle} {dev.stream}"
+    with dev.on("copy"):
+        dev.wait(inside)
+    assert api.runtime.calls[-1].endswith(f"{inside.handle} 0")
+
+
+def test_a_replay_with_other_addresses_is_an_error(dev):
+    x = tensor(dev)
+    for _ in range(2):
+        dev.graph(("g",), lambda: dev.zero(x))
+    with (
+        dev.scratch("more", (8,), F32),
+        pytest.raises(RuntimeError, match=r"graph \('g',\): captured with 0 bytes"),
+    ):
+        dev.graph(("g",), lambda: dev.zero(x))
+
+
+def test_the_host_may_not_wait_inside_a_capture(dev):
+    x = tensor(dev)
+    dev.graph(("g",), lambda: None)
+    with pytest.raises(RuntimeError, match="while a graph is captured"):
+        dev.graph(("g",), lambda: dev.download(x))
+
+
+def test_graphs_run_on_the_main_stream_only(dev):
+    with dev.on("copy"), pytest.raises(RuntimeError, match="main stream"):
+        dev.graph(("g",), lambda: None)
+
+
+def test_a_cuda_error_in_a_capture_says_how_to_do_without(dev):
+    def broken():
+        raise CudaError("cudaErrorStreamCaptureInvalidated")
+
+    dev.graph(("g",), lambda: None)
+    with pytest.raises(
+        RuntimeError, match=r"graph \('g',\): capture failed .*--no-use-cuda-graphs"
+    ):
+        dev.graph(("g",), broken)
+
+
+def test_no_graphs(api):
+    device = CudaDevice(0, SIZES, graphs=False)
+    x = tensor(device)
+    for _ in range(3):
+        device.graph(("g",), lambda: device.launch(OTHER, 1, 32, (x,)))
+    assert "graphLaunch" not in api.runtime.calls
+    assert len(api.driver.launches) == 3
+
+
+def test_steady_state_never_waits(api, dev):
+    x = tensor(dev)
+    for _ in range(2):
+        dev.graph(("g",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+    before = dev.sync_calls
+    for _ in range(3):
+        dev.graph(("g",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+    assert dev.sync_calls == before
+    dev.synchronize()
+    event = dev.event("e")
+    event.synchronize()
+    assert dev.sync_calls == before + 2
+
+
+def test_ranges(api, dev):
+    with dev.range("outer"), dev.range("inner"):
+        pass
+    assert api.nvtx.ranges == ["outer", "inner", "pop", "pop"]
+
+
+# -- the same on a GPU --
+
+
+@pytest.fixture
+def gpu():
+    if problem := gpu_problem():
+        pytest.skip(problem)
+    size = 64 << 20
+    device = CudaDevice(0, MemorySizes(device=4 * size, stack=0, pinned=size))
+    yield device
+    device.close()
+
+
+@pytest.mark.gpu
+def test_streams_and_events_in_and_around_graphs_on_a_gpu(gpu):
+    n = 8 << 20  # 32 MiB: the copies take long enough to be overtaken if the order were wrong
+    x, y, z = (gpu.alloc(name, (n,), F32, "Activations") for name in "xyz")
+    pinned = gpu.alloc("pinned", (n,), F32, "Activations", place="pinned")
+    arrived, doubled = gpu.event("arrived"), gpu.event("doubled")
+
+    def fn():
+        gpu.wait(arrived)  # recorded outside
+        gpu.copy(y, x)
+        with gpu.on("copy"):
+            gpu.copy(z, x)
+            gpu.record(doubled)
+        gpu.wait(doubled)
+        fill.constant(gpu, x, -1.0)
+
+    for run in range(5):
+        pinned.numpy()[...] = run
+        with gpu.on("copy"):
+            gpu.copy(x, pinned)
+            gpu.record(arrived)
+        gpu.graph(("g",), fn)
+        with gpu.on("comm"):  # after the graph, by an event that it records
+            gpu.wait(doubled)
+            gpu.copy(pinned, z)
+        gpu.synchronize()
+        assert (pinned.numpy() == run).all()
+        assert (gpu.download(y) == run).all()
+        assert (gpu.download(x) == -1.0).all()
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_a_gpu_usable(gpu):
+    x = gpu.alloc("x", (1024,), F32, "Activations")
+    gpu.graph(("g",), lambda: None)
+    with pytest.raises(RuntimeError, match="while a graph is captured"):
+        gpu.graph(("g",), gpu.synchronize)
+    fill.constant(gpu, x, 2.0)
+    assert (gpu.download(x) == 2.0).all()
+
+
+@pytest.mark.gpu
+def test_a_refused_launch_names_the_kernel_on_a_gpu(gpu):
+    x = gpu.alloc("x", (1024,), F32, "Activations")
+    with pytest.raises(RuntimeError, match=r"fill: CUDA_ERROR_INVALID_VALUE.* block 4096"):
+        gpu.launch(fill.FILL, 1, 4096, (x, 1.0, 1024))

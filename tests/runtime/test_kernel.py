@@ -1,0 +1,103 @@
+"""Kernel declarations: parsing, checking of arguments, traffic."""
+
+import struct
+
+import pytest
+
+from llmq.dtypes import BF16, F32, I32
+from llmq.runtime.arguments import Arguments
+from llmq.runtime.kernel import TYPE_VARIABLES, Kernel, ceil_div, expect
+from llmq.runtime.tensor import Storage, Tensor
+
+STORAGE = Storage("device", base=1 << 12)
+KERNEL = Kernel(
+    "declared.cu", "f", args="T* out, const T* x, inout f32* sum, const G*? bias, i64 n, f32 eps"
+)
+
+
+def tensor(dtype=F32, shape=(8,), offset=0):
+    return Tensor("x", shape, dtype, STORAGE, offset)
+
+
+def good(**changes):
+    args = {"out": tensor(BF16), "x": tensor(BF16), "sum": tensor(F32), "bias": None}
+    return tuple((args | {"n": 8, "eps": 1e-6} | changes).values())
+
+
+def test_declaration():
+    out, x, total, bias, n, eps = KERNEL.declared
+    assert (out.pointer, out.reads, out.writes, out.is_type_variable) == (True, False, True, True)
+    assert (x.reads, x.writes) == (True, False)
+    assert (total.reads, total.writes, total.type) == (True, True, "f32")
+    assert (bias.optional, bias.type) == (True, "G")
+    assert not n.pointer and not eps.is_type_variable
+    assert KERNEL.op == "declared"
+    assert TYPE_VARIABLES["declared.cu"] == {"T", "G"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16 x", "bf16 is not a scalar type"),
+        ("half* x", "half is not a dtype"),
+        ("TT* x", "TT is not a dtype"),
+        ("const f32 * x", "is not `"),
+        ("T x", "T is not a scalar type"),
+    ],
+)
+def test_bad_declarations(text, message):
+    with pytest.raises(ValueError, match=message):
+        Kernel("bad.cu", "f", args=text)
+
+
+def test_type_variables_are_bound_by_tensors():
+    assert KERNEL.bind(good()) == {"T": BF16}
+    assert KERNEL.bind(good(bias=tensor(F32))) == {"T": BF16, "G": F32}
+    assert KERNEL.bind(good(eps=1)) == {"T": BF16}  # an int is a float
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": tensor(F32)}, TypeError, "f: x must be BF16, got F32"),
+        ({"sum": tensor(I32)}, TypeError, "f: sum must be F32, got I32"),
+        ({"x": None}, TypeError, "f: x must be a tensor, got None"),
+        ({"x": 5}, TypeError, "f: x must be a tensor, got 5"),
+        ({"n": 8.0}, TypeError, "f: n must be i64, got 8.0"),
+        ({"eps": "1"}, TypeError, "f: eps must be f32, got '1'"),
+        ({"x": tensor(BF16, offset=8)}, ValueError, "f: x is not 16-byte aligned"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes, error, message):
+    with pytest.raises(error, match=message):
+        KERNEL.bind(good(**changes))
+    with pytest.raises(TypeError, match="f: 5 arguments given, 6 declared"):
+        KERNEL.bind(good()[:5])
+
+
+def test_traffic_counts_reads_and_writes():
+    # BF16: out written, x read; F32: sum both; bias read.
+    assert KERNEL.traffic(good()) == 16 + 16 + 2 * 32
+    assert KERNEL.traffic(good(bias=tensor(F32))) == 16 + 16 + 2 * 32 + 32
+
+
+def test_packed_arguments_that_do_not_fit_their_type_are_an_error():
+    arguments = Arguments(KERNEL)
+    with pytest.raises(struct.error):
+        arguments.set(good(n=1 << 64))
+
+
+def test_expect():
+    x = tensor(F32, (2, 4))
+    expect("op", "x", x, F32, (2, 4))
+    expect("op", "x", x, None, (2, 4))
+    with pytest.raises(TypeError, match="op: x must be BF16, got F32"):
+        expect("op", "x", x, BF16, (2, 4))
+    with pytest.raises(ValueError, match=r"op: x must have shape \(4, 2\), got \(2, 4\)"):
+        expect("op", "x", x, F32, (4, 2))
+    with pytest.raises(TypeError, match="op: x must be a tensor, got None"):
+        expect("op", "x", None, F32, (2, 4))
+
+
+def test_ceil_div():
+    assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -1,0 +1,414 @@
+"""`llmq bench`: configurations, the child that measures, and the report."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq import bench
+from llmq.bench import describe, markdown, read_runs, run_bench, run_child
+from llmq.cli import _run
+from llmq.dtypes import F32
+from llmq.errors import ConfigError, LlmqError
+from llmq.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.ops import fill
+from llmq.ref.attention import CASES as ATTENTION_CASES
+from llmq.ref.matmul import CASES as MATMUL_CASES
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.host_device import HostDevice
+from llmq.runtime.timing import LaunchTime, time_launches
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = {
+    "model": "tiny",
+    "from-scratch": True,
+    "device": "cpu",
+    "model-dtype": "fp32",
+    "batch-size": 1,
+    "seq-len": 16,
+    "grad-accumulation": 2,
+}
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+# -- configurations ------------------------------------------------------------------------------
+
+
+def suite(tmp_path, text):
+    path = tmp_path / "suite.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_there_is_one_run():
+    assert read_runs({"model": "tiny"}, None) == [{"from-scratch": True, "model": "tiny"}]
+
+
+def test_runs_inherit_and_lists_are_multiplied_out(tmp_path):
+    file = suite(
+        tmp_path,
+        "seq_len: 64\n"
+        "model-dtype: [bf16, fp32]\n"
+        "runs:\n"
+        "  - {model: tiny, batch: [1, 2]}\n"
+        "  - {model: tiny-gpt2, model_dtype: fp32}\n",
+    )
+    found = [
+        (run["model"], run["model-dtype"], run.get("batch-size"), run["seq-len"])
+        for run in read_runs({"seq-len": "32"}, file)
+    ]
+    assert found == [
+        ("tiny", "bf16", 1, "32"),
+        ("tiny", "bf16", 2, "32"),
+        ("tiny", "fp32", 1, "32"),
+        ("tiny", "fp32", 2, "32"),
+        ("tiny-gpt2", "fp32", None, "32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("runs: 3", "runs must be a list of mappings"),
+        ("runs: [tiny]", "runs must be a list of mappings"),
+        ("[1, 2]", "must hold one mapping"),
+        ("a: [", "is not valid"),
+        ("model: tiny\nbatch-sise: 4", "unknown option batch-sise, did you mean batch-size"),
+        ("model: tiny\nbatch-size: [1, 0]", "--batch-size: must be at least 1"),
+        ("model: tiny\nckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
+        ("model: tiny\nsteps: 4", "--steps: has no effect on a benchmark"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_runs({}, suite(tmp_path, text))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_runs({}, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.yaml")), ids=lambda p: p.name)
+def test_our_own_files_are_valid(file):
+    for options in read_runs({}, file):
+        assert describe(options)["model"]
+
+
+def test_the_facts_about_other_programs_are_found():
+    facts = bench._read_facts(BENCHMARKS / "peers.json")
+    runs = [describe(options) for options in read_runs({}, BENCHMARKS / "h100_bf16.yaml")]
+    found = [(bench._peers(facts, H100, run), bench._floor(facts, H100, run)) for run in runs]
+    torch = "transformers+torch.compile"
+    assert found == [
+        ({"llm.q": 149000}, 212000),
+        ({"llm.q": 58600}, 74500),
+        ({torch: 124300}, 212000),
+        ({torch: 49100}, 74500),
+    ]
+    assert bench._peers(facts, "another card", runs[0]) == {}
+    assert bench._floor(facts, "another card", runs[0]) is None
+    assert bench._floor(facts, H100, runs[0] | {"model": "Qwen2.5-3B"}) == 35796
+
+
+def test_ceilings_are_of_cases_that_exist():
+    for card in json.loads((BENCHMARKS / "peers.json").read_text())["ceilings"].values():
+        assert set(card["matmul"]) <= set(MATMUL_CASES)
+        assert set(card["attention"]) <= set(ATTENTION_CASES)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"runs": 1, "floors": []}'])
+def test_wrong_peers(tmp_path, text):
+    path = tmp_path / "peers.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--peers"):
+        run_bench(
+            {"model": "tiny"}, None, out=tmp_path / "x", peers=path, steps=1, repeats=1, argv=[]
+        )
+
+
+# -- one run -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def child():
+    """A real run of the tiny preset in a process of its own."""
+    return run_child(TINY, steps=1, repeats=3)
+
+
+def test_child_measures(child):
+    assert child["status"] == "ok"
+    result = child["result"]
+    seconds = result["step_seconds"]
+    assert len(seconds) == 3 and min(seconds) > 0
+    assert result["tokens_per_second"] == 32 / sorted(seconds)[1]
+    assert result["spread"] == (max(seconds) - min(seconds)) / sorted(seconds)[1]
+    # Random tokens of a vocabulary of 257, before the model has learned anything.
+    assert abs(result["loss"] - np.log(257)) < 0.3
+    assert result["first_step_seconds"] > 0
+    assert result["memory"]["as_planned"] and result["memory"]["planned"] > 0
+    # 8847360 + 197376 + 73728 FLOPs a token, see test_monitor.
+    assert result["tflops"] == pytest.approx(9118464 * result["tokens_per_second"] / 1e12)
+    on_gpus = ("sol_percent", "joules_per_token", "kernel_idle", "python_busy", "waits_per_step")
+    assert {result[name] for name in on_gpus} == {None}
+    assert child["machine"]["device"] == "CPU"
+    assert {"llmq", "Python", "NumPy"} == set(child["machine"]["versions"])
+
+
+@pytest.mark.parametrize(
+    "options, status, message",
+    [
+        ({"memory-limit": "1MiB"}, "does not fit", "out of memory"),
+        ({"seq-len": 4096}, "failed", "exceeds the model's 1024 positions"),
+    ],
+)
+def test_child_says_why_not(options, status, message):
+    outcome = run_child(TINY | options, steps=1, repeats=1)
+    assert outcome["status"] == status
+    assert message in outcome["message"]
+
+
+def test_child_that_dies(monkeypatch):
+    def run(command, **kwargs):
+        assert json.loads(kwargs["input"])["options"] == TINY
+        return SimpleNamespace(returncode=-9)
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    outcome = run_child(TINY, steps=1, repeats=1)
+    assert outcome == {"status": "failed", "message": "the process ended with status -9"}
+
+
+def test_random_batches_cover_the_vocabulary():
+    with open_trainer(TINY | {"batch-size": 8, "seq-len": 512}, 1) as trainer:
+        batches = random_batches(trainer.config, trainer.model)
+    assert len(batches) == 2
+    for batch in batches:
+        assert [a.shape for a in batch] == [(8, 512)] * 2
+        assert [a.dtype for a in batch] == [np.int32] * 2
+        assert all((a.min(), a.max()) == (0, 256) for a in batch)
+    assert not np.array_equal(*batches[0])
+
+
+def test_launches_of_a_step_are_timed_without_changing_it():
+    with open_trainer(TINY, 4) as plain, open_trainer(TINY, 4) as timed:
+        batches = random_batches(plain.config, plain.model)
+        launches = launch_times(timed, batches)  # two steps
+        plain.step(batches), plain.step(batches)
+        assert plain.step(batches) == timed.step(batches)
+        assert len(launches) == timed.plan.launches
+        assert sum(launch.flops for launch in launches) == timed.plan.flops
+        assert sum(launch.traffic for launch in launches) == timed.plan.traffic
+        seconds, waits = host_work(timed, batches)
+        assert seconds > 0 and waits is None
+    assert {"zero", "copy", "adamw", "matmul nt 16x256x128"} <= {launch.name for launch in launches}
+
+
+def test_host_work_leaves_waits_out(monkeypatch):
+    with open_trainer(TINY, 2) as trainer:
+        batches = random_batches(trainer.config, trainer.model)
+        event = type(trainer.dev.event("any"))
+
+        def synchronize(self):
+            time.sleep(0.5)
+
+        monkeypatch.setattr(event, "synchronize", synchronize)
+        waited, _ = host_work(trainer, batches)  # two micro-steps: a second of waiting
+        monkeypatch.setattr(event, "synchronize", lambda self: None)
+        without, _ = host_work(trainer, batches)
+    # The step itself takes well under half a second.
+    assert waited < without + 0.5
+
+
+def test_idle_share():
+    launches = [LaunchTime("a", 30.0, 0, 0), LaunchTime("b", 60.0, 0, 0)]
+    assert idle_share(launches, 0.1) == pytest.approx(0.1)
+
+
+class FakeEvents:
+    """CUDA's runtime with a clock that every recorded event moves on by its number."""
+
+    def __init__(self):
+        self.clock, self.recorded, self.live = 0.0, {}, set()
+
+    def eventCreate(self):
+        handle = len(self.recorded) + len(self.live) + 1000
+        self.live.add(handle)
+        return handle
+
+    def eventRecord(self, event, stream):
+        assert stream == 7
+        self.clock += 0.25
+        self.recorded[event] = self.clock
+
+    def eventElapsedTime(self, first, second):
+        return self.recorded[second] - self.recorded[first]
+
+    def eventDestroy(self, event):
+        self.live.remove(event)
+
+
+class FakeGpu(HostDevice):
+    """Takes 5 ms for a fill with zeros, and no time for a launch."""
+
+    kind = "cuda"
+    stream = 7
+
+    def __init__(self):
+        super().__init__(MemorySizes(device=1 << 20, stack=0, pinned=0))
+        self._runtime, self.use_graphs = FakeEvents(), True
+
+    def zero(self, tensor):
+        self._runtime.clock += 5.0
+
+
+def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
+    dev = FakeGpu()
+    x = dev.alloc("x", (8,), F32, "Activations")
+    graphs = []
+
+    def work():
+        graphs.append(dev.use_graphs)
+        fill.constant(dev, x, 3.0)
+        dev._runtime.clock += 2.0  # between launches: counts for none
+        dev.zero(x)
+
+    launches = time_launches(dev, work)
+    # Each span holds one record of 0.25 ms, which the empty spans show to be its own cost.
+    assert launches == [LaunchTime("fill", 0.0, 32, 0), LaunchTime("zero", 5.0, 32, 0)]
+    assert graphs == [False] and dev.use_graphs
+    assert not dev._runtime.live
+    assert not {"launch", "copy", "zero"} & set(vars(dev))
+
+
+# -- many runs, and the report -------------------------------------------------------------------
+
+RESULT = {
+    "tokens_per_second": 153123.4,
+    "spread": 0.0042,
+    "step_seconds": [3.4, 3.42, 3.43],
+    "sol_percent": 47.88,
+    "tflops": 473.6,
+    "memory": {"planned": 40 << 30, "used": 41 << 30, "as_planned": True},
+    "joules_per_token": 0.004321,
+    "kernel_idle": 0.0151,
+    "python_busy": 0.031,
+    "waits_per_step": 0,
+    "first_step_seconds": 9.87,
+    "loss": 11.9,
+    "gpu": None,
+}
+MACHINE = {
+    "device": H100,
+    "gpu": {"driver": "580.159.04"},
+    "versions": {"llmq": "0.1", "CuPy": "14"},
+}
+
+
+def bench_with(monkeypatch, tmp_path, outcomes, file, given=None):
+    """Run the parent with these outcomes of its children."""
+    outcomes = iter(outcomes)
+    monkeypatch.setattr(bench, "run_child", lambda options, steps, repeats: next(outcomes))
+    run_bench(
+        given or {},
+        file,
+        out=tmp_path / "h100.v1",
+        peers=BENCHMARKS / "peers.json",
+        steps=5,
+        repeats=3,
+        argv=["/usr/bin/llmq", "bench", "--config", "a b.yaml"],
+    )
+
+
+def test_report(monkeypatch, tmp_path, capsys):
+    slow = RESULT | {
+        "tokens_per_second": 60000.0,
+        "joules_per_token": None,
+        "memory": RESULT["memory"] | {"as_planned": False},
+    }
+    outcomes = [
+        {"status": "ok", "result": RESULT, "machine": MACHINE},
+        {"status": "does not fit", "message": "out of memory: 90 GiB are needed"},
+        {"status": "ok", "result": RESULT | {"tokens_per_second": 130000.0}, "machine": MACHINE},
+        {"status": "ok", "result": slow, "machine": MACHINE},
+    ]
+    bench_with(monkeypatch, tmp_path, outcomes, BENCHMARKS / "h100_bf16.yaml")
+    text = (tmp_path / "h100.v1.md").read_text()
+    assert capsys.readouterr().out == text + "\n"
+    lines = text.splitlines()
+    assert lines[0] == f"# {H100}, driver 580.159.04"
+    assert lines[2].startswith("`llmq bench --config 'a b.yaml'`, 20")
+    assert lines[2].endswith("UTC, 3 x 5 steps")
+    assert lines[3] == "llmq 0.1; CuPy 14"
+    assert "All runs: --opt-m-dtype=bf16 --opt-v-dtype=bf16 --seq-len=1024" in lines
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == (
+        "| model | dtype | batch | tok/s | ± | SOL | TFLOP/s | of floor | memory, GiB | mJ/token "
+        "| idle | Python | waits | start, s | llm.q | transformers+torch.compile |"
+    )
+    assert table[2] == (
+        "| Qwen2.5-0.5B | bf16 | 32 x 16 | 153,123 | 0.4% | 47.9% | 474 | 212.0k (0.72x) "
+        "| 41.00 (1.025x) | 4.32 | 1.5% | 3.1% | 0 | 9.9 | 149.0k (1.03x) |  |"
+    )
+    assert table[3].endswith("|  | 124.3k (1.05x) |")
+    assert "| 41.00 (1.025x)* |  |" in table[4]
+    assert len(table) == 5
+    assert "- Qwen2.5-1.5B bf16 32 x 8: does not fit: out of memory: 90 GiB are needed" in lines
+    report = json.loads((tmp_path / "h100.v1.json").read_text())
+    assert report["machine"] == MACHINE
+    assert [run["status"] for run in report["runs"]] == ["ok", "does not fit", "ok", "ok"]
+    assert report["runs"][0]["result"] == RESULT
+    assert report["runs"][0]["peers"] == {"llm.q": 149000}
+    assert report["runs"][0]["options"]["grad-accumulation"] == 16
+
+
+def test_flags_that_differ_are_a_column(monkeypatch, tmp_path):
+    file = suite(tmp_path, "model: tiny\nrecompute-block: [true, false]\nlmhead-chunks: 2\n")
+    ok = {"status": "ok", "result": RESULT, "machine": MACHINE}
+    bench_with(monkeypatch, tmp_path, [ok, ok], file)
+    lines = (tmp_path / "h100.v1.md").read_text().splitlines()
+    assert "All runs: --lmhead-chunks=2" in lines
+    cells = [line.split(" | ")[3] for line in lines if line.startswith("|")]
+    assert cells == ["flags", "---", "--recompute-block", "--no-recompute-block"]
+
+
+def test_failed_runs_end_the_command_but_not_the_others(monkeypatch, tmp_path, capsys):
+    outcomes = [
+        {"status": "failed", "message": "no NVIDIA driver is installed"},
+        {"status": "ok", "result": RESULT, "machine": MACHINE},
+    ]
+    file = suite(tmp_path, "model: tiny\nbatch-size: [1, 2]\n")
+    with pytest.raises(LlmqError, match="1 of 2 runs failed"):
+        bench_with(monkeypatch, tmp_path, outcomes, file)
+    text = (tmp_path / "h100.v1.md").read_text()
+    assert "- tiny bf16 1 x 4: failed: no NVIDIA driver is installed" in text
+    assert "| tiny | bf16 | 2 x 4 | 153,123 |" in text
+    assert "[2/2] tiny bf16 2 x 4 ...\n  ok: 153,123 tok/s\n" in capsys.readouterr().err
+
+
+def test_report_without_any_result():
+    run = describe({"model": "tiny"}) | {"status": "failed", "message": "why", "peers": {}}
+    report = {"date": "d", "command": "c", "steps": 1, "repeats": 1, "machine": None}
+    text = markdown(report | {"runs": [run]})
+    assert text.startswith("`c`, d, 1 x 1 steps\n\n- tiny bf16 4 x 4: failed: why\n")
+
+
+def test_command_line(monkeypatch, tmp_path):
+    calls = []
+    stub = SimpleNamespace(run_bench=lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setitem(sys.modules, "llmq.bench", stub)
+    file = tmp_path / "x.yaml"
+    args = ["--config", str(file), "--timed-steps", "2", "--out", "there", "--batch", "8"]
+    assert _run(["bench", *args]) == 0
+    (((given, config), options),) = calls
+    assert given == {"batch-size": "8"} and config == file
+    assert options == {
+        "out": Path("there"),
+        "peers": None,
+        "steps": 2,
+        "repeats": 3,
+        "argv": sys.argv,
+    }

@@ -1,0 +1,620 @@
+"""Checkpoints: any cut into shards is read back, any damage is found, nothing is half written."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.torch
+
+from llmq import checkpoint as checkpoint_module
+from llmq.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    CheckpointReader,
+    CheckpointWriter,
+    Manifest,
+    slab_ranges,
+)
+from llmq.checkpoint_store import clean_old, export_checkpoint, find_checkpoint, list_checkpoints
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.hf import HfWeights
+from llmq.params import weight_table
+from llmq.presets import preset
+from llmq.tokenizer import ByteTokenizer
+
+MODEL = dataclasses.replace(
+    preset("tiny"),
+    **{"vocab_size": 70, "hidden_size": 24, "intermediate_size": 40, "num_layers": 2},
+    **{"head_dim": 12, "tied_embeddings": False, "other_eos_token_ids": (7, 8)},
+)  # embedding and head are padded from 70 to 128 rows
+TABLE = weight_table(MODEL)
+PARAMS = [param for slab in TABLE for param in slab.params]
+DTYPES = {"weights": BF16, "adam.m": BF16, "adam.v": F32}
+MANIFEST_VALUES = Manifest(
+    model=MODEL,
+    loader={"seed": 2**63, "epoch": 1, "files": "abc"},
+    state={"rng": [1, 2], "ring": [0.1, 1e-300, float("inf")], "ä": None},
+    options={"lr": 1e-5},
+    tokenizer=None,
+)
+
+
+def slab_values(group, slab):
+    """A slab as a rank would hold all of it; NaN in the gaps, rubbish in the padding."""
+    rng = np.random.default_rng([GROUPS.index(group), slab.params[0].index])
+    values = np.full(slab.size, np.nan, np.float32)
+    for param in slab.params:
+        values[param.offset : param.offset + param.size] = rng.standard_normal(param.size)
+    return values.astype(DTYPES[group].numpy)
+
+
+VALUES = {group: {slab.name: slab_values(group, slab) for slab in TABLE} for group in GROUPS}
+
+
+def expected(group, param):
+    """What must be read back: the values, zero in the padding."""
+    slab = next(slab for slab in TABLE if param in slab.params)
+    values = VALUES[group][slab.name][param.offset : param.offset + param.size].copy()
+    values.reshape(param.shape)[param.rows :] = 0
+    return values
+
+
+def even_cuts(world):
+    return {slab.name: [slab.size * r // world for r in range(world + 1)] for slab in TABLE}
+
+
+def random_cuts(world, seed):
+    rng = np.random.default_rng(seed)
+    return {
+        slab.name: [0, *sorted(rng.integers(0, slab.size + 1, world - 1).tolist()), slab.size]
+        for slab in TABLE
+    }
+
+
+def write_rank(directory, step, rank, world, cuts):
+    """One rank's part of a checkpoint, from the shards of the slabs that it holds."""
+    writer = CheckpointWriter(directory, step, rank, world)
+    shards = {slab.name: tuple(cuts[slab.name][rank : rank + 2]) for slab in TABLE}
+    home = {param.name: slab.name for slab in TABLE for param in slab.params}
+    ranges = [r for slab in TABLE for r in slab_ranges(slab, *shards[slab.name])]
+    entries = []
+    for group in GROUPS:
+
+        def read(param, start, stop, group=group):
+            first, last = (param.offset + start, param.offset + stop)
+            begin, end = shards[home[param.name]]
+            assert begin <= first < last <= end  # a rank is asked only for what it holds
+            return VALUES[group][home[param.name]][first:last]
+
+        entries.append(writer.write(group, DTYPES[group], ranges, read))
+    return writer, entries
+
+
+def save(directory, step=10, world=1, cuts=None, manifest=MANIFEST_VALUES):
+    cuts = cuts or even_cuts(world)
+    with ThreadPoolExecutor(world) as pool:
+        ranks = list(
+            pool.map(lambda rank: write_rank(directory, step, rank, world, cuts), range(world))
+        )
+    return ranks[0][0].commit(manifest, [entry for _, entries in ranks for entry in entries])
+
+
+def assert_complete(path):
+    with CheckpointReader(path) as reader:
+        reader.check(TABLE)
+        for group in GROUPS:
+            for param in PARAMS:
+                values = reader.read(group, param)
+                np.testing.assert_array_equal(values, expected(group, param), strict=True)
+
+
+def listing(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing and reading
+
+
+def test_names_and_manifest(tmp_path):
+    path = save(tmp_path, step=123, world=2)
+    assert path == tmp_path / "step_00000123"
+    assert listing(path) == [
+        *("adam.m.shard_000_of_002.safetensors", "adam.m.shard_001_of_002.safetensors"),
+        *("adam.v.shard_000_of_002.safetensors", "adam.v.shard_001_of_002.safetensors"),
+        "checkpoint.json",
+        *("weights.shard_000_of_002.safetensors", "weights.shard_001_of_002.safetensors"),
+    ]
+    with CheckpointReader(path) as reader:
+        assert (reader.step, reader.world, reader.manifest) == (123, 2, MANIFEST_VALUES)
+    document = json.loads((path / MANIFEST).read_text("utf-8"))
+    assert document["distributed"]["world"] == 2
+    assert document["run"]["step"] == 123
+    assert document["data-loader"]["seed"] == 2**63
+    sizes = {e["name"]: e["bytes"] for e in document["files"]}
+    assert sizes == {p.name: p.stat().st_size for p in path.iterdir() if p.name != MANIFEST}
+
+
+def test_one_rank_stores_whole_tensors_without_padding(tmp_path):
+    path = save(tmp_path)
+    for group in GROUPS:
+        file = path / f"{group}.shard_000_of_001.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        assert tensors.keys() == {param.name for param in PARAMS}
+        for param in PARAMS:
+            tensor = tensors[param.name]
+            assert tuple(tensor.shape) == (param.rows, *param.shape[1:])
+            values = expected(group, param)[: tensor.numel()].astype(np.float32)
+            np.testing.assert_array_equal(tensor.float().numpy().reshape(-1), values)
+
+
+@pytest.mark.parametrize("cuts", [even_cuts(4), *(random_cuts(4, seed) for seed in range(5))])
+def test_four_ranks_are_read_by_one_and_by_three(tmp_path, cuts):
+    path = save(tmp_path, world=4, cuts=cuts)
+    assert_complete(path)
+    with CheckpointReader(path) as reader:
+        readers = random_cuts(3, 77)
+        for group in GROUPS:
+            for slab in TABLE:
+                whole = np.full(slab.size, np.nan, DTYPES[group].numpy)
+                for begin, end in zip(readers[slab.name], readers[slab.name][1:], strict=False):
+                    shard = whole[begin:end]
+                    for param, start, stop in slab_ranges(slab, begin, end):
+                        at = param.offset + start - begin
+                        shard[at : at + stop - start] = reader.read(group, param, start, stop)
+                for param in slab.params:
+                    values = whole[param.offset : param.offset + param.size]
+                    np.testing.assert_array_equal(values, expected(group, param), strict=True)
+
+
+def test_ranks_may_hold_shards_in_any_order(tmp_path):
+    """Rank 0 has the end of every slab, rank 1 the beginning."""
+    writers, entries = [], []
+    for rank in range(2):
+        writers.append(CheckpointWriter(tmp_path, 10, rank, 2))
+        for group in GROUPS:
+            ranges = []
+            for slab in TABLE:
+                cuts = even_cuts(2)[slab.name]
+                ranges += slab_ranges(slab, cuts[1 - rank], cuts[2 - rank])
+            read = lambda param, a, b, group=group: expected(group, param)[a:b]  # noqa: E731
+            entries.append(writers[rank].write(group, DTYPES[group], ranges, read))
+    assert_complete(writers[0].commit(MANIFEST_VALUES, entries))
+
+
+def test_a_cut_between_two_ranks_that_lies_in_the_padding(tmp_path):
+    cuts = even_cuts(2)
+    cuts["embed"][1] = 70 * 24 + 5  # rank 1 holds nothing but padding of this slab
+    path = save(tmp_path, world=2, cuts=cuts)
+    assert_complete(path)
+    second = safetensors.torch.load_file(path / "weights.shard_001_of_002.safetensors")
+    assert "model.embed_tokens.weight" not in second
+
+
+def test_more_ranks_than_elements_of_a_slab_are_worth(tmp_path):
+    """Ranks that hold nothing of any slab still write their files."""
+    cuts = {slab.name: [0, slab.size, slab.size, slab.size] for slab in TABLE}
+    path = save(tmp_path, world=3, cuts=cuts)
+    assert safetensors.torch.load_file(path / "adam.v.shard_002_of_003.safetensors") == {}
+    assert_complete(path)
+
+
+def test_ranges_that_begin_in_the_padding_read_as_zero(tmp_path):
+    embed = PARAMS[0]
+    with CheckpointReader(save(tmp_path)) as reader:
+        tail = reader.read("weights", embed, 70 * 24 - 2, 70 * 24 + 3)
+        assert tail.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(tail[:2], expected("weights", embed)[70 * 24 - 2 : 70 * 24])
+        assert tail[2:].tolist() == [0, 0, 0]
+        assert reader.read("weights", embed, 70 * 24 + 1).tolist() == [0] * (58 * 24 - 1)
+
+
+def test_slab_ranges_leave_gaps_out():
+    slab = TABLE[1]
+    first, second = slab.params[:2]
+    assert first.size < second.offset  # ln1 has 24 elements, the next begins at 128
+    assert slab_ranges(slab, first.size, second.offset) == []
+    assert slab_ranges(slab, 5, second.offset + 1) == [(first, 5, 24), (second, 0, 1)]
+    assert slab_ranges(slab, 0, slab.size) == [(p, 0, p.size) for p in slab.params]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    old = save(tmp_path, world=2)
+    (old / "extra").touch()
+    path = save(tmp_path, world=1)
+    assert len(listing(path)) == 4
+    assert listing(tmp_path) == ["step_00000010"]
+    assert_complete(path)
+
+
+def test_leftovers_of_a_killed_save_do_not_matter(tmp_path):
+    write_rank(tmp_path, 10, 1, 2, random_cuts(2, 0))  # a rank that had finished, no commit
+    (tmp_path / "step_00000010.tmp" / "weights.shard_000_of_001.safetensors.tmp").touch()
+    assert list_checkpoints(tmp_path) == {}
+    path = save(tmp_path)
+    assert len(listing(path)) == 4
+    assert listing(tmp_path) == ["step_00000010"]
+    assert_complete(path)
+
+
+def test_misuse(tmp_path):
+    writer, entries = write_rank(tmp_path, 10, 0, 1, even_cuts(1))
+    with pytest.raises(ValueError, match=r"not every rank has written adam\.v"):
+        writer.commit(MANIFEST_VALUES, entries[:2])
+    with pytest.raises(ValueError, match="a parameter is given twice"):
+        writer.write("weights", F32, [(PARAMS[0], 0, 5), (PARAMS[0], 5, 9)], lambda *_: None)
+    _, entries = write_rank(tmp_path, 11, 0, 2, even_cuts(2))
+    with pytest.raises(ValueError, match="not every rank has written"):
+        CheckpointWriter(tmp_path, 11, 0, 2).commit(MANIFEST_VALUES, entries)
+    assert list_checkpoints(tmp_path) == {}
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """One range after another: the file is written while the ranges are read."""
+    writer = CheckpointWriter(tmp_path, 1)
+    file = tmp_path / "step_00000001.tmp" / "weights.shard_000_of_001.safetensors.tmp"
+    buffer = np.zeros(max(param.size for param in PARAMS), np.float32)  # the same for all
+    sizes = []
+
+    def read(param, start, stop):
+        sizes.append(file.stat().st_size)
+        buffer[:] = param.index
+        return buffer[: stop - start]
+
+    writer.write("weights", F32, [(p, 0, p.size) for p in PARAMS], read)
+    assert len(set(sizes)) > 3
+    tensors = safetensors.torch.load_file(file.with_suffix(""))
+    assert all((tensors[param.name] == param.index).all() for param in PARAMS)
+
+
+# ------------------------------------------------------------------------------------------------
+# Damage
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The files of a complete checkpoint of two ranks, by name."""
+    path = save(tmp_path_factory.mktemp("saved"), world=2, cuts=random_cuts(2, 5))
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """damaged(name, change): the checkpoint with change(bytes) in one file; None removes it."""
+
+    def get(name, change):
+        path = tmp_path / "step_00000010"
+        path.mkdir()
+        for file, content in saved.items():
+            content = change(bytearray(content)) if file == name else content
+            if content is not None:
+                (path / file).write_bytes(content)
+        return path
+
+    return get
+
+
+def flip(offset):
+    def change(content):
+        content[offset] ^= 4
+        return content
+
+    return change
+
+
+WEIGHTS, MOMENT = "weights.shard_001_of_002.safetensors", "adam.v.shard_000_of_002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (WEIGHTS, flip(-1), "is damaged: wrong checksum"),
+        (MOMENT, flip(5000), "is damaged: wrong checksum"),
+        (MOMENT, flip(20), "is damaged: wrong checksum"),  # in the header
+        (WEIGHTS, flip(0), "is damaged: wrong checksum"),  # in the header's length
+        (WEIGHTS, lambda c: c[:-1], "has .* bytes instead of"),
+        (WEIGHTS, lambda c: c + b"x", "has .* bytes instead of"),
+        (WEIGHTS, lambda c: b"", "has 0 bytes instead of"),
+        (MOMENT, lambda c: None, "is missing"),
+        (MANIFEST, lambda c: c.replace(b"1e-05", b"2e-05"), "is damaged: wrong checksum"),
+        (MANIFEST, lambda c: c.replace(b'"step": 10', b'"step": 11'), "damaged: wrong checksum"),
+        (MANIFEST, lambda c: c.replace(b'"sha256"', b'"sha257"'), "damaged: wrong checksum"),
+        (MANIFEST, lambda c: c[:-5], "is damaged"),
+        (MANIFEST, lambda c: b"\xff\xfe", "is damaged"),
+        (MANIFEST, lambda c: b"[]", "has version None; only 1"),
+        (MANIFEST, lambda c: b'{"version": 20260120}', "has version 20260120; only 1"),
+        (MANIFEST, lambda c: None, r"is not a complete checkpoint: it has no checkpoint\.json"),
+    ],
+)
+def test_damage_is_found_before_anything_is_read(damaged, name, change, message):
+    path = damaged(name, change)
+    with pytest.raises(LlmqError, match=message) as caught:
+        CheckpointReader(path)
+    assert str(path / name) in str(caught.value) or str(path) in str(caught.value)
+    if name != MANIFEST:
+        assert f"'{path / name}'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_flipped_byte_of_the_manifest_is_found_or_harmless(damaged, saved):
+    path = damaged(MANIFEST, lambda content: content)
+    rng = np.random.default_rng(0)
+    found = 0
+    for offset in rng.integers(0, len(saved[MANIFEST]), 200).tolist():
+        (path / MANIFEST).write_bytes(flip(offset)(bytearray(saved[MANIFEST])))
+        try:
+            CheckpointReader(path).close()
+        except LlmqError:
+            found += 1
+        else:  # only white space between the values may change
+            assert saved[MANIFEST][offset : offset + 1].isspace()
+    assert found > 100
+
+
+def test_an_unchanged_copy_is_complete(damaged):
+    assert_complete(damaged(None, None))
+
+
+def table_of(**changes):
+    return weight_table(dataclasses.replace(MODEL, **changes))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (table_of(num_layers=3), r"weights lacks model\.layers\.2\.input_layernorm\.weight"),
+        (table_of(num_layers=1), r"another model: its weights holds model\.layers\.1\.input_layer"),
+        (table_of(intermediate_size=48), r"mlp\.up\.weight has 1920 elements, this model's 2304"),
+        (table_of(tied_embeddings=True), r"its weights holds lm_head\.weight, which"),
+    ],
+)
+def test_a_checkpoint_of_another_model(tmp_path, table, message):
+    with (
+        CheckpointReader(save(tmp_path, world=2)) as reader,
+        pytest.raises(LlmqError, match=message),
+    ):
+        reader.check(table)
+
+
+def test_elements_that_nobody_wrote_are_missed(tmp_path):
+    """Files and checksums are fine, but the ranks' ranges leave a hole."""
+    cuts = even_cuts(2)
+    up = next(param for param in PARAMS if param.key == "up")
+
+    def write(rank):
+        writer = CheckpointWriter(tmp_path, 10, rank, 2)
+        entries = []
+        for group in GROUPS:
+            ranges = [r for s in TABLE for r in slab_ranges(s, *cuts[s.name][rank : rank + 2])]
+            ranges = [(p, a, b) for p, a, b in ranges if p != up or group != "adam.m"]
+            ranges += [(up, 0, 100) if rank else (up, 101, up.size)] * (group == "adam.m")
+            zeros = lambda param, a, b: np.zeros(b - a, np.float32)  # noqa: E731
+            entries.append(writer.write(group, F32, ranges, zeros))
+        return writer, entries
+
+    (writer, first), (_, second) = write(0), write(1)
+    with CheckpointReader(writer.commit(MANIFEST_VALUES, first + second)) as reader:
+        message = rf"adam\.m lacks {up.name} from element 100 on"
+        with pytest.raises(LlmqError, match=message):
+            reader.check(TABLE)
+        with pytest.raises(LlmqError, match=message):
+            reader.read("adam.m", up)
+        assert reader.read("adam.m", up, 101, 200).shape == (99,)
+        assert reader.read("weights", up).shape == (up.size,)
+
+
+# ------------------------------------------------------------------------------------------------
+# Full disk
+
+
+@pytest.mark.parametrize("call", range(12))
+def test_a_disk_that_is_full_at_any_moment(tmp_path, monkeypatch, call):
+    """The n-th flush to the disk fails, for every n; the older checkpoint of this step stays."""
+    save(tmp_path)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step_00000010").iterdir()}
+    calls = []
+
+    def fsync(_):
+        calls.append(1)
+        if len(calls) == call + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    other = dataclasses.replace(MANIFEST_VALUES, state={"new": True})
+    published = 2 * (len(GROUPS) + 1) + 1  # file and directory each, the step directory; then: done
+    if call > published:
+        save(tmp_path, manifest=other)
+        assert len(calls) == published + 1
+    else:
+        with pytest.raises(LlmqError, match=r"^the disk is full, writing '"):
+            save(tmp_path, manifest=other)
+    path = tmp_path / "step_00000010"
+    if call < published:
+        assert listing(tmp_path) == ["step_00000010"]
+        assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    assert_complete(path)
+
+
+def test_a_write_that_finds_no_space(tmp_path):
+    older = save(tmp_path, step=5)
+    writer = CheckpointWriter(tmp_path, 10)
+    name = "weights.shard_000_of_001.safetensors"
+    (tmp_path / "step_00000010.tmp" / f"{name}.tmp").symlink_to("/dev/full")
+    ranges = [(param, 0, param.size) for param in PARAMS]
+    with pytest.raises(LlmqError, match=rf"^the disk is full, writing '.*{name}': [^\n]*$"):
+        writer.write("weights", F32, ranges, lambda p, a, b: np.zeros(b - a, np.float32))
+    assert listing(tmp_path) == ["step_00000005"]
+    assert_complete(older)
+    assert find_checkpoint(tmp_path) == older
+
+
+def test_a_rank_that_fails_takes_the_unfinished_checkpoint_with_it(tmp_path):
+    writer, _ = write_rank(tmp_path, 10, 1, 2, even_cuts(2))
+
+    def read(param, start, stop):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointWriter(tmp_path, 10, 0, 2).write("weights", F32, [(PARAMS[0], 0, 5)], read)
+    assert listing(tmp_path) == []
+    with pytest.raises(LlmqError, match="cannot write"):
+        writer.write("weights", F32, [], read)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "ckpt").write_text("a file")
+    with pytest.raises(LlmqError, match=r"cannot write '.*step_00000010\.tmp': Not a directory"):
+        CheckpointWriter(tmp_path / "ckpt", 10)
+
+
+# ------------------------------------------------------------------------------------------------
+# Finding and deleting
+
+
+def fake(directory, *names):
+    """Directories that pass for complete checkpoints."""
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        (directory / name / MANIFEST).write_text("{}")
+        (directory / name / "weights").touch()
+
+
+def steps(*numbers):
+    return [f"step_{number:08d}" for number in numbers]
+
+
+def test_find_checkpoint(tmp_path, monkeypatch):
+    fake(tmp_path / "a", *steps(5, 20, 100), "step_00000200.tmp", "step_final", "old_step_300")
+    (tmp_path / "a" / "step_00000300").mkdir()  # incomplete
+    (tmp_path / "a" / "step_00000400").write_text("a file")
+    fake(tmp_path / "b", *steps(7), "step_123456789", "step_00000008.old")
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert list_checkpoints(a) == {n: a / f"step_{n:08d}" for n in (5, 20, 100)}
+    assert find_checkpoint(a) == a / "step_00000100"
+    assert find_checkpoint(a, "20") == a / "step_00000020"
+    assert find_checkpoint(a, "0") is None
+    assert find_checkpoint(a, "300") is None
+    assert find_checkpoint(a, str(b)) == b / "step_123456789"  # more digits: by number, not name
+    assert find_checkpoint(a, f"{b}/step_00000007/") == b / "step_00000007"
+    assert find_checkpoint(a, f"{a}/step_00000300") is None
+    assert find_checkpoint(a, f"{b}/step_00000009") is None
+    assert find_checkpoint(a, str(tmp_path)) is None
+    assert find_checkpoint(tmp_path / "none") is None
+    monkeypatch.chdir(b / "step_00000007")
+    assert find_checkpoint(a, ".") == b / "step_00000007"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_checkpoint(a, "~/b/step_00000007") == b / "step_00000007"
+
+
+def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):
+    """Between the two renames the older one is called step_….old, and is found there."""
+    path = save(tmp_path)
+    rename = os.rename
+
+    def stop(source, target):
+        if Path(source).name.endswith(".tmp"):
+            raise SystemExit  # as if the machine stopped: nothing is restored
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stop)
+    monkeypatch.setattr(checkpoint_module, "publish_directory", crash_between_renames)
+    with pytest.raises(SystemExit):
+        save(tmp_path)
+    assert not path.exists()
+    found = find_checkpoint(tmp_path)
+    assert found == tmp_path / "step_00000010.old" == find_checkpoint(tmp_path, "10")
+    assert_complete(found)
+    monkeypatch.undo()
+    assert save(tmp_path) == path == find_checkpoint(tmp_path)
+    assert listing(tmp_path) == ["step_00000010"]
+
+
+def crash_between_renames(temporary, path):
+    os.rename(path, path.with_name(path.name + ".old"))
+    os.rename(temporary, path)
+
+
+@pytest.mark.parametrize(
+    ("keep_n", "major", "left"),
+    [
+        (-1, -1, [10, 20, 30, 40, 50]),
+        (0, 20, [10, 20, 30, 40, 50]),
+        (2, -1, [40, 50]),
+        (2, 0, [40, 50]),
+        (9, -1, [10, 20, 30, 40, 50]),
+        (5, -1, [10, 20, 30, 40, 50]),
+        (1, 20, [20, 40, 50]),  # 50 is the one that is kept, 20 and 40 are majors
+        (2, 20, [20, 30, 40, 50]),
+        (3, 20, [10, 20, 30, 40, 50]),
+        (9, 20, [10, 20, 30, 40, 50]),  # fewer minors than keep_n
+        (1, 50, [40, 50]),  # the newest is a major and is not counted
+        (1, 10, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_clean_old(tmp_path, keep_n, major, left):
+    fake(tmp_path, *steps(10, 20, 30, 40, 50))
+    (tmp_path / "step_00000005").mkdir()  # incomplete: not a checkpoint, none of our business
+    (tmp_path / "notes").touch()
+    removed = clean_old(tmp_path, keep_n, major)
+    assert listing(tmp_path) == ["notes", *steps(5, *left)]
+    assert [path.name for path in removed] == steps(*sorted({10, 20, 30, 40, 50} - set(left)))
+
+
+@pytest.mark.parametrize("keep_n", [-1, 1])
+def test_clean_old_removes_interrupted_saves(tmp_path, keep_n):
+    fake(tmp_path, *steps(10))
+    (tmp_path / "step_00000020.tmp").mkdir()
+    (tmp_path / "step_00000020.tmp" / "weights").touch()
+    assert clean_old(tmp_path, keep_n, -1) == [tmp_path / "step_00000020.tmp"]
+    assert listing(tmp_path) == steps(10)
+
+
+# ------------------------------------------------------------------------------------------------
+# Export
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_export_of_any_number_of_ranks(tmp_path, dtype):
+    save(tmp_path / "ckpt", step=5)
+    newest = save(tmp_path / "ckpt", step=10, world=3, cuts=random_cuts(3, 1))
+    for number, source in enumerate([newest, tmp_path / "ckpt"]):
+        names = export_checkpoint(source, tmp_path / f"out{number}", dtype)
+        assert names == ["config.json", "generation_config.json", "model.safetensors"]
+        config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert config == MODEL.to_hf(dtype)
+        with HfWeights(tmp_path / f"out{number}") as weights:
+            weights.check(TABLE)
+            for param in PARAMS:
+                values = weights.read(param)
+                assert values.dtype == {"bf16": BF16, "fp32": F32}[dtype].numpy
+                values = values.reshape(-1).astype(np.float32)
+                np.testing.assert_array_equal(values, expected("weights", param).astype(np.float32))
+
+
+def test_an_export_brings_its_tokenizer(tmp_path):
+    ByteTokenizer().save(tmp_path / "model")
+    for source in ("bytes", str(tmp_path / "model")):
+        manifest = dataclasses.replace(MANIFEST_VALUES, tokenizer=source)
+        path = save(tmp_path / "ckpt", manifest=manifest)
+        assert "tokenizer.json" in export_checkpoint(path, tmp_path / "out")
+        expected_bytes = (tmp_path / "model" / "tokenizer.json").read_bytes()
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected_bytes
+    gone = dataclasses.replace(MANIFEST_VALUES, tokenizer=str(tmp_path / "gone"))
+    path = save(tmp_path / "ckpt", manifest=gone)
+    assert "tokenizer.json" not in export_checkpoint(path, tmp_path / "out2")
+
+
+def test_nothing_to_export(tmp_path):
+    (tmp_path / "step_00000010.tmp").mkdir()
+    with pytest.raises(LlmqError, match=f"there is no complete checkpoint in '{tmp_path}'"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,68 @@
+"""`llmq demo` from end to end, on little text and for a few steps."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from llmq import demo
+from llmq.cli import _run
+from llmq.demo import PROMPT, demo_config, python_sources
+from llmq.errors import DataError
+from llmq.params import parameter_count
+from llmq.presets import preset
+
+
+@pytest.fixture
+def little_text(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    files = python_sources()
+    small = [name for name in files if Path(name).stat().st_size < 15_000]
+    monkeypatch.setattr(demo, "python_sources", lambda: small)
+
+
+def test_sources_are_pythons_own():
+    files = python_sources()
+    assert len(files) > 50
+    assert all(Path(name).suffix == ".py" for name in files)
+    assert str(Path(sysconfig.get_path("stdlib")) / "this.py") in files
+
+
+def test_python_without_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match="has no Python sources: use `llmq tokenize`"):
+        python_sources()
+
+
+def test_demo(little_text, capsys):
+    assert _run(["demo", "--out", "here", "--steps", "3", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    before, after = out.index("--- Before training:\n"), out.index("--- After training:\n")
+    assert before < out.index("[T] step     2") < out.index("Done. validation loss") < after
+    assert out.count(f":\n{PROMPT}") == 2
+    assert "wrote here/loss.png\n" in out
+    assert "llmq sample here/model --prompt" in out
+    assert {p.name for p in Path("here").iterdir()} == {"data", "model", "log.json", "loss.png"}
+    assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        len([r for r in json.loads(Path("here/log.json").read_text()) if r["log"] == "step"]) == 3
+    )
+    assert _run(["demo", "--out", "here", "--steps", "2", "--device", "cpu"]) == 0, "once more"
+    assert (
+        len([r for r in json.loads(Path("here/log.json").read_text()) if r["log"] == "step"]) == 2
+    )
+    assert _run(["sample", "here/model", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+
+
+def test_a_gpu_gets_more_steps_and_bf16():
+    host = demo_config(Path("d"), "auto", "host", None)
+    cuda = demo_config(Path("d"), "auto", "cuda", None)
+    assert (host.model_dtype, cuda.model_dtype) == ("fp32", "bf16")
+    assert host.steps < cuda.steps
+    assert demo_config(Path("d"), "auto", "cuda", 7).steps == 7
+    assert 1e6 < parameter_count(preset(host.model)) < 3e6
+    assert preset(host.model).vocab_size == 257

@@ -1,0 +1,56 @@
+"""Every kernel compiles for every architecture, keeps its values in registers, and can launch."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmq.errors import LlmqError
+from llmq.runtime.compile import Resources, target
+from tools.compile_all import (
+    ARCHITECTURES,
+    Launch,
+    Report,
+    Variant,
+    all_launches,
+    declared_kernels,
+    reports,
+)
+
+
+def nvrtc_problem() -> str | None:
+    try:
+        target(90)
+    except LlmqError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.skipif(nvrtc_problem() is not None, reason=str(nvrtc_problem()))
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_kernels_compile_without_spills(capability):
+    assert [str(report) for report in reports([capability]) if report.problem] == []
+
+
+def test_no_kernel_is_left_out():
+    launches = all_launches(90)
+    launched = {(v.file, launch.entry) for v in launches for launch in launches[v]}
+    assert launched >= {(kernel.file, kernel.entry) for kernel in declared_kernels()}
+
+
+def test_what_a_report_complains_of():
+    good = Report(
+        capability=89,
+        variant=Variant("a.cu", (("T", "bf16"),), (("N", 4),)),
+        launch=Launch("a", 256, 90 << 10),
+        resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0),
+    )
+    assert good.problem is None
+    assert str(good.variant) == "a.cu T=bf16 N=4"
+    for part, change, message in (
+        ("resources", {"spilled": 8}, "spills 8 bytes"),
+        ("resources", {"shared": (9 << 10) + 1}, "bytes of shared memory of 101376"),
+        ("launch", {"threads": 288}, "288 threads need 73728 registers, there are 65536"),
+    ):
+        old = getattr(good, part)
+        new = old._replace(**change) if part == "launch" else replace(old, **change)
+        assert message in replace(good, **{part: new}).problem

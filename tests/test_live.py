@@ -1,0 +1,84 @@
+"""The live view, drawn on a terminal that is a string."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from llmq.live import BARS, WIDTH, LiveView, LossCurve, time_left
+
+
+def curve(values):
+    points = LossCurve()
+    for value in values:
+        points.add(value)
+    return points
+
+
+def test_curve_goes_from_high_to_low():
+    assert str(curve([])) == ""
+    assert str(curve([5.0])) == BARS[0]
+    assert str(curve([8, 7, 6, 5, 4, 3, 2, 1])) == BARS[::-1]
+    assert str(curve([1.0, math.nan, math.inf, 2.0])) == BARS[0] + BARS[-1]
+
+
+@pytest.mark.parametrize("count", [WIDTH, WIDTH + 1, 100, 1000, 12345])
+def test_curve_of_a_long_run_stays_short_and_true(count):
+    points = curve(float(i) for i in range(count)).points
+    assert WIDTH // 2 <= len(points) <= WIDTH
+    size = round(points[1] - points[0])
+    assert size * len(points) <= count < size * (len(points) + 1)
+    assert points == [size * i + (size - 1) / 2 for i in range(len(points))]
+
+
+def test_time_left():
+    assert [time_left(s) for s in (0.9, 61, 3600 * 30 + 59)] == ["0:00:00", "0:01:01", "30:00:59"]
+
+
+@pytest.fixture
+def screen():
+    return io.StringIO()
+
+
+def shown(screen):
+    """Everything that was drawn, without the codes that move the cursor and change colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "")
+
+
+def view(screen, first=0, total=10):
+    console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    return LiveView(console, first, total)
+
+
+def test_state_is_drawn_below_the_lines(screen):
+    live = view(screen)
+    for step in range(4):
+        live.line(f"[T] step {step} [markup] is not read")
+        live.progress(step=step + 1, loss=4.0 - step, norm=0.5, lr=1e-3, ms=500.0, tokens=1024)
+    live.progress(eval_loss=2.71828)
+    live.progress(gpu="GPU 0: 99 %")
+    live.close()
+    assert all(f"[T] step {i} [markup] is not read\n" in shown(screen) for i in range(4))
+    step, numbers, losses, gpu = shown(screen).rstrip("\n").split("\n")[-4:]
+    assert re.search(r"step 4/10  [━╸╺ ]{40}  2,048 tok/s   0:00:03 left *$", step)
+    assert numbers.split("   ") == ["loss 1", "norm 0.5", "lr 0.001", "eval 2.718"]
+    assert losses == BARS[-1] + BARS[5] + BARS[2] + BARS[0]
+    assert gpu == "GPU 0: 99 %"
+
+
+def test_a_resumed_run_begins_where_it_was(screen):
+    live = view(screen, first=6)
+    live.close()
+    assert shown(screen).rstrip().startswith("step 6/10")
+
+
+def test_only_lines_are_bold(screen):
+    live = view(screen)
+    live.line("[V] step", bold=True)
+    live.close()
+    assert "\x1b[1m[V] step\x1b[0m" in screen.getvalue()
+    assert screen.getvalue().count("\x1b[1m") == 1

@@ -1,0 +1,353 @@
+"""The JSON log is valid whatever happens; numbers and lines have llm.q's shapes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq.errors import LlmqError
+from llmq.metrics import (
+    JsonLog,
+    Outliers,
+    PlainView,
+    Reporter,
+    count_tokens,
+    duration,
+    tokens_per_second,
+)
+from llmq.step import Result
+
+RESULT = Result(
+    loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------
+# The log
+
+
+def test_log_is_valid_after_every_record(tmp_path):
+    path = tmp_path / "logs" / "run.json"
+    log = JsonLog(path)
+    assert json.loads(path.read_text()) == []
+    for step in range(3):
+        log.write("step", step, loss=step / 3, text='"\\\n\u2028 é \ud800')
+        assert len(json.loads(path.read_text())) == step + 1
+    log.close()
+    lines = path.read_text().splitlines()
+    assert (lines[0], lines[-1], len(lines)) == ("[", "]", 5)
+    assert all(line.startswith('  {"log": "step", "time": "20') for line in lines[1:-1])
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    log = JsonLog(tmp_path / "run.json")
+    log.write("x", 0, a=math.nan, b=[math.inf, {"c": -math.inf}], path=Path("a/b"), t=(1, 2.5))
+    log.close()
+    (record,) = json.loads((tmp_path / "run.json").read_text())
+    assert record["a"] is None
+    assert record["b"] == [None, {"c": None}]
+    assert (record["path"], record["t"]) == ("a/b", [1, 2.5])
+    assert re.fullmatch(r"\d{4}(-\d\d){2} \d\d(:\d\d){2}\.\d{9}", record["time"])
+
+
+def test_values_that_json_lacks_are_an_error_and_leave_it_valid(tmp_path):
+    log = JsonLog(tmp_path / "run.json")
+    log.write("x", 0)
+    with pytest.raises(TypeError):
+        log.write("x", 1, array=np.zeros(2))
+    log.write("x", 2)
+    assert [r["step"] for r in json.loads((tmp_path / "run.json").read_text())] == [0, 2]
+
+
+def test_append_goes_on_and_otherwise_the_log_is_replaced(tmp_path):
+    path = tmp_path / "run.json"
+    for append, expected in ((True, [0]), (True, [0, 0]), (False, [0]), (True, [0, 0])):
+        log = JsonLog(path, append=append)
+        log.write("x", 0)
+        log.close()
+        assert [r["step"] for r in json.loads(path.read_text())] == expected
+    path.write_text("")
+    JsonLog(path, append=True).close()
+    assert json.loads(path.read_text()) == []
+
+
+@pytest.mark.parametrize("content", ["x", "[\n  {}\n", '[\n  {"a": 1', "{}\n"])
+def test_what_is_no_log_is_not_continued(tmp_path, content):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(LlmqError, match="is not a complete log"):
+        JsonLog(path, append=True)
+    assert path.read_text() == content
+
+
+def test_unwritable_places(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "log.json", tmp_path):
+        with pytest.raises(LlmqError, match="cannot write"):
+            JsonLog(path)
+
+
+def test_null_device_is_a_log():
+    log = JsonLog(Path("/dev/null"))
+    log.write("x", 0)
+    log.write("x", 1)
+    log.close()
+
+
+class FullDisk:
+    """A file on a disk with room for so many bytes more."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        end = self.file.seek(0, os.SEEK_CUR) + len(data)
+        beyond = max(end - self.file.seek(0, os.SEEK_END), 0)
+        self.file.seek(end - len(data))
+        if beyond > self.room > 0:
+            data = data[: len(data) - beyond + self.room]
+            self.room = 0
+        elif beyond > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= min(beyond, self.room)
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 30])
+def test_full_disk_leaves_a_valid_log(tmp_path, room):
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    log.write("x", 0)
+    before = path.read_bytes()
+    log._file = FullDisk(log._file, room)
+    with pytest.raises(LlmqError, match=r"the disk is full, writing .*run\.json"):
+        log.write("x", 1)
+    assert path.read_bytes() == before
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from llmq.metrics import JsonLog
+log = JsonLog(Path(sys.argv[1]))
+for step in range(10**9):
+    log.write("step", step, text="x" * (step % 20000))
+    if step == 100:
+        print("ready", flush=True)
+"""
+
+
+def test_log_is_valid_after_a_kill(tmp_path):
+    path = tmp_path / "run.json"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    records = json.loads(path.read_text())
+    assert [r["step"] for r in records] == list(range(len(records)))
+    assert len(records) > 100
+
+
+# ------------------------------------------------------------------------------------------------
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "   0k"), (1999, "   1k"), (999_999, " 999k"), (1_000_000, " 1.0M"),
+        (19_900_000, "19.9M"), (20_000_000, "  20M"), (999_999_999, " 999M"), (10**9, " 1.0B"),
+        (2 * 10**10, "  20B"), (999 * 10**9, " 999B"), (10**12, " 1.0T"), (3 * 10**13, "  30T"),
+    ],
+)  # fmt: skip
+def test_token_counts(count, shown):
+    assert count_tokens(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ms", "shown"),
+    [
+        (100, 0.5, "-"), (512, 1000, "  512"), (99_999, 1000, "99999"), (100_000, 1000, " 100k"),
+        (524_288, 401, "1307k"),
+    ],
+)  # fmt: skip
+def test_speeds(tokens, ms, shown):
+    assert tokens_per_second(tokens, ms) == shown
+
+
+@pytest.mark.parametrize(
+    ("ms", "shown"),
+    [(0.9, "    0 ms"), (1234.6, " 1234 ms"), (99_999, "99999 ms"), (100_000, "  100  s")],
+)
+def test_durations(ms, shown):
+    assert duration(ms) == shown
+
+
+def test_outliers_are_measured_by_what_came_before():
+    window = Outliers()
+    values = np.random.default_rng(0).normal(3.0, 0.1, 100)
+    assert all(window.score(float(v)) == 0 for v in values)
+    assert window.score(math.nan) == 0
+    score = window.score(5.0)
+    assert score == pytest.approx((5.0 - values.mean()) / values.std(), rel=1e-12)
+    assert score > 10  # which a window with the value in it can never give
+    assert abs(window.score(3.0)) < 2
+    flat = Outliers()
+    assert [flat.score(1.0) for _ in range(102)] == [0] * 102
+
+
+class Lines:
+    """A View that keeps everything."""
+
+    def __init__(self):
+        self.lines, self.bold, self.states, self.closed = [], [], [], False
+
+    def line(self, text, *, bold=False):
+        self.lines.append(text)
+        if bold:
+            self.bold.append(text)
+
+    def progress(self, **state):
+        self.states.append(state)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def reporter(tmp_path):
+    return Reporter(JsonLog(tmp_path / "log.json"), Lines(), total_steps=40)
+
+
+def logged(reporter):
+    return json.loads(reporter.log.path.read_text())
+
+
+def test_lines_of_steps(reporter):
+    reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None)
+    reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678)
+    assert reporter.view.lines == [
+        "[T] step     7 [17.5%] | time:    61 ms | norm   0.123457 | loss   3.250000 | tps 66601",
+        "[T] step     8 [20.0%] | time:   123  s | norm   0.123457 | loss   3.250000 | tps  810k"
+        " | sol 45.7%",
+    ]
+    assert reporter.view.states[0] == {
+        "step": 8, "loss": 3.25, "norm": RESULT.norm, "lr": 1e-3, "ms": 61.5, "tokens": 4096
+    }  # fmt: skip
+    record = logged(reporter)[0]
+    del record["time"]
+    assert record == {
+        "log": "step", "step": 7, "step_tokens": 4096, "duration_ms": 61, "norm": RESULT.norm,
+        "loss": 3.25, "lr": 1e-3, "lse_max": 9.0, "lse_mean": 7.0, "loss_1k": 3.5,
+    }  # fmt: skip
+
+
+def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
+    for loss in (1.0, 2.0):
+        result = SimpleNamespace(
+            **{n: getattr(RESULT, n) for n in RESULT.__slots__} | {"loss": loss}
+        )
+        reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None)
+    reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
+    line = "[V] step     2 [ 5.0%] | time:   100 ms | eval   3.250000 | train  1.500000 | tps 50000"
+    assert reporter.view.lines[-1] == line
+    assert reporter.view.bold == [line]
+    reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
+    assert "| train       nan |" in reporter.view.lines[-1]
+    assert reporter.view.states[-1] == {"eval_loss": 3.25}
+    assert logged(reporter)[-1]["eval_tokens"] == 5000
+
+
+def test_sections_blocks_and_messages(reporter, monkeypatch):
+    clock = iter([10.0, 11.9994, 20.0, 22.7])
+    monkeypatch.setattr("llmq.metrics.time.perf_counter", lambda: next(clock))
+    with reporter.section("Loading", 3):
+        pass
+    with reporter.section("Saving"):
+        pass
+    reporter.block("Title", ["  a", "  b"])
+    reporter.message("Hello", 5)
+    assert reporter.view.lines == [
+        "Loading ...", "  done in 1999 ms", "", "Saving ...", "  done in 2 s", "",
+        "[Title]", "  a", "  b", "", "Hello",
+    ]  # fmt: skip
+    infos = [(r["step"], r["message"], r.get("duration_ms")) for r in logged(reporter)]
+    assert infos == [(3, "Loading", 1999), (0, "Saving", 2699), (5, "Hello", None)]
+
+
+def test_a_section_that_fails_is_not_done(reporter):
+    with pytest.raises(ValueError, match="no"), reporter.section("Loading"):
+        raise ValueError("no")
+    assert reporter.view.lines == ["Loading ..."]
+    assert logged(reporter) == []
+
+
+def test_options_are_aligned(reporter):
+    reporter.options([("a", True), ("long-name", 1e-5), ("b", "x")])
+    assert reporter.view.lines == [
+        "[Options]", "  a        : true", "  long-name: 1e-05", "  b        : x", ""
+    ]  # fmt: skip
+    assert [r["value"] for r in logged(reporter)] == [True, 1e-5, "x"]
+
+
+def test_many_files_are_not_all_listed(reporter):
+    files = [SimpleNamespace(path=Path(f"{i}.bin"), num_tokens=10**6 + i) for i in range(13)]
+    loader = SimpleNamespace(
+        files=files,
+        total_tokens=13 * 10**6,
+        seed=5,
+        state=lambda: {"file_index": 2, "chunk_index": 7},
+    )
+    reporter.dataset({"train": loader})
+    assert reporter.view.lines[:3] == [
+        "[Dataset]", " train: 13.0M tokens", "   0.bin :    1000000"
+    ]  # fmt: skip
+    assert reporter.view.lines[-3:] == ["   9.bin :    1000009", "   ... and 3 more files", ""]
+    (record,) = logged(reporter)
+    assert len(record["files"]) == 13
+    assert (record["file_index"], record["chunk_index"], record["seed"]) == (2, 7, 5)
+
+
+def test_outliers_are_reported(reporter):
+    for step in range(101):
+        loss = 9.0 if step == 100 else 3.0 + 0.01 * (step % 2)
+        result = Result(
+            loss=loss, loss_1k=loss, tokens=1, norm=1.0, lse_max=0.0, lse_mean=0.0
+        )  # fmt: skip
+        reporter.train_step(step, result, lr=0.0, ms=1.0, tokens=1, sol=None)
+    assert reporter.view.lines[-1].startswith("Loss outlier with z-score: ")
+    assert sum("outlier" in line for line in reporter.view.lines) == 1
+
+
+def test_gpu_samples_are_logged_and_shown(reporter):
+    reporter.gpu(25, {"id": 0, "power": 5}, "GPU 0: 5 W")
+    assert logged(reporter)[0]["power"] == 5
+    assert reporter.view.states == [{"gpu": "GPU 0: 5 W"}]
+    reporter.close()
+    assert reporter.view.closed
+
+
+def test_plain_view_is_bold_on_terminals_only(capsys, monkeypatch):
+    view = PlainView()
+    view.line("[V]", bold=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    view.line("[V]", bold=True)
+    view.line("[T]")
+    view.progress(step=1)
+    view.close()
+    assert capsys.readouterr().out == "[V]\n\033[1m[V]\033[22m\n[T]\n"

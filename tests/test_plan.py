@@ -1,0 +1,343 @@
+"""The planner: equal to a run to the byte, quick, without CUDA; what it says of too large a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.cli import _run
+from llmq.config import ModelConfig
+from llmq.machine import MIB, PLAN_SPEC, choose_machine
+from llmq.option_types import parse_size
+from llmq.options import TrainConfig
+from llmq.options_io import make_config
+from llmq.plan import (
+    OutOfMemory,
+    Usage,
+    allocator_table,
+    check_fits,
+    make_plan,
+    memory_limit,
+    run_plan,
+    savings,
+)
+from llmq.presets import preset
+from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.sol import flops_per_token
+from tests.models import hf_model, random_batch, trainer_for
+
+BATCH = random_batch(np.random.default_rng(0))
+FULL = {"device": "cpu", "from-scratch": True, "model": "Qwen2.5-0.5B", "batch-size": 4}
+
+
+def options(**changes):
+    return make_config(FULL | {name.replace("_", "-"): v for name, v in changes.items()})
+
+
+# ------------------------------------------------------------------------------------------------
+# The plan is the run
+
+OPTION_SETS = {
+    "fp32": {},
+    "bf16": {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
+    "mixed": {"model_dtype": "bf16", "master_dtype": "fp32", "grad_accum_dtype": "fp32"},
+    "less": {"recompute_swiglu": True, "recompute_norm": True, "lmhead_chunks": 4},
+    "halves": {"recompute_ffn": True, "recompute_qkv": True, "attn_bwd_chunks": 2},
+    "least": {"recompute_block": True, "lmhead_chunks": 4, "model_dtype": "bf16", "z_loss": 1e-4},
+}
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen2_untied", "qwen3", "gpt2"])
+def test_plan_equals_the_run(model, tmp_path):
+    hf_model(model).save_pretrained(tmp_path)
+    for changes in OPTION_SETS.values():
+        with trainer_for(tmp_path, grad_accumulation=2, **changes) as trainer:
+            assert trainer.usage != trainer.plan.usage, "nothing has used the stack yet"
+            trainer.step([BATCH, BATCH])
+            assert trainer.usage == trainer.plan.usage, changes
+            categories = trainer.plan.usage.categories
+            sizes = trainer.plan.usage.sizes
+            assert sum(categories["device"].values()) == sizes.device + sizes.stack
+            assert sum(categories["pinned"].values()) == sizes.pinned
+
+
+def test_evaluation_needs_no_more_than_a_step(tmp_path):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    with trainer_for(tmp_path) as trainer:
+        trainer._step.evaluate([BATCH])
+        trainer.step([BATCH])
+        assert trainer.usage == trainer.plan.usage
+
+
+def test_every_byte_of_weights_and_moments_is_where_it_belongs():
+    model = preset("Qwen2.5-0.5B")
+    plan = make_plan(options(model_dtype="bf16", opt_v_dtype="bf16"), model, HOST_SPEC)
+    device = plan.usage.categories["device"]
+    assert device["Gradients"] == device["Weights"] == device["Adam V"]
+    assert device["Adam M"] == 2 * device["Weights"]
+    assert "Master" not in device
+    master = make_plan(options(model_dtype="bf16", master_dtype="fp32"), model, HOST_SPEC)
+    assert master.usage.categories["device"]["Master"] == 2 * device["Weights"]
+
+
+def test_counts_grow_as_they_should():
+    model, config = preset("Qwen2.5-0.5B"), options()
+    once = make_plan(replace(config, grad_accumulation=1), model, HOST_SPEC)
+    often = make_plan(replace(config, grad_accumulation=5), model, HOST_SPEC)
+    # The first micro-step writes gradients; adding to them takes temporaries.
+    memory, more = (plan.usage.categories["device"] for plan in (once, often))
+    assert memory.pop("Stack") < more.pop("Stack")
+    assert memory == more
+    assert (once.tokens, often.tokens) == (4096, 5 * 4096)
+    # Weights are updated once however many micro-steps there are.
+    assert 4.99 * once.flops < often.flops < 5 * once.flops
+    assert 3 * once.traffic < often.traffic < 5 * once.traffic
+    assert 4 * once.launches < often.launches < 5 * once.launches
+    again = make_plan(replace(config, recompute_block=True), model, HOST_SPEC)
+    assert again.flops > 1.15 * make_plan(config, model, HOST_SPEC).flops
+
+
+def test_flops_are_those_of_the_formula():
+    """llm.q counts 6 FLOPs per weight, and causal attention without what its backward repeats."""
+    model, config = preset("Qwen2.5-0.5B"), options(seq_len=64, batch_size=64)
+    plan = make_plan(config, model, HOST_SPEC)
+    flops = flops_per_token(model, 64)
+    assert plan.flops / plan.tokens == pytest.approx(
+        flops.blocks + flops.lm_head + flops.attention,
+        rel=2e-3,  # norms, the optimizer, and the scores that attention's backward repeats
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Does it fit
+
+
+def refused(config: TrainConfig, model: ModelConfig, limit: int, spec=PLAN_SPEC) -> str:
+    plan = make_plan(config, model, spec)
+    with pytest.raises(OutOfMemory) as error:
+        check_fits(config, model, spec, "native", plan, limit)
+    return str(error.value)
+
+
+def test_message_names_categories_and_flags_that_make_it_fit():
+    model, limit = preset("Qwen2.5-0.5B"), 9 << 30
+    config = options(model_dtype="bf16", batch_size=16)
+    message = refused(config, model, limit)
+    needed = make_plan(config, model, PLAN_SPEC).usage.device_bytes
+    assert message.startswith(f"out of memory: {needed // MIB} MiB are needed, 9216 MiB are")
+    assert "(largest: Activations " in message
+    assert "adding these, in this order, makes it fit: --" in message
+    assert "\n" not in message
+    # Follow the advice, as a user would.
+    advice = message.split("makes it fit: ")[1].split("; ")
+    given = FULL | {"model-dtype": "bf16", "batch-size": 16}
+    for entry in advice:
+        flags, saved, left = entry.partition(" saves ")[0], *numbers(entry)
+        for flag in flags.split():
+            name, _, value = flag.removeprefix("--").partition("=")
+            given[name] = value or True
+        before, needed = needed, make_plan(make_config(given), model, PLAN_SPEC).usage.device_bytes
+        assert needed // MIB == left
+        assert (before - needed) // MIB == saved
+    assert needed <= limit
+    assert make_plan(make_config(given), model, PLAN_SPEC).tokens == 16 * 1024 * 4
+
+
+def numbers(entry: str) -> list[int]:
+    """The two sizes of "… saves 5 MiB -> 7 MiB"."""
+    words = entry.rpartition(" saves ")[2].split()
+    return [int(words[0]), int(words[3])]
+
+
+def test_cheap_flags_come_first_and_superfluous_ones_not_at_all():
+    model, config = preset("Qwen2.5-0.5B"), options(model_dtype="bf16", batch_size=16)
+    needed = make_plan(config, model, PLAN_SPEC).usage.device_bytes
+    one = savings(config, model, PLAN_SPEC, "native", needed - MIB)
+    assert [flags for flags, *_ in one] == ["--recompute-swiglu"]
+    for limit in (needed // 4, needed // 2):
+        found = savings(config, model, PLAN_SPEC, "native", limit)
+        flags = [flags for flags, *_ in found]
+        assert found[-1][2] <= limit < (found[-2][2] if len(found) > 1 else needed)
+        assert not {"--recompute-ffn", "--recompute-swiglu"} <= set(flags)
+        assert sum("--lmhead-chunks" in f for f in flags) <= 1
+
+
+def test_message_when_nothing_helps():
+    model = preset("Qwen2.5-7B")
+    message = refused(options(model_dtype="bf16"), model, 8 << 30)
+    assert "no options make it fit, use a smaller model or --seq-len; the best are: --" in message
+    least = options(
+        model_dtype="bf16", batch_size=1, recompute_block=True, opt_m_dtype="bf16",
+        opt_v_dtype="bf16", lmhead_chunks=4,
+    )  # fmt: skip
+    assert "no options make it need less" in refused(least, model, 8 << 30)
+
+
+def test_limits_of_a_run(monkeypatch):
+    monkeypatch.setattr("llmq.plan.available_host_memory", lambda: 5 << 30)
+    machine = choose_machine("cpu", 1)
+    assert memory_limit(options(), machine) == 5 << 30
+    assert memory_limit(options(memory_limit="1GiB"), machine) == 1 << 30
+    assert memory_limit(options(memory_limit="9GiB"), machine) == 5 << 30
+
+
+def test_host_memory_holds_the_pinned_part_too():
+    model, config = preset("tiny"), options()
+    plan = make_plan(config, model, HOST_SPEC)
+    device, pinned = plan.usage.device_bytes, plan.usage.sizes.pinned
+    assert pinned > 0
+    with pytest.raises(OutOfMemory):
+        check_fits(config, model, HOST_SPEC, "native", plan, device + pinned - 1)
+    check_fits(config, model, HOST_SPEC, "native", plan, device + pinned)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is printed
+
+
+def test_table_has_the_shape_of_llmq():
+    usage = Usage(
+        categories={
+            "device": {"Weights": 3 * MIB, "Stack": 1234 * MIB},
+            "pinned": {"Activations": 2 * MIB + 1},
+        },
+        stack=(("logits", 1200 * MIB), ("rstd", MIB - 1), ("d_act", 34 * MIB)),
+        sizes=MemorySizes(device=3 * MIB, stack=1234 * MIB, pinned=2 * MIB + 1),
+    )
+    assert allocator_table(usage, {"Free": 70000 * MIB, "Reserved": 500 * MIB}) == [
+        "            in MiB  Device | Managed | Pinned ",
+        "           Weights:      3 |       0 |      0 ",
+        "             Stack:   1234 |       0 |      0 ",
+        "       Activations:      0 |       0 |      2 ",
+        "              Free:  70000 |       0 |      0 ",
+        "          Reserved:    500 |       0 |      0 ",
+        "",
+        "      stack.logits:   1200 ",
+        "       stack.d_act:     34 ",
+    ]
+    assert len(allocator_table(replace(usage, stack=()))) == 4
+
+
+def plan(*args: str) -> int:
+    return _run(["plan", "--model", "Qwen2.5-0.5B", "--from-scratch", *args])
+
+
+def test_command_prints_a_table(capsys):
+    assert plan("--batch-size=1", "--gpu-memory=24GiB") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[Allocator State]\n            in MiB  Device | Managed | Pinned \n")
+    assert "  Device:          any GPU\n" in out
+    assert "  Parameters:      494,032,768\n" in out
+    assert "  Tokens per step: 4,096\n" in out
+    assert "              Free: " in out
+    assert out.endswith("  Fits:            yes, into 24576 MiB\n")
+    assert err == ""
+    assert plan() == 0
+    out = capsys.readouterr().out
+    assert "Free" not in out
+    assert out.endswith("give --gpu-memory\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "fits", "limit"),
+    [
+        ((), None, None),
+        (("--gpu-memory=24GiB",), True, "24GiB"),
+        (("--gpu-memory=80GB", "--memory-limit=20GiB"), True, "20GiB"),
+        (("--gpu-memory=2GiB",), False, "2GiB"),
+        (("--device=cpu", "--memory-limit=1MiB"), False, "1MiB"),
+    ],
+)
+def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args, fits, limit):
+    status = plan("--json", "--batch-size=1", *args)
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert status == (2 if fits is False else 0)
+    assert err.startswith("error: out of memory: ") if fits is False else err == ""
+    assert err.count("\n") == (fits is False)
+    assert record["fits"] is fits
+    assert record["limit_bytes"] == (limit and parse_size(limit))
+    assert record["device_bytes"] == sum(record["memory"]["device"].values())
+    assert record["needed_bytes"] >= record["device_bytes"] > 2 << 30
+    assert record["stack"][0].keys() == {"name", "bytes"}
+    assert sum(row["bytes"] for row in record["stack"]) == record["memory"]["device"]["Stack"]
+    assert record["parameters"] == 494_032_768
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--device=cpu", "--gpu-memory=1GiB"), "--gpu-memory: has no meaning with --device cpu"),
+        (("--gpus=2",), "--gpus: 2 ranks are not supported yet"),
+        (("--gpu-memory=lots",), "--gpu-memory: expected a size"),
+    ],
+)
+def test_command_refuses(capsys, args, message):
+    assert plan(*args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_dry_run_is_the_plan(capsys):
+    args = ["--model=tiny", "--from-scratch", "--device=cpu"]
+    assert _run(["train", "--dry-run", *args]) == 0
+    dry = capsys.readouterr().out
+    assert _run(["plan", *args]) == 0
+    shared = [line for line in capsys.readouterr().out.splitlines() if "Free" not in line]
+    assert [line for line in dry.splitlines() if "Free" not in line][:-1] == shared[:-1]
+
+
+def test_attention_backend_of_the_plan(monkeypatch):
+    """A GPU is taken to have cuDNN, whose workspace is on the stack."""
+    model = preset("Qwen2.5-0.5B")
+
+    def stack_names(config: TrainConfig, model: ModelConfig = model) -> str:
+        with redirect_stdout(io.StringIO()) as out:
+            run_plan(config, model, None, json=True)
+        return json.loads(out.getvalue())["memory"]["device"]["Stack"]
+
+    gpu = {"device": "cuda", "model_dtype": "bf16", "seq_len": 4096, "lmhead_chunks": 64}
+    cudnn = stack_names(options(**gpu))
+    native = stack_names(options(**gpu, attention="native"))
+    assert cudnn > native
+    assert stack_names(options(**gpu, attention="cudnn")) == cudnn
+    assert stack_names(options(**gpu | {"model_dtype": "fp32"})) > 0  # cuDNN has none for F32
+
+
+BLOCKED = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn", "pynvml"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+from llmq.cli import main
+main()
+"""
+
+
+def test_big_models_are_planned_quickly_in_little_memory_and_without_cuda():
+    args = "plan --model Qwen2.5-7B --from-scratch --gpu-memory 180GiB --recompute-ffn".split()
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    report = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    code = f"import atexit; atexit.register(lambda: exec({report!r}))\n{BLOCKED}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    *_, fits, kilobytes = done.stdout.splitlines()
+    assert fits == "  Fits:            yes, into 184320 MiB"
+    assert int(kilobytes) < 500_000
+    # It is to take less than 2 s; processor time, as other tests may keep the machine busy.
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert min(spent, time.perf_counter() - start) < 2

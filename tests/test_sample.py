@@ -1,0 +1,248 @@
+"""Choosing tokens, generating text, and `llmq sample` on everything that holds a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.cli import _run
+from llmq.errors import LlmqError
+from llmq.machine import choose_machine
+from llmq.presets import preset
+from llmq.sample import Sampler, choose_token, first_token, open_model, printable
+from llmq.tokenizer import HfTokenizer
+from tests.models import hf_model
+from tests.runs import make_workplace, train
+
+LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
+
+
+def frequencies(draws=4000, logits=LOGITS, **how):
+    rng = np.random.default_rng(0)
+    chosen = [choose_token(logits, rng, **how) for _ in range(draws)]
+    return np.bincount(chosen, minlength=len(logits)) / draws
+
+
+def near(expected):
+    return pytest.approx(np.array(expected), abs=0.03)  # four standard deviations of 4000 draws
+
+
+def test_probabilities_are_those_of_the_logits():
+    assert frequencies(temperature=1.0) == near([0.1, 0.4, 0.05, 0.25, 0.2])
+    squares = np.array([0.1, 0.4, 0.05, 0.25, 0.2]) ** 2
+    assert frequencies(temperature=0.5) == near(squares / squares.sum())
+
+
+def test_zero_temperature_takes_the_likeliest():
+    assert choose_token(LOGITS, None, temperature=0) == 1
+    assert choose_token(LOGITS, None, temperature=0, top_k=3, top_p=0.1) == 1
+    assert choose_token(np.zeros(3, np.float32), None, temperature=0) == 0
+
+
+def test_top_k():
+    assert frequencies(temperature=1.0, top_k=2) == near([0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
+    assert frequencies(10, temperature=1.0, top_k=1)[1] == 1
+    assert frequencies(temperature=1.0, top_k=9) == near([0.1, 0.4, 0.05, 0.25, 0.2])
+
+
+def test_top_p():
+    """The fewest likeliest ids whose probabilities add up to at least p."""
+    assert frequencies(temperature=1.0, top_p=0.7) == near(
+        [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]
+    )
+    assert frequencies(temperature=1.0, top_p=0.6) == near([0, 0.4 / 0.65, 0, 0.25 / 0.65, 0])
+    assert frequencies(10, temperature=1.0, top_p=0.0)[1] == 1
+    # After top_k: 0.4 and 0.25 are 0.615 and 0.385 of what is left.
+    assert frequencies(10, temperature=1.0, top_k=2, top_p=0.6)[1] == 1
+
+
+def test_extreme_temperatures_and_logits():
+    logits = np.array([1e4, -1e4, 0], np.float32)
+    assert frequencies(10, logits, temperature=1.0)[0] == 1
+    assert frequencies(10, temperature=1e-6)[1] == 1
+    assert frequencies(temperature=1e6) == near([0.2] * 5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_damaged_weights_are_said_to_be(value):
+    with pytest.raises(LlmqError, match="not finite numbers"):
+        choose_token(np.array([0, value], np.float32), None, temperature=0)
+
+
+def test_what_would_steer_a_terminal_is_replaced():
+    assert printable("a\n\tü漢\x1b[2J\r\x00\x7f\x9b") == "a\n\tü漢\ufffd[2J" + "\ufffd" * 4
+
+
+def test_first_token():
+    assert first_token(preset("tiny")) == 256
+    assert first_token(preset("llama-2-7b")) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Generating
+
+
+def sampler_for(path, positions):
+    with open_model(str(path)) as (config, read, _):
+        return Sampler(choose_machine("cpu", 1), config, lambda w: w.load(read), positions)
+
+
+def generate(sampler, prompt, count, seed=0, **how):
+    return list(sampler.generate(prompt, count, np.random.default_rng(seed), **how))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    hf_model("qwen3").save_pretrained(path)
+    return path
+
+
+def test_greedy_text_is_that_of_transformers(model_dir):
+    prompt = [5, 17, 99, 3]
+    expected = hf_model("qwen3").generate(
+        torch.tensor([prompt]),
+        max_new_tokens=20,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )[0, len(prompt) :]
+    with sampler_for(model_dir, 64) as sampler:
+        got = generate(sampler, prompt, 20, temperature=0)
+        assert got == expected.tolist()[: len(got)]
+        assert len(got) == 20 or expected[len(got)] == 2  # an end of text
+
+
+def test_seed_decides_and_a_sampler_can_be_used_again(model_dir):
+    with sampler_for(model_dir, 32) as sampler:
+        how = {"temperature": 1.5}
+        one = generate(sampler, [1], 12, **how)
+        assert generate(sampler, [1], 12, seed=1, **how) != one
+        assert generate(sampler, [1], 12, **how) == one
+
+
+def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, monkeypatch):
+    with sampler_for(model_dir, 10) as sampler:
+        assert len(generate(sampler, [1, 3, 4], 99, temperature=0)) <= 7
+        assert len(generate(sampler, [1, 3, 4], 4, temperature=0)) <= 4
+        chosen = iter([7, 8, 2, 9])
+        monkeypatch.setattr("llmq.sample.choose_token", lambda *_, **__: next(chosen))
+        assert generate(sampler, [1], 9, temperature=0) == [7, 8]
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a checkpoint and an export of the same weights."""
+    folder = make_workplace(tmp_path_factory.mktemp("trained"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(steps=2, save_training_state=True, ckpt_interval=1) == 0
+    return folder
+
+
+def sample(model, *args):
+    return _run(["sample", str(model), "--device=cpu", "--model-dtype=fp32", *args])
+
+
+def test_export_and_checkpoint_say_the_same(trained, capsys):
+    said = {}
+    for name in ("out", "ckpt", "ckpt/step_00000002", "ckpt/step_00000001"):
+        assert sample(trained / name, "--prompt=Hé", "--max-new-tokens=8") == 0
+        said[name] = capsys.readouterr().out
+    assert said["out"] == said["ckpt"] == said["ckpt/step_00000002"]
+    assert said["ckpt/step_00000001"] != said["out"]
+    assert said["out"].startswith("Hé")
+
+
+def test_several_samples(trained, capsys):
+    args = ("--prompt=a", "--max-new-tokens=5", "--num-samples=3", "--temperature=1.5")
+    assert sample(trained / "out", *args) == 0
+    out = capsys.readouterr().out
+    first, *others = out.split("\n---\n")
+    assert len(others) == 2
+    assert first not in others
+    assert sample(trained / "out", *args) == 0
+    assert capsys.readouterr().out == out
+    assert sample(trained / "out", *args, "--seed=1") == 0
+    assert capsys.readouterr().out != out
+
+
+def test_empty_prompt_begins_a_text(trained, capsys):
+    assert sample(trained / "out", "--max-new-tokens=3", "--temperature=0") == 0
+    empty = capsys.readouterr().out
+    args = ("--prompt=<|endoftext|>", "--max-new-tokens=3", "--temperature=0")
+    assert sample(trained / "out", *args) == 0
+    assert capsys.readouterr().out == "<|endoftext|>" + empty
+
+
+def test_bytes_that_are_no_text_in_a_prompt(trained, capsys):
+    assert sample(trained / "out", "--prompt=a\udcff", "--max-new-tokens=1") == 0
+    assert capsys.readouterr().out.startswith("a\ufffd")
+
+
+def test_terminals_get_no_control_characters(trained, capsys, monkeypatch):
+    monkeypatch.setattr(HfTokenizer, "decode", lambda self, ids: "\x1b[2J")
+    assert sample(trained / "out", "--max-new-tokens=1") == 0
+    assert capsys.readouterr().out == "\x1b[2J\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert sample(trained / "out", "--max-new-tokens=1") == 0
+    assert capsys.readouterr().out == "\ufffd[2J\n"
+
+
+def test_what_cannot_be_sampled(trained, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    no_tokenizer = shutil.copytree(trained / "out", tmp_path / "no_tokenizer")
+    for path in no_tokenizer.glob("*token*.json"):
+        path.unlink()
+    for model, args, message in (
+        (tmp_path / "empty", (), "there is no"),
+        (tmp_path / "nothing", (), "is not a directory"),
+        (no_tokenizer, (), "has neither tokenizer.json nor"),
+        (trained / "out", (f"--prompt={'x' * 64}",), "--prompt: it has 64 tokens, but the model"),
+        (trained / "ckpt" / "step_00000007", (), "is not a directory"),
+        ("tiny", (), "preset without weights"),
+    ):
+        assert sample(model, *args) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("error: ")
+        assert message in err
+
+
+def test_tokenizer_of_another_model(trained, tmp_path, capsys):
+    mixed = shutil.copytree(trained / "out", tmp_path / "mixed")
+    path = mixed / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["x"] = 999
+    path.write_text(json.dumps(tokenizer))
+    assert sample(mixed, "--prompt=x") == 2
+    assert "token 999 is outside the model's vocabulary of 257" in capsys.readouterr().err
+
+
+def test_memory_that_is_not_there(trained, capsys, monkeypatch):
+    monkeypatch.setattr("llmq.machine.available_host_memory", lambda: 1000)
+    assert sample(trained / "out") == 2
+    assert capsys.readouterr().err.startswith("error: out of memory: ")
+
+
+def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):
+    """Of a model with an unknown vocabulary."""
+    folder = make_workplace(tmp_path)
+    monkeypatch.chdir(folder)
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    assert train(steps=1, save_training_state=True) == 0
+    capsys.readouterr()
+    assert sample("ckpt") == 2
+    assert "does not know its tokenizer" in capsys.readouterr().err

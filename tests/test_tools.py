@@ -1,0 +1,246 @@
+"""The tools, on the CPU device and with stand-ins for what needs a GPU."""
+
+import importlib
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from llmq.machine import choose_machine
+from llmq.runtime.timing import LaunchTime
+
+TOOLS = Path(__file__).parents[1] / "tools"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """tool(name) imports tools/<name>.py as running it would."""
+    monkeypatch.syspath_prepend(TOOLS)
+    return importlib.import_module
+
+
+# -- bench_ops -----------------------------------------------------------------------------------
+
+
+def smallest(op):
+    """Name of the case of an operation that has the fewest elements."""
+    cases = importlib.import_module(f"llmq.ref.{op}").CASES
+
+    def size(name):
+        product = 1
+        for number in cases[name]:
+            product *= max(int(number), 1)
+        return product
+
+    return min(cases, key=size)
+
+
+def operations():
+    return sorted(p.stem for p in (TOOLS.parent / "llmq" / "ops").glob("*.py") if p.stem not in
+                  ("__init__", "common"))  # fmt: skip
+
+
+def test_every_operation_has_calls(tool):
+    assert sorted(tool("op_calls").OPS) == operations()
+
+
+@pytest.mark.parametrize("op", operations())
+def test_every_call_runs(tool, monkeypatch, op):
+    bench_ops = tool("bench_ops")
+    monkeypatch.setattr(bench_ops, "WARM_UP", 1)
+    monkeypatch.setattr(bench_ops, "MAX_RUNS", 2)
+    monkeypatch.setattr(bench_ops, "MIN_RUNS", 2)
+    machine, case = choose_machine("cpu", 1), smallest(op)
+    limits = bench_ops.Ceilings(copy=1e9, product=1e12, facts={})
+    records = list(bench_ops.measured(machine.open, machine.spec, op, case, limits, 1024))
+    shape = importlib.import_module(f"llmq.ref.{op}").CASES[case]
+    assert [record["call"] for record in records] == [
+        call.name for call in tool("op_calls").OPS[op](*shape)
+    ]
+    for record in records:
+        assert "error" not in record
+        assert (record["op"], record["case"]) == (op, case)
+        assert record["us"] > 0 and record["bytes"] > 0
+        bound = 1e12 if op in ("attention", "matmul") else 1e9
+        work = record["flops"] if bound == 1e12 else record["bytes"]
+        assert record["percent"] == pytest.approx(100 * work / (record["us"] / 1e6) / bound)
+        assert record["op"] in bench_ops.line(record)
+
+
+def test_bytes_that_must_move(tool):
+    op_calls, bench_ops = tool("op_calls"), tool("bench_ops")
+    spec = choose_machine("cpu", 1).spec
+
+    def moved(op, call, *case):
+        calls = {c.name: c for c in op_calls.OPS[op](*case)}
+        return bench_ops.plan(spec, calls[call], 1024)[1]
+
+    assert moved("swiglu", "forward", 4, 16) == 3 * 4 * 16 * 2
+    # Query and key heads are read and written, value heads are not; the table is read.
+    assert moved("rope", "forward", 2, 3, 4, 1, 64) == 2 * 2 * 2 * 3 * 5 * 64 + 3 * 32 * 2 * 4
+    # Rows of tokens, not the whole table of embeddings.
+    assert moved("embedding", "forward", 2, 8, 16, 4096) == 2 * 2 * 2 * 8 * 16 + 4 * 16
+
+
+def test_ceilings(tool):
+    bench_ops = tool("bench_ops")
+    facts = {"matmul": {"big": 700}, "attention": {"big": {"forward": 0.5, "backward": 2.0}}}
+    limits = bench_ops.Ceilings(copy=3e12, product=6e14, facts=facts)
+    assert limits.of("rmsnorm", "forward", "big", 0) == (3e12, "copy")
+    assert limits.of("adamw", "bf16", "big", 10) == (3e12, "copy")
+    assert limits.of("matmul", "matmul", "small", 10) == (6e14, "product")
+    assert limits.of("matmul", "matmul", "big", 10) == (7e14, "peers.json")
+    assert limits.of("attention", "backward cudnn", "big", 10**9) == (5e11, "peers.json")
+
+
+def test_cases_that_fill_a_gpu_are_the_default(tool):
+    bench_ops = tool("bench_ops")
+
+    def refuse(sizes):
+        raise bench_ops.LlmqError("not here")
+
+    limits = bench_ops.Ceilings(copy=1.0, product=1.0, facts={})
+    spec = choose_machine("cpu", 1).spec
+    found = [r["case"] for r in bench_ops.measured(refuse, spec, "rmsnorm", None, limits, 1024)]
+    assert found == [name for name in ("qwen05b", "qwen15b", "qwen7b") for _ in range(3)]
+
+
+def test_bench_ops_command(tool, tmp_path, monkeypatch, capsys):
+    bench_ops = tool("bench_ops")
+    monkeypatch.setattr(bench_ops, "SECONDS", 0.0)
+    path = tmp_path / "ops.json"
+    bench_ops.main("bias", "one_vector", "cpu", path)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("CPU: copy ")
+    assert out[2].split()[:3] == ["bias", "backward", "one_vector"]
+    assert out[3].startswith("below 85 % of a copy: bias backward one_vector ")
+    assert [record["call"] for record in json.loads(path.read_text())] == ["backward"]
+    with pytest.raises(SystemExit, match="fly is not an operation"):
+        bench_ops.main("fly", None, "cpu", None)
+
+
+def test_a_call_that_fails_is_reported(tool, monkeypatch, capsys):
+    bench_ops = tool("bench_ops")
+
+    def fail(*args):
+        raise RuntimeError("illegal address")
+
+    monkeypatch.setattr(bench_ops, "prepare", fail)
+    monkeypatch.setattr(bench_ops, "plan", lambda *a: (bench_ops.MemorySizes(
+        device=MIB, stack=0, pinned=0), 1, 0))  # fmt: skip
+    with pytest.raises(SystemExit, match="some calls failed"):
+        bench_ops.main("bias", "one_vector", "cpu", None)
+    assert "illegal address" in capsys.readouterr().out
+
+
+# -- profile_step and bench_host -----------------------------------------------------------------
+
+
+def test_breakdown(tool):
+    launches = [
+        LaunchTime("a", 1.0, 2_000_000, 0),
+        LaunchTime("b", 6.0, 0, 12_000_000_000),
+        LaunchTime("a", 1.0, 2_000_000, 0),
+        LaunchTime("c", 0.0, 5, 0),
+    ]
+    lines = [line.split() for line in tool("profile_step").breakdown(launches)]
+    assert lines[1:] == [
+        ["b", "1", "6.000", "75.0%", "0", "2"],
+        ["a", "2", "2.000", "25.0%", "2", "0"],
+        ["c", "1", "0.000", "0.0%", "0", "0"],
+        ["all", "4", "8.000"],
+    ]
+
+
+def test_profile_step(tool):
+    flags = "--model tiny --device cpu --model-dtype fp32 --batch-size 1 --seq-len 16"
+    flags += " --grad-accumulation 1 --timed 1"
+    result = CliRunner().invoke(tool("profile_step").app, flags.split())
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert " tok/s, " in lines[0]
+    assert any(line.startswith("adamw ") for line in lines)
+    assert lines[-1].startswith("between launches: ")
+
+
+def test_bench_host(tool, monkeypatch, capsys):
+    bench_host = tool("bench_host")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets the number of threads
+    bench_host.main("tiny", batch_size=1, seq_len=16, steps=1, threads=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny, fp32, batch 1 x 16, 1 threads, tokens per second:"
+    ours, torchs, ratio = (float(line.split()[-1].replace(",", "")) for line in lines[1:])
+    # The ratio is of the exact numbers, printed with two decimals.
+    assert ratio == pytest.approx(ours / torchs, abs=0.01 + ratio / 50)
+
+
+# -- gpu_check.sh --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_check(tmp_path):
+    """gpu_check(*parts) runs the script with an interpreter that only says what it was given."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(
+        '#!/bin/sh\necho "$@" >> "$CALLS"\n'
+        'case $2 in pytest) echo "3 passed in 1 s"; exit 3;; esac\n'
+        'echo "below 85 % of a copy: none"\necho "  ok: 5 tok/s"\n'
+    )
+    interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
+    calls = tmp_path / "calls"
+    calls.touch()
+
+    def run(*parts):
+        environment = os.environ | {"PYTHON": str(interpreter), "CALLS": str(calls)}
+        command = ["bash", str(TOOLS / "gpu_check.sh"), str(tmp_path / "logs"), *parts]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return done, calls.read_text().splitlines()
+
+    return run
+
+
+def test_gpu_check_runs_everything_and_counts_failures(gpu_check, tmp_path):
+    done, calls = gpu_check()
+    logs = tmp_path / "logs"
+    assert [call.split()[:2] for call in calls] == [
+        ["-m", "pytest"],
+        ["tools/bench_ops.py", "all"],
+        ["-m", "llmq"],
+        ["tools/profile_step.py", "--device"],
+    ]
+    assert f"--out {logs}/bench" in calls[2] and f"--json {logs}/ops.json" in calls[1]
+    assert done.returncode == 1
+    table = [line.split(maxsplit=3) for line in done.stdout.splitlines()[-5:]]
+    assert [row[:2] for row in table] == [
+        ["part", "status"],
+        ["tests", "3"],
+        ["ops", "0"],
+        ["bench", "0"],
+        ["profile", "0"],
+    ]
+    assert [row[3] for row in table[1:4]] == [
+        "3 passed in 1 s",
+        "below 85 % of a copy: none",
+        "ok: 5 tok/s",
+    ]
+    assert (logs / "tests.log").read_text() == "3 passed in 1 s\n"
+
+
+def test_gpu_check_takes_parts_with_values(gpu_check):
+    done, calls = gpu_check("ops=rope", "profile=tiny", "bench=my.yaml")
+    assert done.returncode == 0
+    assert calls[0].startswith("tools/bench_ops.py rope ")
+    assert "--model tiny " in calls[1]
+    assert "--config my.yaml " in calls[2]
+
+
+def test_gpu_check_refuses_unknown_parts(gpu_check):
+    done, calls = gpu_check("tests", "benhc")
+    assert done.returncode == 64
+    assert "unknown part benhc" in done.stderr
+    assert calls == []

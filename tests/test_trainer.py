@@ -1,0 +1,285 @@
+"""llmq.Trainer from Python: steps on given and on file data, evaluation, state, export."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import llmq
+from llmq.errors import ConfigError, DataError, LlmqError
+from llmq.hf import HfWeights
+from llmq.loader import DataLoader
+from llmq.params import weight_table
+from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options, write_tokens
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workplace(tmp_path))
+
+
+def trainer(**changes):
+    given = options(**{"grad_accumulation": 1, "steps": 10, **changes})
+    given = {name.replace("-", "_"): value for name, value in given.items() if value is not None}
+    return llmq.Trainer(**given)
+
+
+def batch(seed=0, rows=B):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.integers(0, VOCAB, (rows, T)).astype(np.int32) for _ in range(2))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+
+
+def test_steps_take_the_batches_of_the_files_in_order():
+    with trainer() as files, trainer() as given:
+        loader = DataLoader(
+            "data/train-*.bin",
+            seq_len=T,
+            micro_batch=B,
+            seed=given.config.train_seed,
+            vocab_size=VOCAB,
+        )
+        with loader:
+            for step in range(3):
+                assert files.step() == given.step([loader.next_batch()])
+                assert files.steps_done == step + 1
+        assert same(files.weights(), given.weights())
+
+
+def test_a_batch_can_be_learned():
+    with trainer(learning_rate=3e-3) as t:
+        losses = [t.step([batch()]).loss for _ in range(10)]
+    assert losses[0] == pytest.approx(math.log(VOCAB), rel=0.05)  # nothing is known yet
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_results_come_later():
+    """Three further steps may be enqueued before a result is read."""
+    with trainer() as t:
+        tickets = [t.enqueue_step() for _ in range(4)]
+        late = [t.result(ticket) for ticket in tickets]
+        fifth = t.enqueue_step()
+        with pytest.raises(ValueError, match="not among the last 4"):
+            t.result(tickets[0])
+        assert t.result(fifth) != late[0]
+    with trainer() as t:
+        assert late == [t.step() for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([batch(), batch()], "grad_accumulation is 1, got 2 batches"),
+        ([batch(rows=B + 1)], r"inputs must be int32 \(2, 16\), got int32 \(3, 16\)"),
+        ([(batch()[0].astype(np.int64), batch()[1])], "inputs must be int32"),
+        ([(batch()[0], batch()[1][:, 1:])], "targets must be int32"),
+        ([(batch()[0] + VOCAB, batch()[1])], r"token ids must be in 0\.\.256"),
+        ([(-batch()[0], batch()[1])], r"token ids must be in 0\.\.256"),
+        ([(batch()[0], batch()[1] + VOCAB)], r"token ids must be in 0\.\.256"),
+    ],
+)
+def test_wrong_batches_are_refused(batches, message):
+    with trainer() as t:
+        with pytest.raises(ValueError, match=message):
+            t.step(batches)
+        assert t.steps_done == 0
+
+
+def test_validation_is_the_mean_over_the_files_and_changes_nothing():
+    with trainer() as t:
+        t.step()
+        before = t.weights()
+        whole, again, part = t.validate(), t.validate(), t.validate(2)
+        assert whole == again
+        assert whole.tokens == 3 * B * T  # 7 sequences: 3 batches
+        assert part.tokens == 2 * B * T
+        assert part.loss != whole.loss
+        assert same(before, t.weights())
+        after = t.step()
+    with trainer() as t:
+        t.step()
+        assert t.step() == after  # evaluations do not disturb training
+
+
+def test_numbers_of_the_run():
+    with trainer(grad_accumulation=2, steps=None, epochs=3, warmup=5, final_lr_fraction=0.1) as t:
+        assert (t.steps_per_epoch, t.total_steps) == (5, 15)
+        assert t.learning_rate(0) == 0
+        # The interpolation between both ends rounds.
+        assert t.learning_rate(5) == pytest.approx(t.config.learning_rate, rel=1e-15)
+        assert t.learning_rate(14) == pytest.approx(0.1 * t.config.learning_rate, rel=1e-15)
+        assert t.advance_epoch_if_needed() is False
+        for _ in range(5):
+            t.step()
+        assert t.train_loader.epoch == 0
+        t.step()
+        assert t.train_loader.epoch == 1
+
+
+def test_less_data_than_a_step_needs():
+    with trainer(grad_accumulation=11) as t, pytest.raises(ConfigError, match="11 micro-batches"):
+        t.step()
+
+
+def test_save_and_load():
+    with trainer(model_dtype="bf16") as t:
+        t.step()
+        path = t.save("elsewhere")
+        assert path == Path("elsewhere/step_00000001")
+        saved = t.weights()
+        after = t.step()
+    with trainer(model_dtype="bf16") as t:
+        t.load("elsewhere")
+        assert t.steps_done == 1
+        assert same(saved, t.weights())
+        assert t.step() == after
+    # Masters in F32 can go on from BF16, with the same values.
+    with trainer(model_dtype="bf16", master_dtype="fp32") as t:
+        t.load(path)
+        assert same({n: w.astype(np.float32) for n, w in saved.items()}, t.weights())
+
+
+def test_checkpoints_that_do_not_fit():
+    with trainer() as t:
+        with pytest.raises(LlmqError, match="'nowhere' is not and does not contain"):
+            t.load("nowhere")
+        t.step()
+        path = t.save("saved")
+    config = CONFIG | {"num_hidden_layers": 1}
+    Path("model/config.json").write_text(json.dumps(config))
+    with trainer() as t:
+        with pytest.raises(LlmqError, match="is of another model"):
+            t.load(path)
+        assert t.steps_done == 0
+
+
+def test_a_flipped_byte_is_found(tmp_path):
+    with trainer() as t:
+        t.step()
+        path = t.save()
+        names = [p.name for p in path.iterdir()]
+        assert len(names) == 4
+        for name in names:
+            data = bytearray((path / name).read_bytes())
+            data[len(data) // 2] ^= 1
+            (path / name).write_bytes(data)
+            before = t.weights()
+            with pytest.raises(LlmqError, match=name):
+                t.load(path)
+            assert same(before, t.weights())
+            data[len(data) // 2] ^= 1
+            (path / name).write_bytes(data)
+        t.load(path)
+
+
+def test_export_is_what_transformers_loads():
+    with trainer(out_dir="out", batch_size=6) as t:
+        t.step()
+        t.export()
+        ours = t.validate()
+        t.eval_loader.reset()
+        inputs, targets = (torch.from_numpy(part).long() for part in t.eval_loader.next_batch())
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    with torch.no_grad():
+        logits = model(inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    np.testing.assert_allclose(ours.loss, loss.item(), rtol=1e-5)  # F32 sums in another order
+
+
+def test_weights_depend_on_the_seed_only():
+    with trainer() as a, trainer(model_dtype="bf16") as b, trainer(seed=1) as c:
+        weights = [t.weights() for t in (a, b, c)]
+    name = "model.layers.0.self_attn.qkv.weight"
+    np.testing.assert_array_equal(weights[0][name].astype(weights[1][name].dtype), weights[1][name])
+    assert not np.array_equal(weights[0][name], weights[2][name])
+
+
+def test_zero_projections():
+    with trainer(init_proj_to_zero=True) as t:
+        weights = t.weights()
+    for name, array in weights.items():
+        is_projection = name.endswith(("o_proj.weight", "down_proj.weight"))
+        assert (not array.any()) == is_projection, name
+
+
+def test_weights_of_a_directory_are_taken(tmp_path):
+    with trainer(out_dir="out") as t:
+        t.step()
+        t.export()
+        trained = t.weights()
+    with trainer(model="out", from_scratch=False) as t:
+        assert same(trained, t.weights())
+    with HfWeights(Path("out")) as weights:
+        weights.check(weight_table(t.model))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        (lambda: None, "bytes"),
+        (lambda: Path("data/tokenizer").mkdir(), "bytes"),
+        (lambda: _touch("data/tokenizer/tokenizer.json"), "data/tokenizer"),
+        (lambda: _touch("model/tokenizer.json"), "model"),
+        (lambda: _change_vocabulary(300), None),
+    ],
+)
+def test_where_the_tokenizer_is(prepare, expected):
+    prepare()
+    with trainer() as t:
+        found = t.tokenizer
+    if expected not in (None, "bytes"):
+        expected = str(Path(expected).resolve())
+    assert found == expected
+
+
+def _touch(name):
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("{}")
+
+
+def _change_vocabulary(size):
+    Path("model/config.json").write_text(json.dumps(CONFIG | {"vocab_size": size}))
+
+
+def test_wrong_options_raise_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr("llmq.machine._open_host", None)
+    for changes, message in (
+        ({"stepz": 3}, "unknown option stepz, did you mean steps"),
+        ({"seq_len": 128}, "exceeds the model's 64 positions"),
+        ({"memory_limit": "100KiB"}, "out of memory"),
+        ({"gpus": 2}, "--gpus: 2 ranks"),
+        ({"model": "nowhere", "from_scratch": False}, "is not a directory"),
+    ):
+        with pytest.raises(LlmqError, match=message):
+            trainer(**changes)
+
+
+def test_data_is_opened_at_first_use_and_closed():
+    with trainer(train_file="nothing.bin") as t:
+        t.step([batch()])
+        with pytest.raises(DataError, match=r"nothing\.bin"):
+            t.step()
+    t = trainer()
+    t.step()
+    t.close()
+    with pytest.raises(RuntimeError):
+        t.train_loader.next_batch()
+
+
+def test_masked_targets_count_in_neither_part_of_the_mean():
+    mask = np.zeros(9 * T + 1, bool)
+    mask[: 2 * T] = True
+    write_tokens(Path("data/masked.bin"), 9, mask=mask)
+    with trainer(eval_file="data/masked.bin") as t:
+        result = t.validate()
+    assert 0 < result.tokens < 2 * T + 1
+    assert result.loss == pytest.approx(math.log(VOCAB), rel=0.05)

@@ -1,0 +1,381 @@
+"""`llmq train` from its command line: the loop, resuming, signals, reports, hopeless runs."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from rich.console import Console
+
+from llmq import training
+from llmq.checkpoint import GROUPS
+from llmq.trainer import Trainer
+from tests.runs import T, make_workplace, records, signal_after, train, write_tokens
+
+STEPS = 12  # more than two epochs
+STATE = [f"{group}.shard_000_of_001.safetensors" for group in GROUPS]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """The current folder; each run in it has a new log unless it says otherwise."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+
+
+def measured(log="log.json"):
+    """Everything that a step measures, by step; the last record counts."""
+    return {
+        r["step"]: {k: v for k, v in r.items() if k not in ("time", "duration_ms")}
+        for r in records("step", log)
+    }
+
+
+def digests(folder, names):
+    return {name: hashlib.sha256((Path(folder) / name).read_bytes()).hexdigest() for name in names}
+
+
+# ------------------------------------------------------------------------------------------------
+# Resuming
+
+OPTION_SETS = {
+    "fp32": {},
+    "bf16": {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
+    "bf16_fp32_master": {
+        "model_dtype": "bf16",
+        "master_dtype": "fp32",
+        "grad_accum_dtype": "fp32",
+        "grad_accumulation": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
+def test_resumed_runs_are_bitwise_equal(options, monkeypatch):
+    """Interrupted in the second of three epochs; and gone on from a checkpoint in the middle."""
+    options = {**options, "steps": STEPS, "save_training_state": True}
+    whole = {
+        **options,
+        "log_file": "whole.json",
+        "out_dir": "whole",
+        "checkpoint_dir": "whole-ckpt",
+    }
+    assert train(**whole, ckpt_interval=5) == 0
+
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7)
+        assert train(**options) == 130
+    assert sorted(os.listdir("ckpt")) == ["step_00000008"]
+    assert not Path("out").exists()
+    assert sorted(measured()) == list(range(8))
+    assert train(**options, **{"continue": ""}) == 0
+    assert measured() == measured("whole.json")
+    assert len(measured()) == STEPS
+
+    middle = {"log_file": "middle.json", "out_dir": "middle", "checkpoint_dir": "middle-ckpt"}
+    assert train(**options, **middle, **{"continue": "whole-ckpt/step_00000005"}) == 0
+    resumed = measured("middle.json")
+    assert sorted(resumed) == list(range(5, STEPS))
+    assert all(measured("whole.json")[step] == record for step, record in resumed.items())
+
+    last = f"step_{STEPS:08d}"
+    for out, ckpt in (("out", "ckpt"), ("middle", "middle-ckpt")):
+        files = ["model.safetensors", "config.json"]
+        assert digests(out, files) == digests("whole", files)
+        assert digests(f"{ckpt}/{last}", STATE) == digests(f"whole-ckpt/{last}", STATE)
+    ends = [records("eval", log)[-1]["loss"] for log in ("log.json", "middle.json", "whole.json")]
+    assert ends == [ends[0]] * 3
+
+
+def test_what_continue_names(capsys):
+    assert train(steps=6, ckpt_interval=2) == 0
+    assert sorted(os.listdir("ckpt")) == ["step_00000002", "step_00000004"]
+    whole = measured()
+    for spec, first in (("", 4), ("2", 2), ("ckpt", 4), ("ckpt/step_00000002", 2)):
+        assert train(steps=6, log_file="again.json", **{"continue": spec}) == 0
+        again = measured("again.json")
+        assert {s: r for s, r in whole.items() if s >= first} == again
+        os.remove("again.json")
+    out = capsys.readouterr().out
+    assert "Loading checkpoint 2 from `ckpt` ...\n  done in " in out
+    assert "\n4 of these steps are done already\n" in out
+
+
+def test_continue_without_a_checkpoint(capsys):
+    """The newest of none is a fresh start, as restarting jobs want it; a named one is an error."""
+    assert train(steps=1, **{"continue": ""}) == 0
+    assert "warning: --continue: no complete checkpoint in 'ckpt'" in capsys.readouterr().err
+    os.remove("log.json")
+    for spec in ("3", "elsewhere", "ckpt/step_00000003"):
+        assert train(steps=1, **{"continue": spec}) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: --continue {spec}: no complete checkpoint")
+        assert not Path("log.json").exists()
+
+
+def test_new_data_starts_the_data_anew(capsys):
+    assert train(steps=3, save_training_state=True) == 0
+    first_batch = measured()[0]
+    write_tokens(Path("data/train-3.bin"), 8, seed=7)
+    resume = {"steps": 4, "continue": ""}
+    assert train(**resume) == 2
+    assert "training files changed since the checkpoint" in capsys.readouterr().err
+    assert train(**resume, new_data="", log_file="new.json") == 0
+    dataset = records("dataset", "new.json")[0]
+    assert (dataset["file_index"], dataset["chunk_index"]) == (0, 0)
+    os.remove("data/train-3.bin")
+    # With the old files: the first batch again, but with trained weights.
+    assert train(**resume, new_data="", log_file="again.json") == 0
+    again = measured("again.json")[3]
+    assert again["step_tokens"] == first_batch["step_tokens"]
+    assert again["loss"] != first_batch["loss"]
+    position = records("dataset", "again.json")[0]
+    assert (position["file_index"], position["chunk_index"]) == (0, 0)
+    assert train(**resume, log_file="old.json") == 0
+    position = records("dataset", "old.json")[0]
+    assert (position["file_index"], position["chunk_index"]) != (0, 0)
+
+
+def test_a_continued_log_goes_on_and_a_new_one_replaces():
+    options = {"steps": 4, "ckpt_interval": 2, "save_training_state": True}
+    assert train(**options) == 0
+    assert train(**options, **{"continue": "2"}) == 0
+    assert [r["step"] for r in records("step")] == [0, 1, 2, 3, 2, 3]
+    assert train(**options) == 0
+    assert [r["step"] for r in records("step")] == [0, 1, 2, 3]
+
+
+def test_a_finished_run_only_evaluates_and_exports_again(monkeypatch):
+    assert train(steps=2, save_training_state=True) == 0
+    before = digests("out", ["model.safetensors"])
+    shutil.rmtree("out")
+    assert train(steps=2, log_file="again.json", **{"continue": ""}) == 0
+    assert digests("out", ["model.safetensors"]) == before
+    assert records("step", "again.json") == []
+    assert records("eval", "again.json")[0]["loss"] == records("eval")[0]["loss"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys):
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    signal_after(monkeypatch, 2, signum)
+    assert train(steps=5) == 130
+    assert os.listdir("ckpt") == ["step_00000003"]
+    out, err = capsys.readouterr()
+    assert out.endswith(f"Stopped by {signum.name} after 3 steps; go on with --continue\n")
+    assert err == ""
+    assert records("info")[-1]["message"].startswith("Stopped by")
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_second_signal_acts_at_once(monkeypatch):
+    signal_after(monkeypatch, 1)
+
+    def impatient(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "save", impatient)
+    assert train(steps=5) == 130
+    assert not Path("ckpt").exists()
+
+
+# ------------------------------------------------------------------------------------------------
+# Reports
+
+CONSOLE = r"""\[Options\]
+(  [a-z0-9-]+ *: [^\n]*
+)+
+\[System 0\]
+  Device 0: CPU
+  Memory: \d+ MiB / \d+ MiB
+
+Initializing model from scratch ...
+  done in \d+ ms
+
+\[Dataset\]
+ train:    0k tokens
+   data/train-0.bin :        145
+   data/train-1.bin :         97
+   data/train-2.bin :         81
+ eval:    0k tokens
+   data/eval.bin :        113
+
+\[Allocator State\]
+            in MiB  Device \| Managed \| Pinned 
+(  [ A-Za-z]{16}: +\d+ \| +0 \| +\d+ 
+)+
+Starting training for 6 steps \(1.20 epochs in total\)
+Setup took 0 seconds
+\[T\] step     0 \[ 0.0%\] \| time: +\d+ ms \| norm +\d+\.\d{6} \| loss +\d+\.\d{6} \| tps +\d+
+\[T\] step     1 \[16.7%\] [^\n]*
+\[T\] step     2 \[33.3%\] [^\n]*
+saving checkpoint to `ckpt` ...
+  done in \d+ ms
+
+\[T\] step     3 \[50.0%\] [^\n]*
+\[V\] step     4 \[66.7%\] \| time: +\d+ ms \| eval +\d+\.\d{6} \| train +\d+\.\d{6} \| tps +\d+
+\[T\] step     4 \[66.7%\] [^\n]*
+\[V\] step     5 \[83.3%\] [^\n]*
+\[T\] step     5 \[83.3%\] [^\n]*
+saving checkpoint to `ckpt` ...
+  done in \d+ ms
+
+Cleaned 1 checkpoints
+\[V\] step     6 \[100.0%\] [^\n]*
+Done. validation loss +\d+\.\d{6}
+Saving model to `out` ...
+  done in \d+ ms
+
+"""
+
+
+def test_console_has_the_shapes_of_llmq(capsys):
+    """Evaluations: every 4 steps, at the new epoch (step 5), at the end."""
+    options = {"steps": 6, "ckpt_interval": 3, "ckpt_keep_n": 1, "save_training_state": True}
+    assert train(**options, eval_every_n_steps=4, eval_num_steps=2) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(CONSOLE, out), out
+    assert err == ""
+    assert os.listdir("ckpt") == ["step_00000006"]
+
+
+FIELDS = {
+    "cmd": "cmd",
+    "option": "name value",
+    "dataset": "split files tokens file_index chunk_index seed",
+    "allocator": "stats",
+    "step": "step_tokens duration_ms norm loss lr lse_max lse_mean loss_1k",
+    "eval": "eval_tokens duration_ms loss loss_1k",
+}
+
+
+def test_log_has_the_records_of_llmq():
+    assert train(steps=3, warmup=2, eval_every_n_steps=2, eval_num_steps=2, ckpt_interval=2) == 0
+    log = json.loads(Path("log.json").read_text())
+    kinds = {r["log"] for r in log}
+    assert kinds == {*FIELDS, "info"}, "gpu-model, sol and gpu need a GPU"
+    for record in log:
+        assert list(record)[:3] == ["log", "time", "step"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{9}", record["time"])
+        if record["log"] in FIELDS:
+            assert [*record][3:] == FIELDS[record["log"]].split()
+        else:
+            assert record["type"] == "message"
+            assert set(record) <= {"log", "time", "step", "type", "message", "duration_ms"}
+    options = {r["name"]: r["value"] for r in log if r["log"] == "option"}
+    assert (options["total-batch"], options["steps-per-epoch"]) == (2 * 2 * T, 5)
+    assert (options["steps"], options["arch"], options["model-dtype"]) == (3, "Qwen3", "F32")
+    train_set, eval_set = (r for r in log if r["log"] == "dataset")
+    assert train_set["files"] == [f"data/train-{i}.bin" for i in range(3)]
+    assert (eval_set["split"], eval_set["tokens"]) == ("eval", 113)
+    (allocator,) = (r["stats"] for r in log if r["log"] == "allocator")
+    assert all(
+        list(row) == ["name", "device", "managed", "pinned", "pageable"] for row in allocator
+    )
+    steps = [r for r in log if r["log"] == "step"]
+    assert [r["step"] for r in steps] == [0, 1, 2]
+    assert [r["lr"] for r in steps] == [0.0, 5e-3, 1e-2]
+    assert {r["step_tokens"] for r in steps} == {2 * 2 * T}
+    periodic, final = (r for r in log if r["log"] == "eval")
+    assert (periodic["step"], periodic["eval_tokens"]) == (2, 2 * 2 * T)
+    assert (final["step"], final["eval_tokens"]) == (3, 3 * 2 * T)
+    messages = [r["message"] for r in log if r["log"] == "info"]
+    assert messages[-2] == f"Done. validation loss {final['loss']:10f}"
+    assert messages[-1] == "Saving model to `out`"
+
+
+def test_terminal_gets_the_live_view(monkeypatch, capsys):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(training, "Console", lambda: console)
+    assert train(steps=2) == 0
+    assert "[T] step     1" in screen.getvalue()
+    assert "step 2/2" in screen.getvalue()
+    assert "\x1b[?25h" in screen.getvalue(), "the cursor is back"
+    assert "[T]" not in capsys.readouterr().out
+
+
+def test_useless_flag_is_said_to_be(capsys):
+    assert train(steps=1, debug_time_breakdown=True, debug_log_allocations=0) == 0
+    out = capsys.readouterr().out
+    assert "WARNING: --debug-time-breakdown has no effect on the CPU\n" in out
+    assert re.search(r"\[Allocations\]\n(GPU |HOST)  +\w+ - +[\w.]+: +0 MiB\n", out)
+
+
+def test_only_one_epoch_by_default():
+    assert train() == 0
+    assert len(records("step")) == 5
+    assert train(epochs=2) == 0
+    assert len(records("step")) == 10
+
+
+def test_fine_tuning_a_model_directory(capsys):
+    """A model of transformers, trained a little, is still one, and better on its data."""
+    config = transformers.Qwen2Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("pretrained")
+    fine_tune = {"model": "pretrained", "from_scratch": False, "eval_file": "data/train-0.bin"}
+    assert train(**fine_tune, steps=10, eval_every_n_steps=1) == 0
+    assert "Loading model from `pretrained` ...\n" in capsys.readouterr().out
+    first, last = records("eval")[0], records("eval")[-1]
+    assert last["loss"] < first["loss"]
+    assert train(**fine_tune | {"model": "out"}, steps=0, log_file="again.json") == 0
+    assert records("eval", "again.json")[0]["loss"] == last["loss"]
+    transformers.AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    assert tokenizer.decode(tokenizer("Hé\n").input_ids) == "Hé\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs that cannot go on
+
+
+def test_numbers_that_explode(capsys):
+    """No update is made without a finite norm; after ten of them in a row the run ends."""
+    assert train(steps=20, learning_rate=1e30, grad_clip=0) == 2
+    out, err = capsys.readouterr()
+    assert out.count("changed no weights: the gradient norm is ") == training.MAX_SKIPPED
+    assert err.startswith("error: 10 steps in a row changed no weights, the last one is ")
+    assert "lower --learning-rate" in err
+    assert err.count("\n") == 1
+    assert records("step")[-1]["norm"] is None
+    assert records("info")[-1]["message"].startswith("WARNING: step ")
+    assert not Path("out").exists()
+
+
+def test_data_without_targets(capsys):
+    for path in Path("data").glob("train-*.bin"):
+        path.unlink()
+    write_tokens(Path("data/train-0.bin"), 9, mask=np.zeros(9 * T + 1, bool))
+    assert train(steps=20) == 2
+    assert "all targets are masked; look at the loss masks" in capsys.readouterr().err
+
+
+def test_full_disk_while_saving(monkeypatch, capsys):
+    """One line, and the checkpoint before stays loadable."""
+    assert train(steps=3, save_training_state=True) == 0
+    with monkeypatch.context() as patch:
+
+        def full(descriptor):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr("llmq.files.os.fsync", full)
+        assert train(steps=6, ckpt_interval=5, **{"continue": ""}) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the disk is full, writing 'ckpt/step_00000005.tmp/")
+    assert err.count("\n") == 1
+    assert os.listdir("ckpt") == ["step_00000003"]
+    json.loads(Path("log.json").read_text())
+    assert train(steps=6, **{"continue": ""}) == 0
+    assert [r["step"] for r in records("step")] == [0, 1, 2, 3, 4, 3, 4, 5]

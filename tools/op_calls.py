@@ -1,0 +1,290 @@
+"""The calls that tools/bench_ops.py times: one function an operation, from a case to its calls.
+
+Arguments are described, not made, so that a plan can size the device that they are made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmq.dtypes import BF16, E4M3, F32, F64, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.ops import (
+    abs_max,
+    adamw,
+    attention,
+    bias,
+    convert,
+    cross_entropy,
+    embedding,
+    fill,
+    gelu,
+    global_norm,
+    layernorm,
+    matmul,
+    qk_norm,
+    quantize,
+    random,
+    reduce,
+    rmsnorm,
+    rope,
+    swiglu,
+)
+
+SEED = 1
+ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor: normally distributed, or of one value; or a gradient that is added to."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    value: float | None = None
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation. args: Specs, lists of them, arrays, plain values, by name.
+
+    bytes, flops: what it must move and compute, where that is not what its kernels declare.
+    """
+
+    name: str
+    function: Callable[..., None]
+    args: dict[str, Any]
+    bytes: int | None = None
+    flops: int | None = None
+
+
+def bf16(*shape: int) -> Spec:
+    return Spec(shape, BF16)
+
+
+def f32(*shape: int, value: float | None = None) -> Spec:
+    return Spec(shape, F32, value)
+
+
+def gradient(*shape: int) -> Spec:
+    return Spec(shape, BF16, gradient=True)
+
+
+def tokens(vocab: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(SEED).integers(0, vocab, shape, np.int32)
+
+
+def scalars() -> np.ndarray:
+    words = np.zeros(STEP_SCALARS_WORDS, np.int32)
+    record = words.view(STEP_SCALARS)[0]
+    record["lr"], record["grad_scale"], record["seed"] = 1e-5, 1e-3, SEED
+    record["beta1_correction"] = record["beta2_correction"] = 1
+    return words
+
+
+def abs_max_calls(*shape: int) -> list[Call]:
+    args = {"abs_max": f32(1, value=0.0), "x": bf16(*shape)}
+    return [Call("abs_max", abs_max.abs_max, args)]
+
+
+def adamw_calls(*ends: int) -> list[Call]:
+    n = ends[-1]
+    segments = np.array([[end, i % 2] for i, end in enumerate(ends)], np.int64)
+    # The second moment is never negative.
+    all_bf16 = {"param": bf16(n), "work": None, "m": bf16(n), "v": Spec((n,), BF16, value=1e-4)}
+    all_f32 = {"param": f32(n), "work": bf16(n), "m": f32(n), "v": f32(n, value=1e-4)}
+    shared = {"grad": bf16(n), "segments": segments, "scalars": scalars(), **ADAMW}
+    return [
+        Call("bf16", adamw.update, all_bf16 | shared),
+        Call("f32 master and moments", adamw.update, all_f32 | shared),
+    ]
+
+
+def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    lse = f32(B, Hq, T, value=float(np.log(T)))  # about what these scores have
+    heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
+    forward = heads | {"out": out, "lse": lse}
+    backward = forward | {"d_qkv": qkv, "d_out": out}
+    square = B * Hq * T * T * Hd
+    return [
+        call
+        for backend in attention.BACKENDS
+        for call in (
+            Call(f"forward {backend}", attention.forward, forward | {"backend": backend}),
+            Call(
+                f"backward {backend}",
+                attention.backward,
+                backward | {"backend": backend},
+                flops=5 * square,  # without what a kernel computes twice
+            ),
+        )
+    ]
+
+
+def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
+    shared = {"losses": f32(rows), "lse": f32(rows), "targets": tokens(vocab, rows)}
+    shared |= {"logits": bf16(rows, padded), "vocab_size": vocab}
+    return [
+        Call("forward_backward", cross_entropy.forward_backward, shared | {"z_loss": 0.0}),
+        Call("forward", cross_entropy.forward, shared),
+    ]
+
+
+def embedding_calls(B: int, T: int, C: int, V: int) -> list[Call]:
+    ids = tokens(V, B, T)
+    rows, touched = 2 * B * T * C, 2 * np.unique(ids).size * C
+    target = {"d_weight": gradient(V, C), "d_out": bf16(B, T, C), "tokens": ids}
+    looked_up = {"out": bf16(B, T, C), "tokens": ids, "weight": bf16(V, C), "position_weight": None}
+    positions = {"d_position": gradient(T, C), "d_out": bf16(B, T, C)}
+    return [
+        Call("forward", embedding.forward, looked_up, bytes=2 * rows + ids.nbytes),
+        Call("backward", embedding.backward, target, bytes=rows + 2 * touched + ids.nbytes),
+        Call("backward_positions", embedding.backward_positions, positions),
+    ]
+
+
+def gelu_calls(*shape: int) -> list[Call]:
+    x = bf16(*shape)
+    return [
+        Call("forward", gelu.forward, {"out": x, "x": x}),
+        Call("backward", gelu.backward, {"d_x": x, "d_out": x, "x": x}),
+    ]
+
+
+def layernorm_calls(rows: int, C: int) -> list[Call]:
+    x, w, mean, rstd = bf16(rows, C), bf16(C), f32(rows, value=0.0), f32(rows, value=1.0)
+    stats = {"mean": mean, "rstd": rstd, "weight": w}
+    forward = stats | {"out": x, "bias": w, "eps": EPS}
+    fused = forward | {"residual_out": x, "residual": x, "branch": x}
+    backward = stats | {"d_x": x, "d_out": x, "x": x, "d_residual": x}
+    return [
+        Call("forward", layernorm.forward, forward | {"x": x}),
+        Call("forward_residual", layernorm.forward_residual, fused),
+        Call(
+            "backward",
+            layernorm.backward,
+            backward | {"d_weight": gradient(C), "d_bias": gradient(C)},
+        ),
+    ]
+
+
+def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[Call]:
+    args = {
+        "out": bf16(M, N),
+        "a": bf16(*((K, M) if trans_a else (M, K))),
+        "b": bf16(*((N, K) if trans_b else (K, N))),
+        "trans_a": trans_a,
+        "trans_b": trans_b,
+        "accumulate": trans_a,  # as weight gradients are
+    }
+    return [Call("matmul", matmul.matmul, args)]
+
+
+def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    heads, qkv, w = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd), bf16(Hd)
+    shared = {"raw": heads, "rstd": f32(B, T, Hq + Hkv, value=1.0), "q_weight": w, "k_weight": w}
+    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
+    d_weights = {"d_q_weight": gradient(Hd), "d_k_weight": gradient(Hd)}
+    moved = (3 * 2 * Hd + 4) * B * T * (Hq + Hkv)  # three tensors of heads, and rstd
+    return [
+        Call("forward", qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
+        Call("backward", qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
+    ]
+
+
+def quantize_calls(rows: int, cols: int) -> list[Call]:
+    q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec((cols, rows), E4M3)}
+    shared = {"scale": f32(1), "x": bf16(rows, cols), "abs_max": f32(1, value=5.0)}
+    return [
+        Call("rows", quantize.quantize, shared | q | {"q_t": None}),
+        Call("columns", quantize.quantize, shared | q_t | {"q": None}),
+        Call("both", quantize.quantize, shared | q | q_t),
+    ]
+
+
+def rmsnorm_calls(rows: int, C: int) -> list[Call]:
+    x, stats = bf16(rows, C), {"rstd": f32(rows, value=1.0), "weight": bf16(C)}
+    forward = stats | {"out": x, "eps": EPS}
+    fused = forward | {"residual_out": x, "residual": x, "branch": x}
+    backward = stats | {"d_x": x, "d_weight": gradient(C), "d_out": x, "x": x, "d_residual": x}
+    return [
+        Call("forward", rmsnorm.forward, forward | {"x": x}),
+        Call("forward_residual", rmsnorm.forward_residual, fused),
+        Call("backward", rmsnorm.backward, backward),
+    ]
+
+
+def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    qkv = bf16(B, T, Hq + 2 * Hkv, Hd)
+    table = rope.make_table(T, Hd, 1e6, None)
+    shared = {"table": table, "num_heads": Hq, "num_kv_heads": Hkv}
+    moved = 2 * 2 * B * T * (Hq + Hkv) * Hd + table.nbytes
+    return [
+        Call("forward", rope.forward, shared | {"qkv": qkv}, bytes=moved),
+        Call("backward", rope.backward, shared | {"d_qkv": qkv}, bytes=moved),
+    ]
+
+
+def swiglu_calls(rows: int, F: int) -> list[Call]:
+    x, wide = bf16(rows, F), bf16(rows, 2 * F)
+    return [
+        Call("forward", swiglu.forward, {"out": x, "up_gate": wide}),
+        Call("backward", swiglu.backward, {"d_up_gate": wide, "d_out": x, "up_gate": wide}),
+    ]
+
+
+def bias_calls(rows: int, N: int) -> list[Call]:
+    return [Call("backward", bias.backward, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
+
+
+def convert_calls(*shape: int) -> list[Call]:
+    return [
+        Call("to bf16", convert.convert, {"out": bf16(*shape), "x": f32(*shape)}),
+        Call("to f32", convert.convert, {"out": f32(*shape), "x": bf16(*shape)}),
+    ]
+
+
+def fill_calls(*shape: int) -> list[Call]:
+    return [Call("constant", fill.constant, {"x": bf16(*shape), "value": 1.0})]
+
+
+def global_norm_calls(*sizes: int) -> list[Call]:
+    args = {"stats": Spec((8,), F64), "xs": [bf16(size) for size in sizes]}
+    return [Call("squared", global_norm.squared, args)]
+
+
+def random_calls(*shape: int) -> list[Call]:
+    return [Call("normal", random.normal, {"out": bf16(*shape), "std": 1.0, "seed": SEED})]
+
+
+def reduce_calls(*shape: int) -> list[Call]:
+    return [Call("add", reduce.add, {"acc": gradient(*shape), "x": bf16(*shape)})]
+
+
+OPS: dict[str, Callable[..., list[Call]]] = {
+    "abs_max": abs_max_calls,
+    "adamw": adamw_calls,
+    "attention": attention_calls,
+    "bias": bias_calls,
+    "convert": convert_calls,
+    "cross_entropy": cross_entropy_calls,
+    "embedding": embedding_calls,
+    "fill": fill_calls,
+    "gelu": gelu_calls,
+    "global_norm": global_norm_calls,
+    "layernorm": layernorm_calls,
+    "matmul": matmul_calls,
+    "qk_norm": qk_norm_calls,
+    "quantize": quantize_calls,
+    "random": random_calls,
+    "reduce": reduce_calls,
+    "rmsnorm": rmsnorm_calls,
+    "rope": rope_calls,
+    "swiglu": swiglu_calls,
+}
