@@ -307,7 +307,7 @@ class Trainer:
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
-    """"native" or "cudnn": what --attention means here. ConfigError if cudnn cannot be had."""
+    """ "native" or "cudnn": what --attention means here. ConfigError if cudnn cannot be had."""
     if config.attention == "native" or (config.attention == "auto" and machine.kind == "host"):
         return "native"
     reason: str | None = "it needs a GPU"

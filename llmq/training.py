@@ -18,7 +18,7 @@ from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError, DataError, LlmqError
 from llmq.live import LiveView
-from llmq.machine import MIB, host_memory
+from llmq.machine import MIB, available_host_memory, host_memory
 from llmq.metrics import JsonLog, PlainView, Reporter, View
 from llmq.monitor import (
     measured_peak,
@@ -31,7 +31,7 @@ from llmq.monitor import (
 from llmq.option_types import NEWEST
 from llmq.options import TrainConfig
 from llmq.options_io import option_rows
-from llmq.plan import allocator_rows, allocator_table, memory_limit, needed_bytes
+from llmq.plan import allocator_rows, allocator_table, needed_bytes
 from llmq.runtime.gpu_info import gpu_info
 from llmq.step import Result
 from llmq.trainer import Trainer
@@ -59,11 +59,12 @@ def run_training(
     _check_writable("--out-dir", config.out_dir)
     _check_writable("--checkpoint-dir", config.checkpoint_dir)
     checkpoint = _checkpoint_to_continue(config)
+    host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         _check_data(trainer)
         log = JsonLog(config.log_file, append=checkpoint is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter)
+        run = _Run(trainer, reporter, host_memory_before)
         try:
             run.announce(argv)
             run.load(checkpoint)
@@ -131,8 +132,10 @@ class _Pending:
 class _Run:
     """The loop's state: what is pending, when the last step ended, whether to stop."""
 
-    def __init__(self, trainer: Trainer, reporter: Reporter):
+    def __init__(self, trainer: Trainer, reporter: Reporter, host_memory_before: int):
+        """host_memory_before: bytes that were available before the trainer took its own."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
+        self.host_memory_before = host_memory_before
         self.monitor = open_monitor(trainer.dev) if self.config.log_gpu_util else None
         self.speed_of_light = speed_of_light(self.config, trainer.model, trainer.dev.spec.name)
         self.pending: _Pending | None = None
@@ -210,8 +213,9 @@ class _Run:
         trainer = self.trainer
         needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
         if trainer.dev.kind == "host":
-            free = memory_limit(self.config, trainer.machine) - needed
-            return {"Free": max(free, 0)}
+            available = self.host_memory_before
+            limit = min(available, self.config.memory_limit or available)
+            return {"Free": limit - needed}
         index = trainer.dev.index
         record = system_record(index, gpu_info(index), self.monitor)
         free, reserved = record["free"], record["reserved"]

@@ -48,6 +48,6 @@ def dev(request):
         pytest.skip(problem)
     from llmq.runtime.cuda_device import CudaDevice
 
-    device = CudaDevice(0, SIZES)
+    device = CudaDevice(0, SIZES, tune=False)
     yield device
     device.close()

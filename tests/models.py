@@ -69,6 +69,7 @@ def trainer_for(path: Path, **options: object) -> Trainer:
         "grad_accumulation": 1,
         "steps": 10,
         "learning_rate": 1e-3,
+        "tune": False,
     }
     return Trainer(**(defaults | options))
 

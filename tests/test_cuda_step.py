@@ -1,4 +1,4 @@
-"""The whole step on a GPU: against F32 references, with and without graphs, twice, and in flight."""
+"""The whole step on a GPU: against references, with and without graphs, twice, and in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ T = 64  # the longest sequence of the test models
 
 def run(path, steps=4, **options):
     """Results and weights after some steps on random batches of 2 micro-steps."""
-    options = {"device": "cuda", "seq_len": T, "grad_accumulation": 2, "model_dtype": "bf16"} | options
+    options = {
+        "device": "cuda",
+        "seq_len": T,
+        "grad_accumulation": 2,
+        "model_dtype": "bf16",
+    } | options
     rng = np.random.default_rng(0)
     with trainer_for(path, **options) as trainer:
         results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(steps)]
@@ -40,7 +45,10 @@ def path(request, tmp_path):
 def test_bf16_gradients_are_close_to_f32(path, attention):
     batches = [random_batch(np.random.default_rng(1), T=T)]
     gradients = []
-    for options in ({"device": "cpu"}, {"device": "cuda", "model_dtype": "bf16", "attention": attention}):
+    for options in (
+        {"device": "cpu"},
+        {"device": "cuda", "model_dtype": "bf16", "attention": attention},
+    ):
         with trainer_for(path, seq_len=T, **options) as trainer:
             result = trainer.step(batches)
             gradients.append((result, trainer.gradients()))
@@ -65,17 +73,44 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
     assert same(graphs, run(path, model_dtype=dtype, use_cuda_graphs=False))
 
 
-def test_recompute_is_bitwise_equal(tmp_path):
+@pytest.mark.parametrize("matmul", ["bf16", "e4m3"])
+def test_recompute_is_bitwise_equal(tmp_path, matmul):
     hf_model("qwen3").save_pretrained(tmp_path)
-    plain = run(tmp_path)
+    plain = run(tmp_path, matmul_dtype=matmul)
+    assert same(plain, run(tmp_path, matmul_dtype=matmul, use_cuda_graphs=False))
     for flag in ("swiglu", "norm", "ffn", "qkv", "att", "block"):
-        assert same(plain, run(tmp_path, **{f"recompute_{flag}": True})), flag
-    assert same(plain, run(tmp_path, attn_bwd_chunks=2))
+        assert same(plain, run(tmp_path, matmul_dtype=matmul, **{f"recompute_{flag}": True})), flag
+    assert same(plain, run(tmp_path, matmul_dtype=matmul, attn_bwd_chunks=2))
+
+
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+def test_fp8_gradients_equal_those_of_the_cpu(path, gradient):
+    """The same operands on both devices; sums differ, and now and then a code with them."""
+    options = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "gradient_dtype": gradient}
+    batches = [random_batch(np.random.default_rng(1), T=T)]
+    found = []
+    for device in ("cpu", "cuda"):
+        with trainer_for(path, seq_len=T, device=device, **options) as trainer:
+            found.append((trainer.step(batches), trainer.gradients()))
+    (want, reference), (got, ours) = found
+    assert abs(got.loss - want.loss) < 0.002 * want.loss
+    largest = max(np.linalg.norm(g.astype(np.float32)) for g in reference.values())
+    for name, expected in reference.items():
+        gradient, expected = ours[name].astype(np.float32), expected.astype(np.float32)
+        size = np.linalg.norm(expected)
+        if size > 0.02 * largest:
+            cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
+            assert cosine > 0.99, (name, cosine)
 
 
 def test_checkpoint_resumes_bit_for_bit(tmp_path):
     hf_model("qwen2").save_pretrained(tmp_path)
-    options = {"device": "cuda", "model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
+    options = {
+        "device": "cuda",
+        "model_dtype": "bf16",
+        "opt_m_dtype": "bf16",
+        "opt_v_dtype": "bf16",
+    }
     rng = np.random.default_rng(2)
     batches = [[random_batch(rng)] for _ in range(6)]
     with trainer_for(tmp_path, **options) as trainer:

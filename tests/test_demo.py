@@ -22,6 +22,7 @@ def little_text(monkeypatch, tmp_path):
     files = python_sources()
     small = [name for name in files if Path(name).stat().st_size < 15_000]
     monkeypatch.setattr(demo, "python_sources", lambda: small)
+    monkeypatch.setattr(demo, "NEW_TOKENS", 8)
 
 
 def test_sources_are_pythons_own():

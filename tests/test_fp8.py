@@ -1,4 +1,4 @@
-"""fp8 products in the whole step, on the CPU device: close to F32, and the same with recomputation."""
+"""fp8 products in the whole step, on the CPU device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_gradients_are_close_to_f32(path, gradient):
         size = np.linalg.norm(expected)
         if size < 0.02 * largest:
             continue  # nearly zero, such as a bias of keys: rounding of its large neighbours
-        cosine = np.vdot(ours[name].astype(np.float32), expected) / (np.linalg.norm(ours[name].astype(np.float32)) * size)
+        cosine = np.vdot(ours[name].astype(np.float32), expected) / (
+            np.linalg.norm(ours[name].astype(np.float32)) * size
+        )
         assert cosine > least, (name, cosine)
         norm = np.linalg.norm(ours[name].astype(np.float32))
         assert abs(norm / size - 1) < 0.05, name
@@ -61,9 +63,10 @@ def test_recompute_is_bitwise_equal(path):
 
 def test_kept_activations_take_less_memory(path):
     options = {"model_dtype": "bf16"}
-    with trainer_for(path, **options) as plain, trainer_for(
-        path, matmul_dtype="e4m3", **options
-    ) as fp8:
+    with (
+        trainer_for(path, **options) as plain,
+        trainer_for(path, matmul_dtype="e4m3", **options) as fp8,
+    ):
         before, after = (t.plan.usage.categories["device"] for t in (plain, fp8))
         assert after["Activations"] < before["Activations"]
         assert after["Quants"] > 0 and "Quants" not in before

@@ -28,9 +28,8 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    if request.param == "cuda":
-        if problem := gpu_problem():
-            pytest.skip(problem)
+    if request.param == "cuda" and (problem := gpu_problem()):
+        pytest.skip(problem)
     return request.param
 
 
@@ -64,7 +63,12 @@ def test_ten_adamw_steps_match_torch(models, device):
     model, path = models
     rng = np.random.default_rng(1)
     trainer = trainer_for(
-        path, device=device, grad_accumulation=4, weight_decay=0.1, grad_clip=0.5, learning_rate=2e-3
+        path,
+        device=device,
+        grad_accumulation=4,
+        weight_decay=0.1,
+        grad_clip=0.5,
+        learning_rate=2e-3,
     )
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
@@ -93,9 +97,7 @@ def test_recompute_and_chunks_are_bitwise_equal_or_close(name, dtype, tmp_path):
     batches = [random_batch(np.random.default_rng(2)) for _ in range(2)]
 
     def run(**options: object) -> tuple:
-        with trainer_for(
-            tmp_path, model_dtype=dtype, grad_accumulation=2, **options
-        ) as trainer:
+        with trainer_for(tmp_path, model_dtype=dtype, grad_accumulation=2, **options) as trainer:
             results = [trainer.step(batches) for _ in range(2)]
             assert trainer.usage == trainer.plan.usage
             return results, trainer.weights()

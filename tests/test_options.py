@@ -356,8 +356,9 @@ def test_bad_config_files(tmp_path, name, text, message):
 
 LLMQ_ROWS = """
     name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att recompute-block
-    lm-head-chunks attn-bwd-chunks cuda-graphs model-dtype opt-m-dtype opt-v-dtype learning-rate
-    warmup cooldown final-lr lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation
+    lm-head-chunks attn-bwd-chunks cuda-graphs matmul-dtype gradient-dtype model-dtype opt-m-dtype
+    opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule beta-1 beta-2 grad-clip
+    weight-decay grad-accumulation
     micro-batch seq-len total-batch steps-per-epoch steps eval-every-n-steps eval-num-steps
     ckpt-every-n-steps ckpt-keep ckpt-major train-loader-seed eval-loader-seed arch vocab-size
     hidden-size ffn-size num-layers tied-word-emb num-heads num-kv-heads train-file eval-file

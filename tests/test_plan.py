@@ -331,9 +331,8 @@ def test_big_models_are_planned_quickly_in_little_memory_and_without_cuda():
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     report = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     code = f"import atexit; atexit.register(lambda: exec({report!r}))\n{BLOCKED}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     *_, fits, kilobytes = done.stdout.splitlines()
     assert fits == "  Fits:            yes, into 184320 MiB"

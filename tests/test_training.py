@@ -10,6 +10,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +22,11 @@ from rich.console import Console
 
 from llmq import training
 from llmq.checkpoint import GROUPS
+from llmq.runtime.gpu_info import GpuInfo
+from llmq.runtime.host_device import HostDevice
+from llmq.sol import peaks
 from llmq.trainer import Trainer
-from tests.runs import T, make_workplace, records, signal_after, train, write_tokens
+from tests.runs import T, flags, make_workplace, records, signal_after, train, write_tokens
 
 STEPS = 12  # more than two epochs
 STATE = [f"{group}.shard_000_of_001.safetensors" for group in GROUPS]
@@ -304,11 +310,109 @@ def test_terminal_gets_the_live_view(monkeypatch, capsys):
     assert "[T]" not in capsys.readouterr().out
 
 
+class GpuLike(HostDevice):
+    """The CPU, to whom a run reports as to a GPU: with sensors, and one step late."""
+
+    kind, index = "cuda", 0
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.spec = replace(self.spec, name="NVIDIA GeForce RTX 3060", memory=80_000 << 20)
+
+
+class Sensors:
+    closed = False
+
+    def sample(self):
+        names = "gpu_util power power_limit temperature temp_slowdown clock max_clock dram_free"
+        numbers = dict.fromkeys(f"{names} pcie_rx pcie_tx".split(), 7)
+        return {"id": 0, "throttle": "no cap", **numbers}
+
+    def identity(self):
+        return {"driver": "580.1", "uuid": "ab12", "reserved": 500 << 20}
+
+    def close(self):
+        self.closed = True
+
+
+GPU = GpuInfo(
+    name="NVIDIA GeForce RTX 3060", bus_id="0000:19:00.0", sm_count=132, major=9, minor=0,
+    memory=80_000 << 20, free=70_000 << 20, l2_size=50 << 20, shared_mem=228 << 10, ecc=True,
+    cuda_driver=13000, cuda_runtime=12090,
+)  # fmt: skip
+
+
+def test_reports_of_a_gpu(monkeypatch, capsys):
+    options = {"steps": 6, "ckpt_interval": 3, "eval_every_n_steps": 2, "log_gpu_util": 4}
+    assert train(**options, log_file="cpu.json") == 0
+    capsys.readouterr()
+    sensors = Sensors()
+    monkeypatch.setattr("llmq.machine._open_host", GpuLike)
+    monkeypatch.setattr(training, "open_monitor", lambda dev: sensors)
+    monkeypatch.setattr(training, "gpu_info", lambda index: GPU)
+    monkeypatch.setattr(training, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
+    assert train(**options) == 0
+    out = capsys.readouterr().out
+    assert measured() == measured("cpu.json")
+    assert [r["loss"] for r in records("eval")] == [r["loss"] for r in records("eval", "cpu.json")]
+    assert sensors.closed
+    assert (
+        "\n[System 0]\n  Device 0: NVIDIA GeForce RTX 3060\n"
+        "  CUDA version: driver 13.0, runtime 12.9\n  Memory: 10000 MiB / 80000 MiB\n\n"
+        "[Speed of Light]\n  Peak TF32:     12.7 TFLOP/s\n"
+        "  Benchmark:    80.0%         of spec sheet\n"
+    ) in out
+    assert "              Free:  70000 |       0 |      0 \n" in out
+    assert "          Reserved:    500 |       0 |      0 \n" in out
+    assert "             Other:   9499 |       0 |      0 \n" in out  # 9500, less our own
+    # Checkpoints and evaluations wait for the step that is under way.
+    order = re.findall(r"^(\[[TV]\] step +\d|saving)", out, re.MULTILINE)
+    assert [re.sub(r"\W+|step", "", entry) for entry in order] == (
+        "T0 T1 V2 T2 saving T3 V4 T4 V5 T5 V6".split()
+    )
+    assert re.search(r"\[T\] step     1 .* \| tps +[\d-]+ \| sol \d+\.\d%\n", out)
+    (model,) = records("gpu-model")
+    assert (model["rank"], model["id"], model["uuid"]) == (0, 0, "ab12")
+    assert {"name", "l2_size", "sm_count", "major", "minor", "memory", "free", "reserved", "ecc",
+            "shared_mem", "cuda_driver", "cuda_runtime"} <= set(model)  # fmt: skip
+    (sol,) = records("sol")
+    assert {"rank", "blocks", "lm_head", "attention", "tps", "tf32_peak", "bf16_peak", "fp16_peak",
+            "fp8_peak"} <= set(sol)  # fmt: skip
+    assert [(r["step"], r["power"]) for r in records("gpu")] == [(0, 7), (4, 7)]
+
+
+def test_no_sensors_are_read_where_none_are_wanted(monkeypatch):
+    monkeypatch.setattr(training, "open_monitor", None)
+    assert train(steps=1, log_gpu_util=0) == 0
+
+
 def test_useless_flag_is_said_to_be(capsys):
     assert train(steps=1, debug_time_breakdown=True, debug_log_allocations=0) == 0
     out = capsys.readouterr().out
     assert "WARNING: --debug-time-breakdown has no effect on the CPU\n" in out
     assert re.search(r"\[Allocations\]\n(GPU |HOST)  +\w+ - +[\w.]+: +0 MiB\n", out)
+
+
+WITHOUT_CUDA = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn", "pynvml"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocker())
+from llmq.cli import main
+main()
+"""
+
+
+def test_cpu_path_loads_no_cuda_library():
+    """On --device cpu nobody even tries; auto says in one line why there is no GPU."""
+    command = [sys.executable, "-c", WITHOUT_CUDA, "train", *flags(steps=1, device="auto")]
+    env = os.environ | {"PYTHONPATH": str(Path(training.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stderr == ""
+    note = r"^Running on the CPU, meant for small models \(CuPy cannot be loaded .* is blocked"
+    assert re.search(note, done.stdout, re.MULTILINE)
 
 
 def test_only_one_epoch_by_default():

@@ -181,7 +181,6 @@ def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[C
         "b": bf16(*((N, K) if trans_b else (K, N))),
         "trans_a": trans_a,
         "trans_b": trans_b,
-        "accumulate": trans_a,  # as weight gradients are
     }
     return [Call("matmul", matmul.matmul, args)]
 

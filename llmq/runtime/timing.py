@@ -119,8 +119,9 @@ def _launched(
     name = kernel.entry
     if kernel.file == "matmul":
         value = dict(zip((a.name for a in kernel.declared), args, strict=True))
-        transposed = "".join("t" if value[flag] else "n" for flag in ("trans_a", "trans_b"))
-        name = f"{name} {transposed} {value['M']}x{value['N']}x{value['K']}"
+        if "trans_a" in value:  # fp8 products have one form only
+            name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
+        name = f"{name} {value['M']}x{value['N']}x{value['K']}"
         name += " accumulate" if value["accumulate"] else ""
     return name, kernel.traffic(args), flops
 

@@ -1,7 +1,7 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
-A first look at every candidate, then the best ones again, in turns and for longer: a card under load
-runs at a lower clock than a card that has just woken up, and the order may change.
+A first look at every candidate, then the best ones again, in turns and for longer: a card under
+load runs at a lower clock than one that has just woken up, and the order may change.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ LOOK = 5  # runs of every candidate
 FINALISTS = 4
 ROUNDS = 4
 ROUND_MS = 20.0  # of one finalist
+WORTH_MS = 0.05  # below this the first look decides: nobody waits for such a product
 MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
 
 Candidate = TypeVar("Candidate")
@@ -48,10 +49,13 @@ def fastest(
         cuda.streamSynchronize(stream)
         times.append((milliseconds(candidate, LOOK), index))
     finalists = sorted(times)[:FINALISTS]
-    totals = dict.fromkeys(sorted(index for _, index in finalists), 0.0)
-    for _ in range(ROUNDS if len(totals) > 1 else 0):
+    totals = {index: ms for ms, index in sorted(finalists, key=lambda item: item[1])}
+    long_look = len(totals) > 1 and finalists[0][0] >= WORTH_MS
+    for _ in range(ROUNDS if long_look else 0):
         for ms, index in finalists:
-            totals[index] += milliseconds(candidates[index], max(1, round(ROUND_MS / max(ms, 1e-3))))
+            totals[index] += milliseconds(
+                candidates[index], max(1, round(ROUND_MS / max(ms, 1e-3)))
+            )
     for event in events:
         cuda.eventDestroy(event)
     best = None

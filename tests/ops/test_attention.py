@@ -210,7 +210,9 @@ def test_wrong_arguments():
 
     refuse(ValueError, r"attention\.forward: qkv must have shape \(B, T, 10, Hd\)", num_heads=6)
     refuse(ValueError, "2 heads cannot share 3 key/value heads", num_heads=2, num_kv_heads=3)
-    refuse(ValueError, "Hd must be a multiple of 16 up to 128 on a GPU", qkv=make((2, 8, 8, 24), BF16))
+    refuse(
+        ValueError, "Hd must be a multiple of 16 up to 128 on a GPU", qkv=make((2, 8, 8, 24), BF16)
+    )
     refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
     refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
     refuse(ValueError, "backend must be one of", backend="flash")
