@@ -74,9 +74,9 @@ def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[flo
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
     """Seconds of Python in a step, without waits; how often it waited for the GPU (None: no GPU).
 
-    A graph's launch counts as a wait: the driver's queue holds about one micro-step, and a launch
-    blocks inside the driver, without the interpreter lock, until there is room. Measured under
-    cProfile, so the seconds are a little too many.
+    A call that enqueues for a replayed step (a graph's launch, a copy, an event) counts as a wait:
+    the driver's queue holds about one micro-step, and such a call blocks inside the driver, without
+    the interpreter lock, until there is room. Measured under cProfile, so a little too many.
     """
     dev, profile = trainer.dev, cProfile.Profile()
     dev.synchronize()
@@ -87,7 +87,7 @@ def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None
     waits = None if waits is None else dev.sync_calls - waits
     trainer.result(ticket)
     rows = pstats.Stats(profile).stats.items()
-    waits_in = ("synchronize", "graphLaunch")
+    waits_in = ("synchronize", "graphLaunch", "memcpyAsync", "memsetAsync", "eventRecord")
     waiting = sum(row[3] for (_, _, name), row in rows if any(w in name for w in waits_in))
     return max(seconds - waiting, 0.0), waits
 
