@@ -21,8 +21,8 @@ from llmq.tokenizer import ByteTokenizer
 from llmq.training import run_training
 
 PROMPT = "def __init__(self"
-NEW_TOKENS = 160
-STEPS = {"host": 300, "cuda": 2000}
+NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
+STEPS = {"host": 450, "cuda": 4000}
 
 
 def python_sources() -> list[str]:
@@ -44,12 +44,12 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "model-dtype": "fp32" if kind == "host" else "bf16",
             "train-file": str(out / "data" / "train*.bin"),
             "eval-file": str(out / "data" / "eval*.bin"),
-            "batch-size": 16,
+            "batch-size": 8,
             "seq-len": 128,
             "grad-accumulation": 1,
             "steps": STEPS[kind] if steps is None else steps,
-            "learning-rate": 4e-3,
-            "warmup": 20,
+            "learning-rate": 2e-3,
+            "warmup": 40,
             "final-lr-fraction": 0.05,
             "eval-every-n-steps": 100,
             "eval-num-steps": 10,
@@ -83,8 +83,8 @@ def run_demo(out: Path, device: str, steps: int | None) -> None:
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)
     with sampler:
         _show("After training", sampler)
-    print(f"The demo took {time.perf_counter() - start:.0f} seconds. The model is in")
-    print(f"{config.out_dir}; try: llmq sample {config.out_dir} --prompt 'import '")
+    print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more:")
+    print(f"  llmq sample {config.out_dir} --prompt 'import '")
 
 
 def _show(title: str, sampler: Sampler) -> None:

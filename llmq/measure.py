@@ -28,7 +28,7 @@ from llmq.files import write_file
 from llmq.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
-from llmq.plan import OutOfMemory
+from llmq.plan import OutOfMemory, needed_bytes
 from llmq.presets import resolve_model
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
@@ -151,7 +151,7 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
 def _memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes: planned, and in use on the whole GPU; whether arenas and stack are as planned."""
     memory = {
-        "planned": trainer.plan.usage.device_bytes,
+        "planned": needed_bytes(trainer.plan.usage, trainer.dev.spec),
         "as_planned": trainer.usage.sizes == trainer.plan.usage.sizes,
         "used": None,
     }

@@ -211,8 +211,8 @@ class _Run:
     def _other_memory(self) -> dict[str, int]:
         """What is not ours of the device's memory, in bytes."""
         trainer = self.trainer
-        needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
         if trainer.dev.kind == "host":
+            needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
             available = self.host_memory_before
             limit = min(available, self.config.memory_limit or available)
             return {"Free": limit - needed}
@@ -220,7 +220,8 @@ class _Run:
         record = system_record(index, gpu_info(index), self.monitor)
         free, reserved = record["free"], record["reserved"]
         others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
-        return others | {"Other": record["memory"] - free - needed - reserved}
+        # The driver's total leaves out what it has reserved.
+        return others | {"Other": record["memory"] - free - trainer.plan.usage.device_bytes}
 
     def announce_start(self, setup_seconds: float) -> None:
         """What begins now."""

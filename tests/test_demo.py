@@ -20,7 +20,7 @@ from llmq.presets import preset
 def little_text(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     files = python_sources()
-    small = [name for name in files if Path(name).stat().st_size < 15_000]
+    small = [name for name in files if Path(name).stat().st_size < 20_000]
     monkeypatch.setattr(demo, "python_sources", lambda: small)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
 

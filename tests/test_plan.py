@@ -27,6 +27,7 @@ from llmq.plan import (
     check_fits,
     make_plan,
     memory_limit,
+    needed_bytes,
     run_plan,
     savings,
 )
@@ -128,11 +129,16 @@ def refused(config: TrainConfig, model: ModelConfig, limit: int, spec=PLAN_SPEC)
     return str(error.value)
 
 
+def gpu_bytes(config: TrainConfig, model: ModelConfig) -> int:
+    """What must fit into a GPU."""
+    return needed_bytes(make_plan(config, model, PLAN_SPEC).usage, PLAN_SPEC)
+
+
 def test_message_names_categories_and_flags_that_make_it_fit():
     model, limit = preset("Qwen2.5-0.5B"), 9 << 30
     config = options(model_dtype="bf16", batch_size=16)
     message = refused(config, model, limit)
-    needed = make_plan(config, model, PLAN_SPEC).usage.device_bytes
+    needed = gpu_bytes(config, model)
     assert message.startswith(f"out of memory: {needed // MIB} MiB are needed, 9216 MiB are")
     assert "(largest: Activations " in message
     assert "adding these, in this order, makes it fit: --" in message
@@ -145,7 +151,7 @@ def test_message_names_categories_and_flags_that_make_it_fit():
         for flag in flags.split():
             name, _, value = flag.removeprefix("--").partition("=")
             given[name] = value or True
-        before, needed = needed, make_plan(make_config(given), model, PLAN_SPEC).usage.device_bytes
+        before, needed = needed, gpu_bytes(make_config(given), model)
         assert needed // MIB == left
         assert (before - needed) // MIB == saved
     assert needed <= limit
@@ -160,7 +166,7 @@ def numbers(entry: str) -> list[int]:
 
 def test_cheap_flags_come_first_and_superfluous_ones_not_at_all():
     model, config = preset("Qwen2.5-0.5B"), options(model_dtype="bf16", batch_size=16)
-    needed = make_plan(config, model, PLAN_SPEC).usage.device_bytes
+    needed = gpu_bytes(config, model)
     one = savings(config, model, PLAN_SPEC, "native", needed - MIB)
     assert [flags for flags, *_ in one] == ["--recompute-swiglu"]
     for limit in (needed // 4, needed // 2):

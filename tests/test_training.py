@@ -364,7 +364,7 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     ) in out
     assert "              Free:  70000 |       0 |      0 \n" in out
     assert "          Reserved:    500 |       0 |      0 \n" in out
-    assert "             Other:   9499 |       0 |      0 \n" in out  # 9500, less our own
+    assert "             Other:   9999 |       0 |      0 \n" in out  # 10000, less our own
     # Checkpoints and evaluations wait for the step that is under way.
     order = re.findall(r"^(\[[TV]\] step +\d|saving)", out, re.MULTILINE)
     assert [re.sub(r"\W+|step", "", entry) for entry in order] == (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 LOOK = 5  # runs of every candidate
-FINALISTS = 4
+FINALISTS = 10
 ROUNDS = 4
 ROUND_MS = 20.0  # of one finalist
 WORTH_MS = 0.05  # below this the first look decides: nobody waits for such a product
