@@ -97,7 +97,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     config = make_config(options)
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
-        "dtype": config.model_dtype,
+        "dtype": "fp8" if config.matmul_dtype == "e4m3" else config.model_dtype,
         "batch": config.batch_size,
         "accumulation": config.grad_accumulation,
         "seq_len": config.seq_len,

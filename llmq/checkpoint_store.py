@@ -43,17 +43,19 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
     return found[max(found)] if found else None
 
 
-def clean_old(directory: Path, keep_n: int, major: int) -> list[Path]:
+def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path]:
     """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
 
     keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
-    and are not counted; of the others the keep_n newest stay. What interrupted saves left behind
-    goes too, so no save may be under way.
+    and are not counted; of the others the keep_n newest stay. saved: the step of the checkpoint
+    that was just written, which counts as the newest, also beside later ones of an abandoned run.
+    What interrupted saves left behind goes too, so no save may be under way.
     """
     gone = sorted(directory.glob("step_*.tmp"))
     found = list_checkpoints(directory)
     if keep_n > 0:
         minors = [step for step in found if major <= 0 or step % major]
+        minors.sort(key=lambda step: (step == saved, step))
         gone += [found[step] for step in minors[:-keep_n]]
     for path in gone:
         with disk_errors(path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -253,8 +254,8 @@ def _run(args: list[str]) -> int:
         command = typer.main.get_command(app)
         status = command.main(args=args or ["--help"], prog_name="llmq", standalone_mode=False)
         sys.stdout.flush()
-    except (typer.Abort, KeyboardInterrupt):
-        return 130
+    except (typer.Abort, KeyboardInterrupt) as stop:
+        return 128 + getattr(stop, "signum", signal.SIGINT)
     except BrokenPipeError:
         # Whoever read our output has gone. Python flushes once more at exit: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -281,6 +281,33 @@ class Reporter:
             step=step + 1, loss=result.loss, norm=result.norm, lr=lr, ms=ms, tokens=tokens
         )
 
+    def time_breakdown(self, step: int, times: list[tuple[str, float]]) -> None:
+        """--debug-time-breakdown: the named ranges of a step with their milliseconds, in order."""
+        parts: list[dict[str, float]] = []
+        for name, ms in times:
+            part = name.split()[0]
+            if name == "forward 0":
+                parts.append({"step": len(parts), "fwd": 0.0, "head": 0.0, "bwd": 0.0})
+            if part == "optimizer":
+                parts.append({"opt": ms})
+            elif part == "forward":
+                parts[-1]["fwd"] += ms
+            else:
+                parts[-1]["bwd"] += ms  # the head counts as a part of backward, too
+                parts[-1]["head"] += ms if part == "head" else 0.0
+        self.view.line("")
+        self.view.line("Timing breakdown:")
+        for p in parts:
+            if "opt" in p:
+                self.view.line(f"  opt {p['opt']:7.2f}ms")
+            else:
+                bwd = p["bwd"] - p["head"]
+                self.view.line(
+                    f"  fwd {p['fwd']:7.2f}ms, head {p['head']:7.2f}ms, bwd {bwd:7.2f}ms"
+                )
+        self.view.line("")
+        self.log.write("info", step, type="time-breakdown", gpu=0, breakdown=parts)
+
     def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
         """[V]: the evaluation before step `step`. tokens: that were run."""
         train = sum(self._losses) / len(self._losses) if self._losses else math.nan

@@ -271,6 +271,11 @@ class TrainConfig:
                 f"--lmhead-chunks: {self.lmhead_chunks} does not divide the {tokens} tokens of a "
                 "micro-step (--batch-size times --seq-len)"
             )
+        if tokens // self.lmhead_chunks % 4:
+            raise ConfigError(
+                f"--lmhead-chunks: {self.lmhead_chunks} leaves {tokens // self.lmhead_chunks} of "
+                f"{tokens} tokens for a chunk, which must be a multiple of 4"
+            )
         if self.batch_size % self.attn_bwd_chunks:
             raise ConfigError(
                 f"--attn-bwd-chunks: {self.attn_bwd_chunks} does not divide "

@@ -33,6 +33,7 @@ from llmq.options import TrainConfig
 from llmq.options_io import option_rows
 from llmq.plan import allocator_rows, allocator_table, needed_bytes
 from llmq.runtime.gpu_info import gpu_info
+from llmq.runtime.timing import time_ranges
 from llmq.step import Result
 from llmq.trainer import Trainer
 
@@ -176,8 +177,6 @@ class _Run:
             reporter.block("System 0", [f"  Device 0: {name}", f"  Memory: {memory}"])
         if trainer.machine.note:
             reporter.message(trainer.machine.note)
-        if trainer.dev.kind == "host" and self.config.debug_time_breakdown:
-            reporter.message("WARNING: --debug-time-breakdown has no effect on the CPU")
         if self.speed_of_light is not None:
             lines = self.speed_of_light.lines(measured_peak(trainer.dev))
             reporter.block("Speed of Light", lines)
@@ -268,6 +267,14 @@ class _Run:
         trainer, start = self.trainer, time.perf_counter()
         step = trainer.steps_done
         lr = trainer.learning_rate(step)
+        if self.config.debug_time_breakdown:
+            self.collect()
+            with time_ranges(trainer.dev) as times:
+                ticket = trainer.enqueue_step()
+            self.pending = _Pending(step, ticket, lr, start)
+            self.collect()
+            self.reporter.time_breakdown(step, times)
+            return
         ticket = trainer.enqueue_step()
         self.collect()
         self.pending = _Pending(step, ticket, lr, start)
@@ -332,7 +339,7 @@ class _Run:
             self.trainer.save()
         self.saved_at = step
         if config.ckpt_keep_n > 0:
-            removed = clean_old(config.checkpoint_dir, config.ckpt_keep_n, config.ckpt_major)
+            removed = clean_old(config.checkpoint_dir, config.ckpt_keep_n, config.ckpt_major, step)
             if removed:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 

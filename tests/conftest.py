@@ -1,7 +1,12 @@
 """Fixtures: random numbers, and the devices that kernels are tested on."""
 
-import functools
+# One thread: with two, OpenBLAS spins, and on a machine whose cores are busy a step takes ten times
+# as long. Before NumPy is imported.
 import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import functools
 import zlib
 from pathlib import Path
 

@@ -564,7 +564,7 @@ def test_clean_old(tmp_path, keep_n, major, left):
     fake(tmp_path, *steps(10, 20, 30, 40, 50))
     (tmp_path / "step_00000005").mkdir()  # incomplete: not a checkpoint, none of our business
     (tmp_path / "notes").touch()
-    removed = clean_old(tmp_path, keep_n, major)
+    removed = clean_old(tmp_path, keep_n, major, saved=10_000)
     assert listing(tmp_path) == ["notes", *steps(5, *left)]
     assert [path.name for path in removed] == steps(*sorted({10, 20, 30, 40, 50} - set(left)))
 
@@ -574,7 +574,7 @@ def test_clean_old_removes_interrupted_saves(tmp_path, keep_n):
     fake(tmp_path, *steps(10))
     (tmp_path / "step_00000020.tmp").mkdir()
     (tmp_path / "step_00000020.tmp" / "weights").touch()
-    assert clean_old(tmp_path, keep_n, -1) == [tmp_path / "step_00000020.tmp"]
+    assert clean_old(tmp_path, keep_n, -1, saved=20) == [tmp_path / "step_00000020.tmp"]
     assert listing(tmp_path) == steps(10)
 
 
@@ -618,3 +618,11 @@ def test_nothing_to_export(tmp_path):
     with pytest.raises(LlmqError, match=f"there is no complete checkpoint in '{tmp_path}'"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_clean_old_keeps_what_was_just_saved(tmp_path):
+    for step in (20, 40, 60):  # 60 is of a run that was abandoned: the new one went on from 20
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "checkpoint.json").write_text("{}")
+    clean_old(tmp_path, 1, -1, saved=40)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000040"]

@@ -63,6 +63,31 @@ class LaunchTime:
     flops: int
 
 
+@contextmanager
+def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
+    """Within the block, time every `dev.range`; afterwards the list holds (name, milliseconds).
+
+    Runs without graphs, and waits for the device at the end of the block.
+    """
+    marks, spans, times = Marks(dev), [], []
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        first = marks.mark()
+        yield
+        spans.append((name, first, marks.mark()))
+
+    with _without_graphs(dev):
+        dev.range = timed
+        try:
+            yield times
+        finally:
+            del dev.range
+            dev.synchronize()
+            times += [(name, marks.milliseconds(a, b)) for name, a, b in spans]
+            marks.close()
+
+
 def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
 
