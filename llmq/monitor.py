@@ -216,12 +216,14 @@ class SpeedOfLight:
     """The most tokens per second that a card's data sheet allows.
 
     peaks: TF32, BF16 and FP8, in TFLOP/s. dtype: of weights and activations, "fp32" or "bf16".
-    nanoseconds: per token, over all GPUs.
+    matmul_dtype: of the products of the blocks, the same or "e4m3". nanoseconds: per token, over
+    all GPUs.
     """
 
     flops: FlopsPerToken
     peaks: tuple[float, float, float]
     dtype: str
+    matmul_dtype: str
     nanoseconds: int
 
     @property
@@ -246,22 +248,29 @@ class SpeedOfLight:
 
     def lines(self, measured: float | None) -> list[str]:
         """The lines of [Speed of Light]. measured: BF16 TFLOP/s of this card, None if unknown."""
-        label = _PEAKS[self.dtype][1]
-        rows = [f"  Peak {label:>4}: {_peak(self.peaks, self.dtype):8.1f} TFLOP/s"]
+        label, blocks = _PEAKS[self.dtype][1], _PEAKS[self.matmul_dtype][1]
+        rows = [
+            f"  Peak {_PEAKS[dtype][1]:>4}: {_peak(self.peaks, dtype):8.1f} TFLOP/s"
+            for dtype in dict.fromkeys((self.dtype, self.matmul_dtype))
+        ]
         if measured is not None:
             percent = 100 * measured / self.peaks[1]
             rows.append(f"  Benchmark:  {percent:6.1f}%         of spec sheet")
-        for name, flops in (
-            ("Blocks:", self.flops.blocks),
-            ("LM-Head:", self.flops.lm_head),
-            ("Attention:", self.flops.attention),
+        for name, flops, used in (
+            ("Blocks:", self.flops.blocks, blocks),
+            ("LM-Head:", self.flops.lm_head, label),
+            ("Attention:", self.flops.attention, label),
         ):
             unit, size = ("G", 1e9) if flops > 2e9 else ("M", 1e6)
-            rows.append(f"  {name:<10} {flops / size:8.1f} {unit}FLOP   in {label}")
+            rows.append(f"  {name:<10} {flops / size:8.1f} {unit}FLOP   in {used}")
         return [*rows, f"  SOL:       {self.tokens_per_second:8d} tok/s"]
 
 
-_PEAKS = {"fp32": (0, "TF32"), "bf16": (1, "BF16")}  # which of the peaks, and its name
+_PEAKS = {
+    "fp32": (0, "TF32"),
+    "bf16": (1, "BF16"),
+    "e4m3": (2, "FP8"),
+}  # which of the peaks, and its name
 
 
 def _peak(values: tuple[float, float, float], dtype: str) -> float:
@@ -279,11 +288,19 @@ def speed_of_light(
     if found is None:
         return None
     flops, dtype = flops_per_token(model, config.seq_len), config.model_dtype
-    peak = _peak(found, dtype)
-    nanoseconds = nanoseconds_per_token(flops, peak, peak, world_size)
+    blocks_peak, peak = _peak(found, config.matmul_dtype), _peak(found, dtype)
+    if blocks_peak == 0:  # the card has no fp8
+        return None
+    nanoseconds = nanoseconds_per_token(flops, blocks_peak, peak, world_size)
     if nanoseconds == 0:
         return None
-    return SpeedOfLight(flops=flops, peaks=found, dtype=dtype, nanoseconds=nanoseconds)
+    return SpeedOfLight(
+        flops=flops,
+        peaks=found,
+        dtype=dtype,
+        matmul_dtype=config.matmul_dtype,
+        nanoseconds=nanoseconds,
+    )
 
 
 PRODUCT_SIZES = (

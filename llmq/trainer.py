@@ -18,6 +18,7 @@ from llmq.errors import ConfigError, LlmqError
 from llmq.hf import HfWeights, export_model
 from llmq.loader import DataLoader
 from llmq.machine import Machine, choose_machine
+from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.params import Param
@@ -27,6 +28,9 @@ from llmq.runtime.tensor import Tensor
 from llmq.schedule import learning_rate
 from llmq.step import Batch, Result, Step
 from llmq.tokenizer import ByteTokenizer, HfTokenizer
+
+FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
+CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
 
 
 class Trainer:
@@ -63,6 +67,7 @@ class Trainer:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
         self.machine: Machine = choose_machine(config.device, config.gpus)
+        check_gpu(config, model, self.machine)
         backend = attention_backend(config, model, self.machine)
         options = step_options(config, backend)
         self.plan: Plan = make_plan(config, model, self.machine.spec, backend)
@@ -304,6 +309,29 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_gpu(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
+    """ConfigError for what the CPU device can do and this GPU cannot."""
+    if machine.kind != "cuda":
+        return
+    capability, name = machine.spec.capability, machine.spec.name
+    if config.matmul_dtype == "e4m3" and capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
+            f"{capability / 10}: use bf16"
+        )
+    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the model's head size is {model.head_dim}; on a GPU it must be a multiple of "
+            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
+        )
+    for name, size in (("hidden", model.hidden_size), ("intermediate", model.intermediate_size)):
+        if size % CHANNEL_MULTIPLE:
+            raise ConfigError(
+                f"the model's {name} size is {size}; on a GPU it must be a multiple of "
+                f"{CHANNEL_MULTIPLE}: use --device cpu"
+            )
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:

@@ -327,6 +327,19 @@ def test_speed_of_light_is_llm_qs(model, tokens_per_second):
     assert round(light(model).tokens_per_second / 1000, 1) == tokens_per_second
 
 
+@pytest.mark.parametrize(
+    "model, tokens_per_second",  # llm.q's, in thousands
+    [("Qwen2.5-0.5B", 489.7), ("Qwen2.5-1.5B", 176.9), ("Qwen2.5-7B", 42.2)],
+)
+def test_speed_of_light_in_fp8_is_llm_qs(model, tokens_per_second):
+    found = light(model, **{"matmul-dtype": "e4m3"})
+    assert round(found.tokens_per_second / 1000, 1) == tokens_per_second
+    lines = found.lines(None)
+    assert lines[:2] == ["  Peak BF16:    989.4 TFLOP/s", "  Peak  FP8:   1978.9 TFLOP/s"]
+    assert lines[2].endswith("in FP8") and lines[3].endswith("in BF16")
+    assert light(model, "NVIDIA A100-SXM4-80GB", **{"matmul-dtype": "e4m3"}) is None
+
+
 def test_percent_of_a_published_run():
     # llm.q's benchmark page: 0.5B in bf16, 524288 tokens in 3493 ms: 46.9 %.
     assert round(light("Qwen2.5-0.5B").percent(524_288, 3493), 1) == 46.9

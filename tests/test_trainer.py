@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,12 @@ import llmq
 from llmq.errors import ConfigError, DataError, LlmqError
 from llmq.hf import HfWeights
 from llmq.loader import DataLoader
+from llmq.machine import Machine
+from llmq.options_io import make_config
 from llmq.params import weight_table
+from llmq.presets import preset
+from llmq.trainer import check_gpu
+from tests.harness import GPU_SPEC
 from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options, write_tokens
 
 
@@ -283,3 +289,21 @@ def test_masked_targets_count_in_neither_part_of_the_mean():
         result = t.validate()
     assert 0 < result.tokens < 2 * T + 1
     assert result.loss == pytest.approx(math.log(VOCAB), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "capability, options, changes, message",
+    [
+        (80, {"matmul_dtype": "e4m3"}, {}, "--matmul-dtype: e4m3 needs compute capability 8.9"),
+        (90, {}, {"head_dim": 24}, "head size is 24; on a GPU it must be a multiple of 16 up to"),
+        (90, {}, {"head_dim": 256}, "head size is 256; on a GPU"),
+        (90, {}, {"intermediate_size": 300}, "intermediate size is 300; on a GPU"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message):
+    config = make_config({"model": "tiny", "from-scratch": True, **options})
+    spec = replace(GPU_SPEC, capability=capability)
+    machine = Machine(kind="cuda", spec=spec, note=None)
+    with pytest.raises(ConfigError, match=message):
+        check_gpu(config, replace(preset("tiny"), **changes), machine)
+    check_gpu(config, preset("tiny"), replace(machine, spec=GPU_SPEC))
