@@ -233,7 +233,7 @@ class Trainer:
         manifest = Manifest(
             model=self.model,
             loader=self.train_loader.state() if loaded else {},
-            state={"steps_done": self.steps_done, "seed": self.config.seed},
+            state={"steps_done": self.steps_done},
             options={name: _plain(value) for name, value in asdict(self.config).items()},
             tokenizer=self.tokenizer,
         )
