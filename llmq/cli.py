@@ -101,7 +101,7 @@ def plan(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the memory and the time that `llmq train` with the same options would need."""
+    """Show the memory and the FLOPs that `llmq train` with the same options would need."""
     config, model, _ = _load(given, config_file)
     try:
         memory = None if gpu_memory is None else parse_size(gpu_memory)
