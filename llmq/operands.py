@@ -18,6 +18,7 @@ from llmq.runtime.tensor import Tensor
 
 INPUTS = ("ln1", "att", "ln2", "mlp_act")
 GRADIENTS = ("d_mlp", "d_mlp_up", "d_att", "d_qkv")  # d_mlp, d_att: d_residual as that half gets it
+NAMES = INPUTS + GRADIENTS
 STRIDE = 4  # floats: scale pointers must be 16-byte aligned for cuBLASLt
 
 
@@ -34,9 +35,8 @@ class Operands:
 
     def __init__(self, dev: Device, fp8: Fp8Options | None, num_layers: int):
         self.dev, self.fp8 = dev, fp8
-        self.names = INPUTS + GRADIENTS
         if fp8 is not None:
-            shape = (num_layers * len(self.names), STRIDE)
+            shape = (num_layers * len(NAMES), STRIDE)
             self.abs_maxes = dev.alloc("abs_maxes", shape, F32, "Activations")
             self.scales = dev.alloc("scales", shape, F32, "Activations")
 
@@ -46,7 +46,7 @@ class Operands:
             self.dev.zero(self.abs_maxes)
 
     def _slot(self, table: Tensor, index: int, name: str) -> Tensor:
-        row = index * len(self.names) + self.names.index(name)
+        row = index * len(NAMES) + NAMES.index(name)
         return table.view(table.size).rows(row * STRIDE, row * STRIDE + 1)
 
     def abs_max(self, index: int, name: str) -> Tensor | None:
@@ -55,8 +55,9 @@ class Operands:
 
     def measure(self, index: int, name: str, x: Tensor) -> None:
         """Record the largest absolute value of a tensor whose producer does not."""
-        if self.fp8 is not None:
-            abs_max.abs_max(self.dev, self._slot(self.abs_maxes, index, name), x)
+        slot = self.abs_max(index, name)
+        if slot is not None:
+            abs_max.abs_max(self.dev, slot, x)
 
     def _amount(self, index: int, name: str) -> Amount:
         scale = self._slot(self.scales, index, name)

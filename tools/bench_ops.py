@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from llmq.machine import choose_machine
 from llmq.monitor import PRODUCT_SIZES, measured_peak
 from llmq.ops import fill, random
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
+from llmq.runtime.gpu_info import library_versions
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator, Tensor
 from llmq.runtime.timing import Marks
@@ -216,6 +218,9 @@ def main(
     weak = [r for r in records if r.get("ceiling") == "copy" and r["percent"] < GOAL]
     names = (f"{r['op']} {r['call']} {r['case']} {r['percent']:.0f}" for r in weak)
     print(f"below {GOAL} % of a copy: {', '.join(names) or 'none'}")
+    versions = "; ".join(f"{name} {version}" for name, version in library_versions().items())
+    command = " ".join(["tools/bench_ops.py", *sys.argv[1:]])
+    print(f"{command}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; {versions}")
     if json_file is not None:
         json_file.write_text(json.dumps(records, indent=1) + "\n")
     if any(record.get("failed") for record in records):
