@@ -36,9 +36,9 @@ EXPLANATION = """\
 Tokens are random. tok/s: median of the repeats; ±: their range over the median. SOL: of the data
 sheet's peak, by llm.q's formula. TFLOP/s: of the model, recomputation not counted. memory: in use
 on the whole GPU, and its ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 -
-(all launches of a step, timed one by one, added up) / (a step). Python: host time without waits, of
-a step. waits: of the host for the GPU within a step. start: from the command to the end of the
-first step."""
+(all launches of a step, timed one by one, added up) / (a step). Python: time in which the host,
+driver included, enqueues a step into an empty queue, of a step. waits: of the host for the GPU
+within a step. start: from the command to the end of the first step."""
 
 # ------------------------------------------------------------------------------------------------
 # Configurations

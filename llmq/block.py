@@ -1,4 +1,4 @@
-"""One transformer block: what it keeps, forward, recompute, backward.
+"""One transformer block: forward, recompute, backward.
 
     residual[l] -> ln1 -> qkv (-> qk_norm) -> rope -> attention -> o  --+--> residual_att
                                                      residual[l] ------+
@@ -12,111 +12,32 @@ Activations are (rows, features), rows = B*T.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 
 from llmq import linear, norm
+from llmq.activations import Layer, Recompute
 from llmq.config import ModelConfig
 from llmq.dtypes import F32, DType
-from llmq.linear import Operand
-from llmq.operands import Fp8Options, Operands
+from llmq.linear import Operand, Target
+from llmq.operands import Making, Operands, slot
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
+from llmq.residuals import Residuals
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """What is computed again in the backward pass instead of being kept; see `normalized`."""
-
-    swiglu: bool = False
-    norm: bool = False
-    ffn: bool = False
-    qkv: bool = False
-    att: bool = False
-    block: bool = False
-
-    def normalized(self) -> Recompute:
-        """With implications: block => att, ffn, norm; att => qkv; ffn => swiglu."""
-        att, ffn = self.att or self.block, self.ffn or self.block
-        return Recompute(
-            swiglu=self.swiglu or ffn,
-            norm=self.norm or self.block,
-            ffn=ffn,
-            qkv=self.qkv or att,
-            att=att,
-            block=self.block,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """features: per token. kept: from forward to backward, else scratch. fp8: only its fp8 codes
-    are kept, transposed, because backward only needs it for a weight's gradient.
-    """
-
-    features: int
-    kept: bool
-    fp8: bool = False
-
-
-def activation_table(config: ModelConfig, recompute: Recompute, fp8: bool) -> dict[str, Activation]:
-    """By name, in order of computation. A product that is recomputed in fp8 needs its input's codes
-    as they lie, so that input is recomputed too."""
-    r, C, F = recompute.normalized(), config.hidden_size, config.intermediate_size
-    heads = config.num_heads + config.num_kv_heads
-    gated = config.activation == "swiglu"
-    table = {
-        "ln1": Activation(features=C, kept=not (r.norm or (r.qkv if fp8 else r.att)), fp8=fp8),
-        "qkv": Activation(features=config.qkv_channels, kept=not r.qkv),
-        "att": Activation(features=config.num_heads * config.head_dim, kept=not r.att),
-        "ln2": Activation(features=C, kept=not (r.norm or r.ffn), fp8=fp8),
-        "mlp_up": Activation(features=2 * F if gated else F, kept=not r.ffn),
-        "mlp_act": Activation(features=F, kept=not r.swiglu, fp8=fp8),
-    }
-    if config.qk_norm:
-        table["qk_raw"] = Activation(features=heads * config.head_dim, kept=not r.qkv)
-    return table
-
-
-class Layer:
-    """What one block keeps: its input, statistics, and the activations that are not recomputed."""
-
-    def __init__(self, blocks: Blocks, index: int):
-        dev, config, rows = blocks.dev, blocks.config, blocks.rows
-
-        def keep(name: str, *shape: int, dtype: DType) -> Tensor:
-            return dev.alloc(f"{name}.{index}", shape, dtype, "Activations")
-
-        dtype, C, Hq, Hkv = blocks.dtype, config.hidden_size, config.num_heads, config.num_kv_heads
-        self.residual = keep("residual", rows, C, dtype=dtype)
-        self.residual_att = blocks.residual_att or keep("residual_att", rows, C, dtype=dtype)
-        self.ln1_stats = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
-        self.ln2_stats = norm.alloc_stats(dev, config, f"ln2.{index}", rows)
-        self.lse = keep("lse", blocks.B, Hq, blocks.T, dtype=F32)
-        self.kept: dict[str, Tensor] = {}
-        self.codes: dict[str, Tensor] = {}  # fp8, (features, rows)
-        for name, entry in blocks.table.items():
-            if entry.kept and entry.fp8:
-                codes = keep(f"{name}_t", entry.features, rows, dtype=blocks.fp8.value)
-                self.codes[name] = codes
-            elif entry.kept:
-                self.kept[name] = keep(name, rows, entry.features, dtype=dtype)
-        if config.qk_norm:
-            self.kept["qk_rstd"] = keep("qk_rstd", blocks.B, blocks.T, Hq + Hkv, dtype=F32)
-
-
 class Blocks:
-    """All blocks of a model: they share code, the table, and the buffers between blocks."""
+    """All blocks of a model: they share code, and the buffers between blocks."""
 
     def __init__(
         self,
         dev: Device,
         config: ModelConfig,
+        residuals: Residuals,
+        operands: Operands,
         recompute: Recompute,
         dtype: DType,
-        fp8: Fp8Options | None,
         B: int,
         T: int,
         *,
@@ -126,18 +47,24 @@ class Blocks:
         """Allocates every activation of B sequences of T tokens."""
         self.dev, self.config, self.dtype, self.B, self.T = dev, config, dtype, B, T
         self.rows = B * T
-        self.recompute = recompute.normalized()
-        self.fp8 = fp8
-        self.operands = Operands(dev, fp8, config.num_layers)
-        self.table = activation_table(config, recompute, fp8 is not None)
+        self.operands = operands
+        fp8 = operands.fp8
+        self.fast_forward = fp8 is not None and fp8.fast_forward
+        self.fast_backward = fp8 is not None and fp8.fast_backward
         self.backend, self.chunks = attention_backend, attention_chunks
         shape = (self.rows, config.hidden_size)
-        # With a recomputed block, residual_att only has to survive until the next block's ln1.
-        self.residual_att = (
-            dev.alloc("residual_att", shape, dtype, "Activations") if self.recompute.block else None
+        kinds = recompute.of_layers(config.num_layers)
+        shared = (
+            dev.alloc("residual_att", shape, dtype, "Activations")
+            if any(kind.block for kind in kinds)
+            else None
         )
         self.branch = dev.alloc("branch", shape, dtype, "Activations")
-        self.layers = [Layer(self, index) for index in range(config.num_layers)]
+        codes = None if fp8 is None else fp8.value
+        self.layers = [
+            Layer(dev, config, index, kind, residuals.tensors[index], shared, codes, B, T)
+            for index, kind in enumerate(kinds)
+        ]
         self.rope_table: Tensor | None = None
         if config.positions == "rope":
             table = rope.make_table(T, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -147,20 +74,24 @@ class Blocks:
     def _enter(self, temps: ExitStack, index: int, *names: str) -> dict[str, Tensor]:
         """The named activations of a layer: kept ones, and scratch for those that are not."""
         kept = self.layers[index].kept
-        return {n: kept[n] if n in kept else self._scratch(temps, n) for n in names}
+        return {n: kept[n] if n in kept else self._scratch(temps, index, n) for n in names}
 
-    def _scratch(self, temps: ExitStack, name: str) -> Tensor:
-        shape = (self.rows, self.table[name].features)
+    def _scratch(self, temps: ExitStack, index: int, name: str) -> Tensor:
+        shape = (self.rows, self.layers[index].table[name].features)
         return temps.enter_context(self.dev.scratch(name, shape, self.dtype))
 
     def _qkv_names(self) -> tuple[str, ...]:
         return ("qkv", "qk_raw") if self.config.qk_norm else ("qkv",)
 
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.config.num_heads, self.config.num_kv_heads
+
     def _packed(self, qkv: Tensor) -> Tensor:
         heads = self.config.num_heads + 2 * self.config.num_kv_heads
         return qkv.view(self.B, self.T, heads, self.config.head_dim)
 
-    def _heads(self, att: Tensor) -> Tensor:
+    def _by_head(self, att: Tensor) -> Tensor:
         return att.view(self.B, self.T, self.config.num_heads, self.config.head_dim)
 
     # -- forward ---------------------------------------------------------------------------------
@@ -169,59 +100,62 @@ class Blocks:
         """residual[l] (or, for l > 0, residual_att[l-1] + branch) -> residual_att[l], branch."""
         layer, dev, config = self.layers[index], self.dev, self.config
         with ExitStack() as temps:
-            a = self._enter(temps, index, "ln1", *self._qkv_names(), "att")
-            stats, abs_max = layer.ln1_stats, self.operands.abs_max(index, "ln1")
-            if index == 0:
-                args = (a["ln1"], stats, layer.residual)
-                norm.forward(dev, config, w, "ln1", *args, abs_max)
-            else:
-                before = self.layers[index - 1].residual_att
-                args = (layer.residual, a["ln1"], stats, before, self.branch)
-                norm.forward_residual(dev, config, w, "ln1", *args, abs_max)
-            self._qkv(layer, a, self._input(temps, index, "ln1", a["ln1"]), w)
+            with self._making(temps, index, "ln1") as ln1:
+                if index == 0:
+                    args = (ln1.target, layer.ln1_stats, layer.residual)
+                    norm.forward(dev, config, w, "ln1", *args)
+                else:
+                    before = self.layers[index - 1].residual_att
+                    args = (layer.residual, ln1.target, layer.ln1_stats, before, self.branch)
+                    norm.forward_residual(dev, config, w, "ln1", *args)
+            a = self._enter(temps, index, *self._qkv_names(), "att")
+            self._qkv(layer, a, ln1.operand, w)
             self._attention(layer, a)
-            self.operands.measure(index, "att", a["att"])
-            x = self.operands.input(temps, index, "att", a["att"], transposed=False)
-            linear.forward(dev, self.branch, x, w["o"], w.get("o_bias"))
+            name = slot(index, "att")
+            att = self.operands.quantized(temps, name, a["att"], transposed=False)
+            self._product(self.branch, att, w, "o")
         with ExitStack() as temps:
-            a = self._enter(temps, index, "ln2", "mlp_up", "mlp_act")
-            args = (layer.residual_att, a["ln2"], layer.ln2_stats, layer.residual, self.branch)
-            abs_max = self.operands.abs_max(index, "ln2")
-            norm.forward_residual(dev, config, w, "ln2", *args, abs_max)
-            x = self._input(temps, index, "ln2", a["ln2"])
-            linear.forward(dev, a["mlp_up"], x, w["up"], w.get("up_bias"))
-            self._activate(a, self.operands.abs_max(index, "mlp_act"))
-            x = self._input(temps, index, "mlp_act", a["mlp_act"])
-            linear.forward(dev, self.branch, x, w["down"], w.get("down_bias"))
+            with self._making(temps, index, "ln2") as ln2:
+                args = (layer.residual_att, ln2.target, layer.ln2_stats, layer.residual)
+                norm.forward_residual(dev, config, w, "ln2", *args, self.branch)
+            mlp_up = self._enter(temps, index, "mlp_up")["mlp_up"]
+            self._product(mlp_up, ln2.operand, w, "up")
+            with self._making(temps, index, "mlp_act") as mlp_act:
+                self._activate(mlp_act.target, mlp_up)
+            self._product(self.branch, mlp_act.operand, w, "down")
 
-    def _input(self, temps: ExitStack, index: int, name: str, x: Tensor) -> Operand:
-        """A forward product's input; its transposed codes are kept if the table says so."""
-        codes = self.layers[index].codes.get(name)
-        return self.operands.input(temps, index, name, x, transposed=False, kept=codes)
+    def _making(self, temps: ExitStack, index: int, name: str) -> AbstractContextManager[Making]:
+        """A forward product's input; what the layer's table says is kept of it."""
+        layer = self.layers[index]
+        features, out = layer.table[name].features, layer.kept.get(name)
+        codes = layer.codes.get(name)
+        return self.operands.making(temps, slot(index, name), features, out=out, kept=codes)
+
+    def _product(self, out: Tensor, x: Operand, w: dict[str, Operand], key: str) -> None:
+        bias = w.get(f"{key}_bias")
+        linear.forward(self.dev, out, x, w[key], bias, fast=self.fast_forward)
 
     def _qkv(self, layer: Layer, a: dict[str, Tensor], x: Operand, w: dict[str, Operand]) -> None:
         dev, config = self.dev, self.config
-        heads = (config.num_heads, config.num_kv_heads)
-        linear.forward(dev, a["qkv"], x, w["qkv"], w.get("qkv_bias"))
+        self._product(a["qkv"], x, w, "qkv")
         qkv = self._packed(a["qkv"])
         if config.qk_norm:
-            raw = a["qk_raw"].view(self.B, self.T, sum(heads), config.head_dim)
+            raw = a["qk_raw"].view(self.B, self.T, sum(self._heads), config.head_dim)
             args = (raw, layer.kept["qk_rstd"], w["q_norm"], w["k_norm"], config.norm_eps)
-            qk_norm.forward(dev, qkv, *args, *heads)
+            qk_norm.forward(dev, qkv, *args, *self._heads)
         if self.rope_table is not None:
-            rope.forward(dev, qkv, self.rope_table, *heads)
+            rope.forward(dev, qkv, self.rope_table, *self._heads)
 
     def _attention(self, layer: Layer, a: dict[str, Tensor]) -> None:
-        heads = (self.config.num_heads, self.config.num_kv_heads)
-        out, qkv = self._heads(a["att"]), self._packed(a["qkv"])
-        attention.forward(self.dev, out, layer.lse, qkv, *heads, backend=self.backend)
+        out, qkv = self._by_head(a["att"]), self._packed(a["qkv"])
+        attention.forward(self.dev, out, layer.lse, qkv, *self._heads, backend=self.backend)
 
     @property
     def _activation(self) -> ModuleType:
         return swiglu if self.config.activation == "swiglu" else gelu
 
-    def _activate(self, a: dict[str, Tensor], abs_max: Tensor | None) -> None:
-        self._activation.forward(self.dev, a["mlp_act"], a["mlp_up"], abs_max=abs_max)
+    def _activate(self, to: Target, mlp_up: Tensor) -> None:
+        self._activation.forward(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -236,49 +170,65 @@ class Blocks:
         """d_residual (rows, C): gradient of the block's output in, of its input out.
 
         d_norm (rows, C): scratch for the gradient of a norm's output. What was not kept is computed
-        again first; the slots of largest values still hold those of the forward pass.
+        again first; scales are those of the forward pass.
         """
-        layer, dev = self.layers[index], self.dev
+        layer, operands = self.layers[index], self.operands
+        again = {"name": slot(index, "att"), "again": True}
         with ExitStack() as temps:
-            if self.recompute.block:  # residual_att is needed first, and needs the attention
+            if layer.recompute.block:  # residual_att is needed first, and needs the attention
                 a, x = self._attention_again(index, w, temps)
-                x_att = self.operands.input(temps, index, "att", a["att"], transposed=True)
-                linear.forward(dev, self.branch, x_att, w["o"], w.get("o_bias"))
+                x_att = operands.quantized(temps, x=a["att"], **again)
+                self._product(self.branch, x_att, w, "o")
             self._backward_mlp(index, w, g, d_residual, d_norm)
-            if not self.recompute.block:
+            if not layer.recompute.block:
                 a, x = self._attention_again(index, w, temps)
-                x_att = self.operands.input_again(temps, index, "att", a["att"], None)
+                x_att = operands.quantized(temps, x=a["att"], codes=False, **again)
             self._backward_attention(index, a, x, x_att, w, g, d_residual, d_norm)
-        args = (d_residual, d_norm, layer.residual, layer.ln1_stats, d_residual)
-        abs_max = self.operands.abs_max(index - 1, "d_mlp") if index > 0 else None
-        norm.backward(dev, w, g, "ln1", *args, abs_max)
+        to = Target(d_residual)
+        if index > 0:
+            to = operands.passing(slot(index - 1, "d_mlp"), d_residual)
+        args = (to, d_norm, layer.residual, layer.ln1_stats, d_residual)
+        norm.backward(self.dev, w, g, "ln1", *args)
+
+    def _kept(self, index: int, name: str) -> Operand | None:
+        """A forward product's input, if it was kept."""
+        layer = self.layers[index]
+        if name in layer.codes:
+            return self.operands.kept(slot(index, name), layer.codes[name])
+        return layer.kept.get(name)
+
+    def _making_again(
+        self, temps: ExitStack, index: int, name: str, *, product: bool
+    ) -> AbstractContextManager[Making]:
+        """As _making. product: it is computed again too, else only its weight's gradient is."""
+        args = (temps, slot(index, name), self.layers[index].table[name].features)
+        return self.operands.making(*args, codes=product, transposed=True, again=True)
 
     def _norm_again(
         self, index: int, w: dict[str, Operand], temps: ExitStack, key: str, *, product: bool
     ) -> Operand:
-        """The output of ln1 or ln2 for backward; product: its product is computed again too."""
+        """The output of ln1 or ln2 for backward; product: as in _making_again."""
         layer, config = self.layers[index], self.config
-        if key in layer.codes:
-            return self.operands.input_again(temps, index, key, None, layer.codes[key])
-        if key in layer.kept:
-            return layer.kept[key]
-        out = self._scratch(temps, key)
-        if key == "ln1":
-            norm.forward(self.dev, config, w, key, out, layer.ln1_stats, layer.residual)
-        elif self.recompute.block:
-            args = (layer.residual_att, out, layer.ln2_stats, layer.residual, self.branch)
-            norm.forward_residual(self.dev, config, w, key, *args)
-        else:
-            norm.forward(self.dev, config, w, key, out, layer.ln2_stats, layer.residual_att)
-        if product:
-            return self.operands.input(temps, index, key, out, transposed=True)
-        return self.operands.input_again(temps, index, key, out, None)
+        kept = self._kept(index, key)
+        if kept is not None:
+            return kept
+        with self._making_again(temps, index, key, product=product) as made:
+            if key == "ln1":
+                args = (made.target, layer.ln1_stats, layer.residual)
+                norm.forward(self.dev, config, w, key, *args)
+            elif layer.recompute.block:
+                args = (layer.residual_att, made.target, layer.ln2_stats, layer.residual)
+                norm.forward_residual(self.dev, config, w, key, *args, self.branch)
+            else:
+                args = (made.target, layer.ln2_stats, layer.residual_att)
+                norm.forward(self.dev, config, w, key, *args)
+        return made.operand
 
     def _attention_again(
         self, index: int, w: dict[str, Operand], temps: ExitStack
     ) -> tuple[dict[str, Tensor], Operand]:
         """The attention half's activations, and the input of its qkv product."""
-        layer, r = self.layers[index], self.recompute
+        layer, r = self.layers[index], self.layers[index].recompute
         a = self._enter(temps, index, *self._qkv_names(), "att")
         x = self._norm_again(index, w, temps, "ln1", product=r.qkv)
         if r.qkv:
@@ -291,16 +241,17 @@ class Blocks:
         self, index: int, w: dict[str, Operand], temps: ExitStack
     ) -> tuple[Tensor, Operand, Operand]:
         """mlp_up, and the inputs of the up and of the down product."""
-        layer, r = self.layers[index], self.recompute
+        recompute = self.layers[index].recompute
         mlp_up = self._enter(temps, index, "mlp_up")["mlp_up"]
-        x = self._norm_again(index, w, temps, "ln2", product=r.ffn)
-        if r.ffn:
-            linear.forward(self.dev, mlp_up, x, w["up"], w.get("up_bias"))
-        codes, act = layer.codes.get("mlp_act"), layer.kept.get("mlp_act")
-        if codes is None and act is None:
-            act = self._scratch(temps, "mlp_act")
-            self._activate({"mlp_act": act, "mlp_up": mlp_up}, None)
-        return mlp_up, x, self.operands.input_again(temps, index, "mlp_act", act, codes)
+        x = self._norm_again(index, w, temps, "ln2", product=recompute.ffn)
+        if recompute.ffn:
+            self._product(mlp_up, x, w, "up")
+        x_act = self._kept(index, "mlp_act")
+        if x_act is None:
+            with self._making_again(temps, index, "mlp_act", product=False) as made:
+                self._activate(made.target, mlp_up)
+            x_act = made.operand
+        return mlp_up, x, x_act
 
     def _backward_mlp(
         self,
@@ -313,19 +264,38 @@ class Blocks:
         layer, dev, operands = self.layers[index], self.dev, self.operands
         with ExitStack() as temps:
             mlp_up, x, x_act = self._mlp_again(index, w, temps)
-            d_mlp_up = mlp_up  # in place: the activation is not needed again
-            with ExitStack() as inner:
-                shape = (self.rows, self.table["mlp_act"].features)
+            making = operands.making(
+                temps,
+                slot(index, "d_mlp_up"),
+                mlp_up.shape[1],
+                out=mlp_up,  # the activation is not needed again
+                wanted="up_bias" in g,
+                transposed=True,
+            )
+            with making as d_mlp_up, ExitStack() as inner:
+                shape = (self.rows, layer.table["mlp_act"].features)
                 d_mlp_act = inner.enter_context(dev.scratch("d_mlp_act", shape, self.dtype))
-                d_out = operands.gradient(inner, index, "d_mlp", d_residual)
-                grads = (g["down"], g.get("down_bias"))
-                linear.backward(dev, d_mlp_act, *grads, d_out, x_act, w["down"])
-                abs_max = operands.abs_max(index, "d_mlp_up")
-                self._activation.backward(dev, d_mlp_up, d_mlp_act, mlp_up, abs_max=abs_max)
-            d_out = operands.gradient(temps, index, "d_mlp_up", d_mlp_up)
-            linear.backward(dev, d_norm, g["up"], g.get("up_bias"), d_out, x, w["up"])
-        args = (d_residual, d_norm, layer.residual_att, layer.ln2_stats, d_residual)
-        norm.backward(dev, w, g, "ln2", *args, operands.abs_max(index, "d_att"))
+                d_out = operands.passed(inner, slot(index, "d_mlp"), d_residual)
+                self._product_backward(d_mlp_act, d_out, x_act, w, g, "down")
+                to = d_mlp_up.target
+                args = (to.out, d_mlp_act, mlp_up)
+                self._activation.backward(dev, *args, abs_max=to.abs_max, fp8=to.fp8)
+            self._product_backward(d_norm, d_mlp_up.operand, x, w, g, "up")
+        to = operands.passing(slot(index, "d_att"), d_residual)
+        args = (to, d_norm, layer.residual_att, layer.ln2_stats, d_residual)
+        norm.backward(dev, w, g, "ln2", *args)
+
+    def _product_backward(
+        self,
+        d_x: Tensor,
+        d_out: Operand,
+        x: Operand,
+        w: dict[str, Operand],
+        g: dict[str, Accumulator],
+        key: str,
+    ) -> None:
+        grads = (g[key], g.get(f"{key}_bias"))
+        linear.backward(self.dev, d_x, *grads, d_out, x, w[key], fast=self.fast_backward)
 
     def _backward_attention(
         self,
@@ -339,41 +309,48 @@ class Blocks:
         d_norm: Tensor,
     ) -> None:
         """x: input of the qkv product. x_att: input of the output product."""
-        layer, dev, config = self.layers[index], self.dev, self.config
-        heads = (config.num_heads, config.num_kv_heads)
+        layer, dev = self.layers[index], self.dev
         with ExitStack() as temps:
             d_qkv = temps.enter_context(dev.scratch("d_qkv", a["qkv"].shape, self.dtype))
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", a["att"].shape, self.dtype))
-                d_out = self.operands.gradient(inner, index, "d_att", d_residual)
-                linear.backward(dev, d_att, g["o"], g.get("o_bias"), d_out, x_att, w["o"])
-                out, qkv = self._heads(a["att"]), self._packed(a["qkv"])
+                d_out = self.operands.passed(inner, slot(index, "d_att"), d_residual)
+                self._product_backward(d_att, d_out, x_att, w, g, "o")
+                out, qkv = self._by_head(a["att"]), self._packed(a["qkv"])
                 attention.backward(
-                    dev, self._packed(d_qkv), self._heads(d_att), out, layer.lse, qkv, *heads,
-                    chunks=self.chunks, backend=self.backend,
+                    dev, self._packed(d_qkv), self._by_head(d_att), out, layer.lse, qkv,
+                    *self._heads, chunks=self.chunks, backend=self.backend,
                 )  # fmt: skip
-            self._backward_positions(index, a, w, g, d_qkv)
-            d_out = self.operands.gradient(temps, index, "d_qkv", d_qkv)
-            linear.backward(dev, d_norm, g["qkv"], g.get("qkv_bias"), d_out, x, w["qkv"])
+            d_out, g = self._backward_positions(temps, index, a, w, g, d_qkv)
+            self._product_backward(d_norm, d_out, x, w, g, "qkv")
 
     def _backward_positions(
         self,
+        temps: ExitStack,
         index: int,
         a: dict[str, Tensor],
         w: dict[str, Operand],
         g: dict[str, Accumulator],
         d_qkv: Tensor,
-    ) -> None:
-        """RoPE and the q and k norms, in place in d_qkv; then its largest value is recorded."""
+    ) -> tuple[Operand, dict[str, Accumulator]]:
+        """RoPE and the q and k norms backward, of d_qkv as attention has made it.
+
+        Returns the output gradient of the qkv product, and the gradients that are left to do.
+        """
         layer, dev, config = self.layers[index], self.dev, self.config
-        heads, packed = (config.num_heads, config.num_kv_heads), self._packed(d_qkv)
-        abs_max = self.operands.abs_max(index, "d_qkv")
-        last = self.rope_table is not None and not config.qk_norm
+        name, packed, heads = slot(index, "d_qkv"), self._packed(d_qkv), self._heads
+        if self.rope_table is not None and not config.qk_norm:
+            with self.operands.making(
+                temps, name, d_qkv.shape[1], out=d_qkv, transposed=True
+            ) as made:
+                results = {"abs_max": made.target.abs_max, "fp8": made.target.fp8}
+                results["d_bias"] = g.get("qkv_bias")
+                rope.backward(dev, packed, self.rope_table, *heads, **results)
+            return made.operand, {key: grad for key, grad in g.items() if key != "qkv_bias"}
         if self.rope_table is not None:
-            rope.backward(dev, packed, self.rope_table, *heads, abs_max=abs_max if last else None)
+            rope.backward(dev, packed, self.rope_table, *heads)
         if config.qk_norm:
             raw = a["qk_raw"].view(self.B, self.T, sum(heads), config.head_dim)
             args = (raw, layer.kept["qk_rstd"], w["q_norm"], w["k_norm"], *heads)
             qk_norm.backward(dev, packed, g["q_norm"], g["k_norm"], *args)
-        if not last:
-            self.operands.measure(index, "d_qkv", d_qkv)
+        return self.operands.quantized(temps, name, d_qkv), g

@@ -3,12 +3,13 @@
     step_00000100/
         weights.shard_000_of_002.safetensors    master weights, one file per rank
         adam.m.shard_… adam.v.shard_…           moments
+        adam.m.scales.shard_… adam.v.scales…    of 8-bit moments
         checkpoint.json                         the rest, with sizes and SHA-256 of those files
 
-Each rank stores ranges [start, stop) of the elements of parameters, wherever its shard happens to
+Each rank stores ranges [start, stop) of the values of parameters, wherever its shard happens to
 begin and end, so that any number of ranks can read them. A range that is the whole parameter keeps
-its shape. Padding is not stored and reads as zero. Until it is complete the directory is called
-step_00000100.tmp.
+its shape. Padding is not stored and reads as zero. Scales are values of a parameter as well, flat:
+one for each 128 of its elements. Until it is complete the directory is called step_00000100.tmp.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from llmq.params import Param, Slab
 from llmq.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorSpec, write_safetensors
 
 VERSION = 1
-GROUPS = ("weights", "adam.m", "adam.v")
+GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
+SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
+SCALE_BLOCK = 128  # elements that share a scale; parameters begin at multiples of it in a slab
 MANIFEST = "checkpoint.json"
 HASH_THREADS = 8
 
 Range = tuple[Param, int, int]
-"""Elements [start, stop) of a parameter, counted in its padded shape."""
+"""Values [start, stop) of a parameter: elements of its padded shape, or their scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +69,31 @@ class FileEntry(NamedTuple):
     sha256: str
 
 
-def slab_ranges(slab: Slab, start: int, stop: int) -> list[Range]:
-    """The parts of parameters inside elements [start, stop) of a slab, gaps left out."""
-    ranges = []
+def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
+    """What of a group belongs to elements [start, stop) of a slab, gaps left out.
+
+    Where the group is one of scales, start and stop are multiples of SCALE_BLOCK.
+    """
+    block, ranges = _elements_per_value(group), []
     for param in slab.params:
         first, last = max(start - param.offset, 0), min(stop - param.offset, param.size)
         if first < last:
-            ranges.append((param, first, last))
+            ranges.append((param, first // block, -(-last // block)))
     return ranges
 
 
-def _stored_shape(param: Param) -> tuple[int, ...]:
-    return (param.rows, *param.shape[1:])
+def padded_size(group: str, param: Param) -> int:
+    """Values that a group has of a parameter, padding included."""
+    return -(-param.size // _elements_per_value(group))
+
+
+def _elements_per_value(group: str) -> int:
+    return SCALE_BLOCK if group in SCALES else 1
+
+
+def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
+    shape, block = (param.rows, *param.shape[1:]), _elements_per_value(group)
+    return shape if block == 1 else (-(-prod(shape) // block),)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -105,20 +121,20 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group ("weights", "adam.m", "adam.v").
+        """Write this rank's file of a group, one of GROUPS or SCALES.
 
-        ranges: each parameter at most once. read(param, start, stop): these elements, (stop -
+        ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
         is in memory at a time. LlmqError, and the unfinished checkpoint is gone, if the disk is
         full or refuses.
         """
         pieces = []
         for param, start, stop in ranges:
-            size = prod(_stored_shape(param))
+            size = prod(_stored_shape(group, param))
             if start < min(stop, size):
                 pieces.append((param, start, min(stop, size), size))
         specs = [
-            TensorSpec(p.name, dtype, _stored_shape(p) if b - a == size else (b - a,))
+            TensorSpec(p.name, dtype, _stored_shape(group, p) if b - a == size else (b - a,))
             for p, a, b, size in pieces
         ]
         arrays = (
@@ -243,12 +259,17 @@ class CheckpointReader:
             for pieces in group.values():
                 pieces.sort(key=lambda piece: piece.start)
 
+    @property
+    def groups(self) -> set[str]:
+        """Those that the checkpoint has."""
+        return set(self._pieces)
+
     def check(self, table: tuple[Slab, ...]) -> None:
         """LlmqError unless every group holds exactly this model's parameters, all of each."""
         params = [param for slab in table for param in slab.params]
-        for group in GROUPS:
+        for group in (*GROUPS, *sorted(self.groups.difference(GROUPS))):
             for param in params:
-                self._cover(group, param, 0, param.size)
+                self._cover(group, param, 0, padded_size(group, param))
             unknown = self._pieces[group].keys() - {param.name for param in params}
             if unknown:
                 raise LlmqError(
@@ -257,29 +278,29 @@ class CheckpointReader:
                 )
 
     def read(self, group: str, param: Param, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements [start, stop) of a parameter in its padded shape, flat, in the stored dtype.
+        """Values [start, stop) of a parameter, padding included, flat, in the stored dtype.
 
         LlmqError if the checkpoint does not hold all of them, or another shape.
         """
-        stop = param.size if stop is None else stop
+        stop = padded_size(group, param) if stop is None else stop
         cover = self._cover(group, param, start, stop)
-        out = np.zeros(stop - start, self._dtype(group))
+        out = np.zeros(stop - start, self.dtype(group))
         for piece, first, last in cover:
             at = first - piece.start
             values = piece.file.read(param.name, at, at + last - first)
             out[first - start : last - start] = values
         return out
 
-    def _dtype(self, group: str) -> np.dtype:
-        """Every tensor of a group has one dtype."""
+    def dtype(self, group: str) -> np.dtype:
+        """Of every tensor of a group."""
         name, pieces = next(iter(self._pieces[group].items()))
         return NUMPY_DTYPES[pieces[0].file.tensors[name].dtype]
 
     def _cover(
         self, group: str, param: Param, start: int, stop: int
     ) -> list[tuple[_Piece, int, int]]:
-        """The pieces that hold elements [start, stop) without padding, and which of them each."""
-        size = prod(_stored_shape(param))
+        """The pieces that hold values [start, stop) without padding, and which of them each."""
+        size = prod(_stored_shape(group, param))
         cover, position, stop = [], start, min(stop, size)
         for piece in self._pieces[group].get(param.name, []):
             if piece.size != size:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from llmq.checkpoint import MANIFEST, CheckpointReader
 from llmq.dtypes import OPTION_DTYPES
@@ -13,6 +14,7 @@ from llmq.errors import LlmqError
 from llmq.files import disk_errors
 from llmq.hf import export_model
 from llmq.option_types import NEWEST
+from llmq.options import OPTIONS, TrainConfig
 from llmq.params import weight_table
 from llmq.tokenizer import ByteTokenizer
 
@@ -41,6 +43,39 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
             return directory if (directory / MANIFEST).is_file() else None
     found = list_checkpoints(directory)
     return found[max(found)] if found else None
+
+
+# Options that have nothing to do with what is computed, beside paths and the length of the run.
+_ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps epochs"
+_ELSEWHERE += " eval_every_n_steps eval_num_steps"
+
+
+def changed_options(
+    config: TrainConfig, world_size: int, saved: dict[str, Any], saved_world_size: int
+) -> list[str]:
+    """One line for each option that makes other numbers than those of a checkpoint's run.
+
+    saved: Manifest.options; what it lacks is not compared.
+    """
+    groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
+    names = [n for n, option in OPTIONS.items() if option.group in groups]
+    names = [n for n in names if n not in _ELSEWHERE.split()]
+    if config.final_lr_fraction != 1 or config.cooldown > 0:
+        names += ["steps", "epochs"]  # the learning rate depends on when the run ends
+    lines = [
+        f"{OPTIONS[name].flag} is {getattr(config, name)}, in the checkpoint's run it was "
+        f"{saved[name]}"
+        for name in names
+        if name in saved and saved[name] != getattr(config, name)
+    ]
+    sizes = ("batch_size", "seq_len", "grad_accumulation")
+    if all(name in saved for name in sizes):
+        tokens, before = world_size, saved_world_size
+        for name in sizes:
+            tokens, before = tokens * getattr(config, name), before * saved[name]
+        if tokens != before:
+            lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
+    return lines
 
 
 def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path]:

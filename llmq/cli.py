@@ -16,11 +16,12 @@ import typer
 
 from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
+from llmq.command_line import command_line
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError, LlmqError
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
-from llmq.options_io import make_config
+from llmq.options_io import given_fields, make_config
 from llmq.presets import model_warnings, resolve_model
 
 app = typer.Typer(
@@ -59,6 +60,14 @@ def _checked(name: str, value: str) -> str:
     return converted
 
 
+def _size(flag: str, value: str | None) -> int | None:
+    """Bytes of an option that is not one of TrainConfig's."""
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
 def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings."""
     config = make_config(given, file)
@@ -77,17 +86,32 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
     ] = False,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto",
+            help="Choose micro-batch, recomputation, offloading and sharding for this machine; "
+            "what is given stays, micro-batch times accumulation too.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model, or continue to."""
     config, model, model_dir = _load(given, config_file)
-    if dry_run:
-        from llmq.plan import run_plan
+    argv = sys.argv
+    if auto:
+        from llmq.plan_command import choose
 
-        run_plan(config, model, gpu_memory=None, json=False)
+        fields = given_fields(given, config_file)
+        config = choose(config, model, fields)
+        argv = command_line(config, log_file="log_file" in fields)
+    if dry_run:
+        from llmq.plan_command import run_plan
+
+        run_plan(config, model)
         return
     from llmq.training import run_training
 
-    run_training(config, model, model_dir, sys.argv)
+    run_training(config, model, model_dir, argv)
 
 
 @app.command(cls=TrainCommand)
@@ -99,17 +123,53 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory to compare with, for all GPUs together."),
+    ] = None,
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Card to plan for, such as 4090: predicts the speed."),
+    ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="Search micro-batch, recomputation, offloading and sharding for what fits and is "
+            "fastest; what is given stays, micro-batch times accumulation too.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the memory and the FLOPs that `llmq train` with the same options would need."""
+    """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
     config, model, _ = _load(given, config_file)
-    try:
-        memory = None if gpu_memory is None else parse_size(gpu_memory)
-    except ValueError as error:
-        raise ConfigError(f"--gpu-memory: {error}") from None
-    from llmq.plan import run_plan
+    sizes = {
+        "gpu_memory": _size("--gpu-memory", gpu_memory),
+        "host_memory": _size("--host-memory", host_memory),
+    }
+    from llmq.plan_command import run_plan
 
-    run_plan(config, model, gpu_memory=memory, json=json)
+    fields = given_fields(given, config_file) if fit else None
+    run_plan(config, model, **sizes, card=card, fit=fields, json=json)
+
+
+@app.command(cls=TrainCommand)
+@train_options
+def verify(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    verify_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check that recomputation, offloading and sharding change no bit: two runs, exit status 0."""
+    config, model, model_dir = _load(given, config_file)
+    from llmq.verify import run_verify
+
+    options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
+    return 0 if run_verify(config, model, model_dir, **options) else 1
 
 
 @app.command()

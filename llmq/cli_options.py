@@ -10,29 +10,30 @@ import typer
 from typer.core import TyperCommand
 
 from llmq.errors import ConfigError
-from llmq.option_types import NEWEST, Option, parse_bool, parse_continue
+from llmq.option_types import NEWEST, Option, parse_bool, parse_continue, parse_every
 from llmq.options import OPTIONS, TrainConfig
 
 _BY_PARSER = {
     parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
-    for parse in (parse_bool, parse_continue)
+    for parse in (parse_bool, parse_continue, parse_every)
 }
 
 
-def train_options(command: Callable[..., None]) -> Callable[..., None]:
+def train_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Give a command function every option of TrainConfig.
 
     The function's first parameter receives the options that were given on the command line: flag
-    without dashes -> text or bool. Its other parameters stay options of their own.
+    without dashes -> text or bool. Its other parameters stay options of their own. It may return
+    the exit status.
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
-    def run(**values: Any) -> None:
+    def run(**values: Any) -> int | None:
         own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
         given = {
             OPTIONS[name].flags[0]: value for name, value in values.items() if value is not None
         }
-        command(given, **own_values)
+        return command(given, **own_values)
 
     generated = [_parameter(name, opt) for name, opt in OPTIONS.items()]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
@@ -68,7 +69,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
 
 
 class TrainCommand(TyperCommand):
-    """A command that also reads --flag=false and --continue without a value, as llm.q does."""
+    """A command that also reads --flag=false and some flags without a value, as llm.q does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [_spelled_out(args, i) for i in range(len(args))])
@@ -82,7 +83,8 @@ def _spelled_out(args: list[str], index: int) -> str:
             return name if parse_bool(value) else f"--no-{name.removeprefix('--')}"
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from None
-    if name in _BY_PARSER[parse_continue] and not equals:
-        following = args[index + 1] if index + 1 < len(args) else "-"
-        return f"{name}={NEWEST}" if following.startswith("-") else name
+    for parse, bare in ((parse_continue, NEWEST), (parse_every, "1")):
+        if name in _BY_PARSER[parse] and not equals:
+            following = args[index + 1] if index + 1 < len(args) else "-"
+            return f"{name}={bare}" if following.startswith("-") else name
     return args[index]

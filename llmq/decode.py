@@ -9,6 +9,7 @@ import numpy as np
 from llmq import embedding, linear, norm
 from llmq.config import ModelConfig
 from llmq.dtypes import F32, I32, DType
+from llmq.linear import Target
 from llmq.norm import Stats
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
 from llmq.runtime.device import Device
@@ -21,7 +22,7 @@ class Decoder:
 
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
-        self.dtype: DType = weights.work["embed"].dtype
+        self.dtype: DType = weights.options.dtype
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -79,13 +80,14 @@ class Decoder:
         position: int,
     ) -> None:
         dev, config, w, n = self.dev, self.config, self._get(f"layers.{layer}"), out.shape[0]
+        to = Target(out)
         if layer == 0:
-            norm.forward(dev, config, w, "ln1", out, stats, residual)
+            norm.forward(dev, config, w, "ln1", to, stats, residual)
         else:
-            args = (residual, out, stats, residual, branch)
+            args = (residual, to, stats, residual, branch)
             norm.forward_residual(dev, config, w, "ln1", *args)
         self._attention(layer, w, branch, out, position)
-        norm.forward_residual(dev, config, w, "ln2", residual, out, stats, residual, branch)
+        norm.forward_residual(dev, config, w, "ln2", residual, to, stats, residual, branch)
         F, gated = config.intermediate_size, config.activation == "swiglu"
         with (
             dev.scratch("mlp_up", (n, w["up"].shape[0]), self.dtype) as mlp_up,
@@ -122,6 +124,7 @@ class Decoder:
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
         dev, config, n = self.dev, self.config, out.shape[0]
         w = self._get("head")
-        norm.forward_residual(dev, config, w, "norm", residual, out, stats, residual, branch)
+        args = (residual, Target(out), stats, residual, branch)
+        norm.forward_residual(dev, config, w, "norm", *args)
         lm_head = self._get("embed")["embed"] if config.tied_embeddings else w["lm_head"]
         linear.forward(dev, self.logits, out.rows(n - 1, n), lm_head)

@@ -59,6 +59,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "out-dir": out / "model",
             "log-file": out / "log.json",
             "device": device,
+            "gpus": 1,  # the text is too short for more
         }
     )
 

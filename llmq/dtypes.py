@@ -72,7 +72,8 @@ STEP_SCALARS = np.dtype(
 )
 assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
-# Sums over one optimizer step, kept in F64 on the device: cross_entropy adds, global_norm adds,
-# the trainer reads them one step late.
+# Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
+# add, the trainer reads them one step late.
 STATS = ("loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm")
+STATS += ("saturated",)
 STAT = {name: index for index, name in enumerate(STATS)}

@@ -1,14 +1,17 @@
-"""Which machine a run gets: the CPU or a GPU, and how much memory it may use."""
+"""Which machine a run gets: the CPU or GPUs, and how much memory it may use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmq.errors import ConfigError, LlmqError
+from llmq.runtime.affinity import stay_near
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
+from llmq.runtime.gpu_info import bus_id, gpu_count
+from llmq.runtime.kernel import Source
 
 MIB = 1 << 20
 
@@ -21,61 +24,106 @@ PLAN_SPEC = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chosen kind of device.
+    """A chosen kind of device, and how many of them.
 
-    kind: "host" or "cuda". note: one line for the user on why, or None.
+    kind: "host" or "cuda". spec: of every device; where GPUs differ, what fits all of them. note:
+    one line for the user on what was chosen, or None. world_size: ranks, one device each.
     """
 
     kind: str
     spec: DeviceSpec
     note: str | None
+    world_size: int = 1
 
-    def open(self, sizes: MemorySizes, *, graphs: bool = True, tune: bool = True) -> Device:
+    def compile_ahead(self, sources: Iterable[Source]) -> None:
+        """Start to compile kernels that will be launched; on the CPU there is nothing to do."""
+        if self.kind == "cuda":
+            from llmq.runtime.compile import compile_ahead
+
+            compile_ahead(sources, self.spec.capability)
+
+    def open(
+        self, sizes: MemorySizes, *, rank: int = 0, graphs: bool = True, tune: bool = True
+    ) -> Device:
         """The device of a rank with the sizes of a plan; LlmqError if it has too little memory.
 
-        graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the CPU.
+        Must be called in the thread that will use it. With several ranks the thread moves to the
+        CPUs near its GPU. graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the
+        CPU.
         """
+        ranks = {"rank": rank, "world_size": self.world_size}
         if self.kind == "host":
-            return _open_host(sizes)
+            return _open_host(sizes, **ranks)
         from llmq.runtime.cuda_device import CudaDevice
 
-        return CudaDevice(0, sizes, graphs=graphs, tune=tune)
-
-
-def check_ranks(gpus: int) -> None:
-    """ConfigError for a number of ranks (--gpus, 0: all there are) that cannot be had."""
-    if gpus > 1:
-        raise ConfigError(f"--gpus: {gpus} ranks are not supported yet, use --gpus 1")
+        if self.world_size > 1:
+            stay_near(bus_id(rank))
+        return CudaDevice(rank, sizes, graphs=graphs, tune=tune, **ranks)
 
 
 def choose_machine(device: str, gpus: int) -> Machine:
-    """device: "auto", "cpu" or "cuda". gpus: ranks, 0 for all there are.
+    """device: "auto", "cpu" or "cuda". gpus: ranks, 0 for all GPUs there are, on the CPU for one.
 
     Raises LlmqError when what is asked for is not there; the message says why and what to do.
     """
-    check_ranks(gpus)
     if device == "cpu":
-        return Machine(kind="host", spec=HOST_SPEC, note=None)
+        return Machine(kind="host", spec=HOST_SPEC, note=None, world_size=max(gpus, 1))
     from llmq.runtime import cuda_device
 
     if device == "auto":
         reason = cuda_device.unusable_reason(0)
         if reason is not None:
             note = f"Running on the CPU, meant for small models ({reason})."
-            return Machine(kind="host", spec=HOST_SPEC, note=note)
-    return Machine(kind="cuda", spec=cuda_device.device_spec(0), note=None)
+            return Machine(kind="host", spec=HOST_SPEC, note=note, world_size=max(gpus, 1))
+    first = cuda_device.device_spec(0)  # says why, if there is none
+    if gpus == 1:
+        return Machine(kind="cuda", spec=first, note=None)
+    return _choose_gpus(gpus)
 
 
-def _open_host(sizes: MemorySizes) -> Device:
+def _choose_gpus(gpus: int) -> Machine:
+    """The first `gpus` GPUs, or all of them."""
+    from llmq.runtime.cuda_device import device_spec
+
+    there = gpu_count()
+    if gpus > there:
+        raise ConfigError(
+            f"--gpus: {gpus} are asked for, {there} can be seen; check CUDA_VISIBLE_DEVICES"
+        )
+    try:
+        specs = [device_spec(index) for index in range(gpus or there)]
+    except LlmqError as error:
+        raise LlmqError(
+            f"{error}; to leave this GPU out use --gpus or CUDA_VISIBLE_DEVICES"
+        ) from error
+    names, note = [spec.name for spec in specs], None
+    if len(set(names)) > 1:
+        note = f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
+    return Machine(kind="cuda", spec=common_spec(specs), note=note, world_size=len(specs))
+
+
+def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
+    """What all of these GPUs can do, with workspaces that are large enough for each of them."""
+    return DeviceSpec(
+        name=specs[0].name,
+        capability=min(spec.capability for spec in specs),
+        num_sms=max(spec.num_sms for spec in specs),
+        memory=min(spec.memory for spec in specs),
+        library_workspace=max(spec.library_workspace for spec in specs),
+    )
+
+
+def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
     from llmq.runtime.host_device import HostDevice
 
-    needed, available = sizes.device + sizes.stack + sizes.pinned, available_host_memory()
+    needed = (sizes.device + sizes.stack + sizes.host) * world_size
+    available = available_host_memory()
     if needed > available:  # the system would promise more than it has, and kill us later
         raise LlmqError(
             f"out of memory: {needed // MIB} MiB are needed, {available // MIB} MiB of host memory "
             "are available: close other programs, or use a smaller model"
         )
-    return HostDevice(sizes)
+    return HostDevice(sizes, rank=rank, world_size=world_size)
 
 
 def host_memory() -> tuple[int, int]:

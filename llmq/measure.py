@@ -8,13 +8,12 @@ JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message
 
 from __future__ import annotations
 
-import cProfile
 import json
 import platform
-import pstats
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
-from llmq.config import ModelConfig
 from llmq.errors import LlmqError
 from llmq.files import write_file
 from llmq.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
-from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.plan import OutOfMemory, needed_bytes
 from llmq.presets import resolve_model
@@ -37,7 +34,7 @@ from llmq.step import Batch, Result
 from llmq.trainer import Trainer
 
 WARM_UP = 3  # steps: launched one by one, captured, replayed
-EXTRA_STEPS = 3  # after the timed ones: one for the host's profile, two for that of the launches
+EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 
 
 def open_trainer(options: dict[str, Any], steps: int) -> Trainer:
@@ -49,13 +46,13 @@ def open_trainer(options: dict[str, Any], steps: int) -> Trainer:
     return trainer
 
 
-def random_batches(config: TrainConfig, model: ModelConfig) -> list[Batch]:
+def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
     """The micro-batches of one step: int32 inputs and targets (B, T), all tokens equally likely."""
-    rng = np.random.default_rng(0)
-    shape = (2, config.batch_size, config.seq_len)
+    rng = np.random.default_rng(seed)
+    shape = (2, trainer.config.batch_size, trainer.config.seq_len)
     return [
-        tuple(rng.integers(0, model.vocab_size, shape, np.int32))
-        for _ in range(config.grad_accumulation)
+        tuple(rng.integers(0, trainer.model.vocab_size, shape, np.int32))
+        for _ in range(trainer.micro_batches)
     ]
 
 
@@ -72,24 +69,39 @@ def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[flo
 
 
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
-    """Seconds of Python in a step, without waits; how often it waited for the GPU (None: no GPU).
+    """Seconds that rank 0 needs to enqueue a step; how often it waited for its GPU in it.
 
-    A call that enqueues for a replayed step (a graph's launch, a copy, an event) counts as a wait:
-    the driver's queue holds about one micro-step, and such a call blocks inside the driver, without
-    the interpreter lock, until there is room. Measured under cProfile, so a little too many.
+    Waits: None where there is no GPU. The step is enqueued one graph at a time, each into an empty
+    queue: the driver's queue holds about one micro-step of kernels, and in a step of several the
+    host blocks in whichever call finds it full, which is no work. Time of the driver's calls does
+    count, as no replay begins without it.
     """
-    dev, profile = trainer.dev, cProfile.Profile()
-    dev.synchronize()
-    waits = dev.sync_calls if dev.kind == "cuda" else None
-    start = time.perf_counter()
-    ticket = profile.runcall(trainer.enqueue_step, batches)
-    seconds = time.perf_counter() - start
-    waits = None if waits is None else dev.sync_calls - waits
-    trainer.result(ticket)
-    rows = pstats.Stats(profile).stats.items()
-    waits_in = ("synchronize", "graphLaunch", "memcpyAsync", "memsetAsync", "eventRecord")
-    waiting = sum(row[3] for (_, _, name), row in rows if any(w in name for w in waits_in))
-    return max(seconds - waiting, 0.0), waits
+    dev, step = trainer.dev, trainer.ranks.first.step
+    enqueue, train = dev.graph, step.train
+    seconds, syncs, waits = 0.0, 0, 0
+
+    def into_an_empty_queue(key: tuple, fn: Callable[[], Any]) -> None:
+        nonlocal seconds, syncs
+        start = time.perf_counter()
+        dev.synchronize()
+        seconds, syncs = seconds - (time.perf_counter() - start), syncs + 1
+        enqueue(key, fn)
+
+    def timed(*args: Any) -> int:
+        nonlocal seconds, waits
+        dev.synchronize()
+        before, start = getattr(dev, "sync_calls", 0), time.perf_counter()
+        ticket = train(*args)
+        seconds += time.perf_counter() - start
+        waits = getattr(dev, "sync_calls", 0) - before - syncs
+        return ticket
+
+    dev.graph, step.train = into_an_empty_queue, timed
+    try:
+        trainer.result(trainer.enqueue_step(batches))
+    finally:
+        del dev.graph, step.train  # what the classes define is seen again
+    return seconds, waits if dev.kind == "cuda" else None
 
 
 def launch_times(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
@@ -107,21 +119,21 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
     """`result` and `machine` of one run; see llmq/bench.py for what the numbers mean."""
     with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
-        batches = random_batches(config, trainer.model)
+        batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
         for _ in range(WARM_UP - 1):
             trainer.step(batches)
-        monitor = open_monitor(dev)
-        energy = None if monitor is None else monitor.joules()
+        monitors = [open_monitor(device) for device in trainer.ranks.devices]
+        energy = _joules(monitors)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
-        used = None if energy is None else monitor.joules() - energy
-        gpu = None if monitor is None else monitor.sample()
+        used = None if energy is None else _joules(monitors) - energy
+        gpu = None if monitors[0] is None else monitors[0].sample()
         seconds = [pair[0] for pair in timed]
         step, loss = statistics.median(seconds), timed[-1][1].loss
         if not np.isfinite(loss):
             raise LlmqError(f"the loss became {loss}, so its speed means nothing")
-        light = speed_of_light(config, trainer.model, dev.spec.name)
+        light = speed_of_light(config, trainer.model, dev.spec.name, trainer.world_size)
         flops = sum(asdict(flops_per_token(trainer.model, config.seq_len)).values())
         python = waits = idle = None
         if dev.kind == "cuda":  # on the CPU the host's work is all there is
@@ -142,10 +154,17 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
             "loss": loss,
             "gpu": gpu,
         }
-        machine = _machine(trainer, monitor)
-        if monitor is not None:
-            monitor.close()
+        machine = _machine(trainer, monitors[0])
+        for monitor in monitors:
+            if monitor is not None:
+                monitor.close()
     return {"result": result, "machine": machine}
+
+
+def _joules(monitors: list[GpuMonitor | None]) -> float | None:
+    """What all GPUs have used so far; None where one of them does not say."""
+    readings = [None if monitor is None else monitor.joules() for monitor in monitors]
+    return None if None in readings else sum(readings)
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,8 @@ import numpy as np
 from llmq.errors import LlmqError
 from llmq.files import disk_errors
 from llmq.loader import DataLoader
+from llmq.runtime.links import LinkTable
+from llmq.runtime.timing import Timing
 from llmq.step import Result
 
 SHOWN_FILES = 10  # in [Dataset], for each split
@@ -182,13 +184,31 @@ def duration(milliseconds: float) -> str:
     return f"{int(milliseconds / 1000):5d}  s"
 
 
+def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
+    """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges."""
+    parts: list[dict[str, float]] = []
+    for name, ms in ranges:
+        part = name.split()[0]
+        if name == "forward 0":
+            parts.append({"step": len(parts), "fwd": 0.0, "head": 0.0, "bwd": 0.0})
+        if part == "optimizer":
+            parts.append({"opt": ms})
+        elif part == "forward":
+            parts[-1]["fwd"] += ms
+        else:
+            parts[-1]["bwd"] += ms  # the head counts as a part of backward, too
+            parts[-1]["head"] += ms if part == "head" else 0.0
+    return parts
+
+
 class Reporter:
-    """Console and log of one run; rank 0 has it."""
+    """Console and log of one run."""
 
     def __init__(self, log: JsonLog, view: View, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
         self._losses: list[float] = []  # since the last evaluation
         self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
+        self._gpu_lines: dict[int, str] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -265,6 +285,8 @@ class Reporter:
             score = window.score(value)
             if score > 10:
                 self.message(f"{name} outlier with z-score: {score:.1f}", step)
+        if result.saturated:
+            self.message(f"Elements beyond their delayed fp8 scales: {result.saturated}", step)
         self.log.write(
             "step",
             step,
@@ -276,28 +298,21 @@ class Reporter:
             lse_max=result.lse_max,
             lse_mean=result.lse_mean,
             loss_1k=result.loss_1k,
+            saturated=result.saturated,
         )
         self.view.progress(
             step=step + 1, loss=result.loss, norm=result.norm, lr=lr, ms=ms, tokens=tokens
         )
 
-    def time_breakdown(self, step: int, times: list[tuple[str, float]]) -> None:
-        """--debug-time-breakdown: the named ranges of a step with their milliseconds, in order."""
-        parts: list[dict[str, float]] = []
-        for name, ms in times:
-            part = name.split()[0]
-            if name == "forward 0":
-                parts.append({"step": len(parts), "fwd": 0.0, "head": 0.0, "bwd": 0.0})
-            if part == "optimizer":
-                parts.append({"opt": ms})
-            elif part == "forward":
-                parts[-1]["fwd"] += ms
-            else:
-                parts[-1]["bwd"] += ms  # the head counts as a part of backward, too
-                parts[-1]["head"] += ms if part == "head" else 0.0
+    def time_breakdown(self, step: int, timings: Sequence[Timing]) -> None:
+        """--debug-time-breakdown: the parts of a step, on the console those of rank 0.
+
+        timings: by rank. Where there are several, also what each one waited for the others.
+        """
+        parts = [_parts(timing.ranges) for timing in timings]
         self.view.line("")
         self.view.line("Timing breakdown:")
-        for p in parts:
+        for p in parts[0]:
             if "opt" in p:
                 self.view.line(f"  opt {p['opt']:7.2f}ms")
             else:
@@ -305,8 +320,26 @@ class Reporter:
                 self.view.line(
                     f"  fwd {p['fwd']:7.2f}ms, head {p['head']:7.2f}ms, bwd {bwd:7.2f}ms"
                 )
+        waits = [{"communication": sum(t.waits)} for t in timings] if len(timings) > 1 else [{}]
+        if len(timings) > 1:
+            shown = ", ".join(f"{sum(timing.waits):.2f}" for timing in timings)
+            self.view.line(f"  waits for other ranks, by rank: {shown} ms")
         self.view.line("")
-        self.log.write("info", step, type="time-breakdown", gpu=0, breakdown=parts)
+        for rank, (breakdown, fields) in enumerate(zip(parts, waits, strict=True)):
+            fields = {"type": "time-breakdown", "gpu": rank, "breakdown": breakdown} | fields
+            self.log.write("info", step, **fields)
+
+    def abs_maxes(self, step: int, values: dict[str, float]) -> None:
+        """--debug-log-abs-max: largest absolute values by name; NaN is the largest of all."""
+
+        def largest(kind: str) -> str:
+            of_kind = {name: value for name, value in values.items() if name.startswith(kind)}
+            name = max(of_kind, key=lambda name: (math.isnan(of_kind[name]), of_kind[name]))
+            return f"{name} {of_kind[name]:.4g}"
+
+        self.view.line(f"[A] step {step:5d} | largest: {largest('act.')}, {largest('grad.')}")
+        named = [{"name": name, "value": value} for name, value in values.items()]
+        self.log.write("abs-maxes", step, abs_maxes=named)
 
     def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
         """[V]: the evaluation before step `step`. tokens: that were run."""
@@ -327,10 +360,22 @@ class Reporter:
         )
         self.view.progress(eval_loss=result.loss)
 
-    def gpu(self, step: int, sample: dict[str, Any], line: str) -> None:
-        """A record of the monitor's, and a line of text for the live view."""
-        self.log.write("gpu", step, **sample)
-        self.view.progress(gpu=line)
+    def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
+        """A record of a rank's monitor, and a line of text for the live view."""
+        self.log.write("gpu", step, rank=rank, **sample)
+        self._gpu_lines[rank] = line
+        self.view.progress(gpu="\n".join(self._gpu_lines.values()))
+
+    def links(self, table: LinkTable) -> None:
+        """[Links]: how the GPUs reach each other, and how fast."""
+        for line in [*table.lines(), ""]:
+            self.view.line(line)
+        self.log.write("links", 0, links=table.records())
+
+    def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
+        """What --measure-scaling found."""
+        self.view.line(line)
+        self.log.write("scaling", step, **record)
 
     def close(self) -> None:
         """Close the view and the log."""

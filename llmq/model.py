@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq import embedding
-from llmq.block import Blocks, Recompute
+from llmq.activations import Recompute
+from llmq.block import Blocks
 from llmq.config import ModelConfig
 from llmq.dtypes import DType
 from llmq.grads import Gradients
 from llmq.head import Head
-from llmq.operands import Fp8Options
+from llmq.operands import Fp8Options, Operands, slot
+from llmq.residuals import Residuals
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
 from llmq.weights import Weights
@@ -29,6 +31,7 @@ class ModelOptions:
     lmhead_chunks: int
     attention_backend: str
     attention_chunks: int
+    offload_residual: bool = False
 
 
 class Model:
@@ -38,18 +41,25 @@ class Model:
         self.dev, self.config, self.options, self.weights = dev, config, options, weights
         B, T = options.micro_batch, options.seq_len
         rows, shape = B * T, (B * T, config.hidden_size)
+        self.residuals = Residuals(
+            dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
+        )
+        args = (options.fp8, config.num_layers, *shape, options.dtype)
+        self.operands = Operands(dev, *args)
         self.blocks = Blocks(
             dev,
             config,
+            self.residuals,
+            self.operands,
             options.recompute,
             options.dtype,
-            options.fp8,
             B,
             T,
             attention_backend=options.attention_backend,
             attention_chunks=options.attention_chunks,
         )
-        self.head = Head(dev, config, options.dtype, rows, options.lmhead_chunks)
+        args = (options.dtype, rows, options.lmhead_chunks, options.z_loss)
+        self.head = Head(dev, config, self.operands, *args)
         self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
         self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
 
@@ -59,50 +69,60 @@ class Model:
 
     @property
     def _head_slab(self) -> tuple[str, str]:
-        """Slab and key of the matrix that makes logits."""
+        """Block and key of the matrix that makes logits."""
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
-    def forward(self, tokens: Tensor) -> None:
-        """Tokens to the output of the final norm."""
-        weights = self.weights
-        self.blocks.operands.start()
+    def forward(self, tokens: Tensor, *, stale: bool, keep: bool) -> None:
+        """Tokens to the output of the final norm.
+
+        stale: as Weights.take_stale said. keep: backward follows.
+        """
+        weights, residuals = self.weights, self.residuals
+        self.operands.start_micro_step(of_step=keep)
+        weights.start_micro_step(stale)
         weights.gather("embed")
-        residual = self.blocks.layers[0].residual.view(*tokens.shape, self.config.hidden_size)
+        weights.gather("layers.0")
+        residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         embedding.forward(self.dev, weights.get("embed"), residual, tokens)
         weights.release("embed")
-        weights.gather("layers.0")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
+            residuals.write(layer)
             with self.dev.range(f"forward {layer}"):
                 self.blocks.forward(layer, weights.get(f"layers.{layer}"))
+            residuals.written(layer, keep=keep)
             weights.release(f"layers.{layer}")
         self.head.forward(weights.get("head"), self.blocks.layers[-1], self.blocks.branch)
         weights.release("head")
 
     def loss(self, targets: Tensor) -> None:
         """Per-token losses after `forward`, without gradients."""
-        slab, key = self._head_slab
+        slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.loss(self.weights.get(slab)[key], targets.view(targets.size))
+        self.head.loss(self.weights.lm_head(), targets.view(targets.size))
         self.weights.release(slab)
 
-    def backward(self, grads: Gradients, tokens: Tensor, targets: Tensor, accumulate: bool) -> None:
+    def backward(
+        self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool
+    ) -> None:
         """Per-token losses and all gradients after `forward`.
 
-        accumulate False: gradients are overwritten; True: added to.
+        accumulate False: gradients are overwritten; True: added to. last: of an optimizer step.
         """
-        grads.start_micro_step(accumulate)
+        grads.start_micro_step(accumulate, last)
+        weights, residuals = self.weights, self.residuals
+        weights.gather(f"layers.{self._layers[-1]}")
         with self.dev.range("head"):
             self._backward_head(grads, targets)
-        weights = self.weights
-        weights.gather(f"layers.{self._layers[-1]}")
         for layer in reversed(self._layers):
             if layer > 0:
                 weights.gather(f"layers.{layer - 1}")
             name = f"layers.{layer}"
+            residuals.read(layer)
             with self.dev.range(f"backward {layer}"):
-                args = (weights.get(name), grads.full(name), self.d_residual, self.d_norm)
-                self.blocks.backward(layer, *args)
+                w = weights.get(name, transposed=True)
+                self.blocks.backward(layer, w, grads.full(name), self.d_residual, self.d_norm)
+            residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
@@ -119,13 +139,11 @@ class Model:
         self.head.loss_and_backward(
             weights.get("head"),
             grads.full("head"),
-            weights.get(slab)[key],
+            weights.lm_head(),
             d_lm_head,
             targets.view(targets.size),
-            self.options.z_loss,
-            self.d_residual,
+            self.operands.passing(slot(self._layers[-1], "d_mlp"), self.d_residual),
             self.d_norm,
-            self.blocks.operands.abs_max(self._layers[-1], "d_mlp"),
         )
         for name in {slab, "head"}:
             weights.release(name)

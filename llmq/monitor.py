@@ -1,4 +1,4 @@
-"""What a run reports about its GPU: the card, its speed of light, and NVML's readings."""
+"""What a run reports about its GPUs: the card, its speed of light, and NVML's readings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmq.ops import matmul, random
 from llmq.options import TrainConfig
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
-from llmq.runtime.gpu_info import GpuInfo, gpu_info
+from llmq.runtime.gpu_info import GpuInfo, bus_id
 from llmq.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks
 
 INTERVAL = 0.5  # seconds between two rounds of readings
@@ -162,11 +162,11 @@ def open_monitor(dev: Device, interval: float = INTERVAL) -> GpuMonitor | None:
     nvml = load_nvml()
     if nvml is None:
         return None
-    bus_id = gpu_info(dev.index).bus_id
+    place = bus_id(dev.index)
     try:
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(place)
     except nvml.NVMLError as error:
-        print(f"warning: no readings of GPU {dev.index} at {bus_id}: {error}", file=sys.stderr)
+        print(f"warning: no readings of GPU {dev.index} at {place}: {error}", file=sys.stderr)
         return None
     return GpuMonitor(nvml, handle, dev.index, interval)
 
@@ -216,14 +216,15 @@ class SpeedOfLight:
     """The most tokens per second that a card's data sheet allows.
 
     peaks: TF32, BF16 and FP8, in TFLOP/s. dtype: of weights and activations, "fp32" or "bf16".
-    matmul_dtype: of the products of the blocks, the same or "e4m3". nanoseconds: per token, over
-    all GPUs.
+    matmul_dtype, head_dtype: of the products of the blocks and of the LM head, the same or "e4m3".
+    nanoseconds: per token, over all GPUs.
     """
 
     flops: FlopsPerToken
     peaks: tuple[float, float, float]
     dtype: str
     matmul_dtype: str
+    head_dtype: str
     nanoseconds: int
 
     @property
@@ -258,7 +259,7 @@ class SpeedOfLight:
             rows.append(f"  Benchmark:  {percent:6.1f}%         of spec sheet")
         for name, flops, used in (
             ("Blocks:", self.flops.blocks, blocks),
-            ("LM-Head:", self.flops.lm_head, label),
+            ("LM-Head:", self.flops.lm_head, _PEAKS[self.head_dtype][1]),
             ("Attention:", self.flops.attention, label),
         ):
             unit, size = ("G", 1e9) if flops > 2e9 else ("M", 1e6)
@@ -288,10 +289,10 @@ def speed_of_light(
     if found is None:
         return None
     flops, dtype = flops_per_token(model, config.seq_len), config.model_dtype
-    blocks_peak, peak = _peak(found, config.matmul_dtype), _peak(found, dtype)
-    if blocks_peak == 0:  # the card has no fp8
+    used = [_peak(found, part) for part in (config.matmul_dtype, config.head_dtype, dtype)]
+    if min(used) == 0:  # the card has no fp8
         return None
-    nanoseconds = nanoseconds_per_token(flops, blocks_peak, peak, world_size)
+    nanoseconds = nanoseconds_per_token(flops, *used, world_size)
     if nanoseconds == 0:
         return None
     return SpeedOfLight(
@@ -299,6 +300,7 @@ def speed_of_light(
         peaks=found,
         dtype=dtype,
         matmul_dtype=config.matmul_dtype,
+        head_dtype=config.head_dtype,
         nanoseconds=nanoseconds,
     )
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from llmq.config import ModelConfig
 from llmq.dtypes import F32
+from llmq.linear import Target
 from llmq.ops import layernorm, rmsnorm
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -35,18 +36,18 @@ def forward(
     config: ModelConfig,
     w: Mapping[str, Tensor],
     key: str,
-    out: Tensor,
+    to: Target,
     stats: Stats,
     x: Tensor,
-    abs_max: Tensor | None = None,
 ) -> None:
-    """out (rows, C) = norm(x). abs_max F32 (1,): max'ed with the largest absolute value of out."""
+    """to (rows, C) = norm(x)."""
+    results = {"abs_max": to.abs_max, "fp8": to.fp8}
     if stats.mean is None:
         args = (x, w[key], config.norm_eps)
-        rmsnorm.forward(dev, out, stats.rstd, *args, abs_max=abs_max)
+        rmsnorm.forward(dev, to.out, stats.rstd, *args, **results)
     else:
         args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward(dev, out, stats.mean, stats.rstd, *args, abs_max=abs_max)
+        layernorm.forward(dev, to.out, stats.mean, stats.rstd, *args, **results)
 
 
 def forward_residual(
@@ -55,23 +56,20 @@ def forward_residual(
     w: Mapping[str, Tensor],
     key: str,
     residual_out: Tensor,
-    out: Tensor,
+    to: Target,
     stats: Stats,
     residual: Tensor,
     branch: Tensor,
-    abs_max: Tensor | None = None,
 ) -> None:
-    """residual_out = residual + branch; out = norm(residual_out); all (rows, C).
-
-    abs_max F32 (1,): max'ed with the largest absolute value of out.
-    """
+    """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
+    results = {"abs_max": to.abs_max, "fp8": to.fp8}
     if stats.mean is None:
-        args = (residual_out, out, stats.rstd, residual, branch, w[key], config.norm_eps)
-        rmsnorm.forward_residual(dev, *args, abs_max=abs_max)
+        args = (residual_out, to.out, stats.rstd, residual, branch, w[key], config.norm_eps)
+        rmsnorm.forward_residual(dev, *args, **results)
     else:
-        args = (residual_out, out, stats.mean, stats.rstd, residual, branch)
+        args = (residual_out, to.out, stats.mean, stats.rstd, residual, branch)
         args += (w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward_residual(dev, *args, abs_max=abs_max)
+        layernorm.forward_residual(dev, *args, **results)
 
 
 def backward(
@@ -79,21 +77,18 @@ def backward(
     w: Mapping[str, Tensor],
     g: Mapping[str, Accumulator],
     key: str,
-    d_x: Tensor,
+    to: Target,
     d_out: Tensor,
     x: Tensor,
     stats: Stats,
     d_residual: Tensor | None,
-    abs_max: Tensor | None = None,
 ) -> None:
-    """d_x (rows, C) = the norm's input gradient + d_residual (may be d_x itself).
-
-    abs_max F32 (1,): max'ed with the largest absolute value of d_x.
-    """
+    """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself)."""
+    results = {"abs_max": to.abs_max, "fp8": to.fp8}
     if stats.mean is None:
-        args = (d_x, g[key], d_out, x, w[key], stats.rstd, d_residual)
-        rmsnorm.backward(dev, *args, abs_max=abs_max)
+        args = (to.out, g[key], d_out, x, w[key], stats.rstd, d_residual)
+        rmsnorm.backward(dev, *args, **results)
     else:
-        args = (d_x, g[key], g[f"{key}_bias"], d_out, x, w[key])
+        args = (to.out, g[key], g[f"{key}_bias"], d_out, x, w[key])
         args += (stats.mean, stats.rstd, d_residual)
-        layernorm.backward(dev, *args, abs_max=abs_max)
+        layernorm.backward(dev, *args, **results)

@@ -104,6 +104,36 @@ def parse_continue(value: Any) -> str | None:
     return parse_str(value)
 
 
+def parse_every(value: Any) -> int:
+    """A number of steps; true: every step, false: never. ValueError otherwise."""
+    if isinstance(value, bool):
+        return 1 if value else -1
+    return parse_int(value)
+
+
+def parse_layers(value: Any) -> str:
+    """'all', or numbers and ranges such as 0-11,20, in this form. ValueError otherwise."""
+    text = "".join(str(value).lower().split())
+    known = text == "all" or re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    ranges = (pair.split("-") for pair in re.findall(r"\d+-\d+", text))
+    if not known or any(int(first) > int(last) for first, last in ranges):
+        raise ValueError(f"expected all or layers such as 0-11,20, got {value!r}")
+    return text
+
+
+def layer_set(text: str, num_layers: int) -> frozenset[int]:
+    """The layers that a value of parse_layers names. ValueError if there are not so many."""
+    if text == "all":
+        return frozenset(range(num_layers))
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        layers.update(range(int(first), int(last or first) + 1))
+    if max(layers) >= num_layers:
+        raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
+    return frozenset(layers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """How one field of TrainConfig is set from outside."""
@@ -156,6 +186,8 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_path: "PATH",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",
+    parse_every: "[INT]",
+    parse_layers: "LAYERS",
 }
 
 

@@ -1,4 +1,4 @@
-"""TrainConfig: every option of a training run. The command line is generated from its fields."""
+"""TrainConfig: the options of one run, with what they imply and what is refused."""
 
 from __future__ import annotations
 
@@ -9,226 +9,15 @@ from pathlib import Path
 
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError
-from llmq.option_types import (
-    Option,
-    option,
-    options_of,
-    parse_continue,
-    parse_dtype_name,
-    parse_size,
-    parse_word,
-)
-from llmq.schedule import SCHEDULES
+from llmq.option_fields import FP8_DTYPES, Fields
+from llmq.option_types import Option, layer_set, options_of
 
-_DTYPES = ("bf16", "fp32")
-_FP8 = ("e4m3", "e5m2")
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
-_SHAKESPEARE = "data/tiny-shakespeare-qwen"
-_MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
-_OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Fields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
-
-    model: str = option(
-        _MODEL,
-        ".",
-        "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
-    )
-    from_scratch: bool = option(_MODEL, False, "Start from random weights")
-    init_proj_to_zero: bool = option(
-        _MODEL, False, "Start the attention-out and MLP-down matrices at zero"
-    )
-    model_dtype: str = option(
-        _MODEL,
-        "bf16",
-        "Format of weights and activations",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    master_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format of the weights the optimizer updates; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    grad_accum_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format in which gradients are summed; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    matmul_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format in which the products of the blocks run; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, "e4m3"),
-    )
-    gradient_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format of output gradients in these products; as --matmul-dtype if not given",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, *_FP8),
-    )
-    seed: int = option(
-        _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
-    )
-
-    train_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
-    )
-    eval_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/eval.bin", "Validation token files, a glob pattern"
-    )
-    train_seed: int = option(
-        _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
-    )
-    eval_seed: int = option(
-        _DATA, 0x384B4524, "Seed of the order of the validation data", min=0, max=2**64 - 1
-    )
-    batch_size: int = option(_DATA, 4, "Sequences per GPU and micro-step", alias="batch", min=1)
-    seq_len: int = option(
-        _DATA, 1024, "Tokens per sequence, a multiple of 4", alias="seq-length", min=4
-    )
-    grad_accumulation: int = option(_DATA, 4, "Micro-steps per optimizer step", min=1)
-    steps: int = option(
-        _DATA,
-        -1,
-        "Optimizer steps in all, resumed ones included; -1: as many as --epochs gives",
-        min=-1,
-    )
-    epochs: int | None = option(
-        _DATA, None, "Passes over the training data, 1 if neither this nor --steps is given", min=1
-    )
-    eval_every_n_steps: int = option(
-        _DATA, 100, "Steps between validations; 0 or less: only at the end"
-    )
-    eval_num_steps: int = option(
-        _DATA, 100, "Batches of a periodic validation; the last one uses all data", min=1
-    )
-
-    learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)
-    warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
-    cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
-    final_lr_fraction: float = option(
-        _OPTIMIZER, 1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
-    )
-    lr_schedule: str = option(
-        _OPTIMIZER,
-        "cosine",
-        "Course of the learning rate between warm-up and cooldown",
-        parse=parse_word,
-        choices=SCHEDULES,
-    )
-    beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
-    beta_2: float = option(_OPTIMIZER, 0.95, "AdamW: decay of the second moment", min=0)
-    adam_epsilon: float = option(
-        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment", min=0
-    )
-    opt_m_dtype: str = option(
-        _OPTIMIZER,
-        "fp32",
-        "AdamW: format of the first moment",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    opt_v_dtype: str = option(
-        _OPTIMIZER,
-        "fp32",
-        "AdamW: format of the second moment",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    weight_decay: float = option(_OPTIMIZER, 0.1, "AdamW: decay of the matrices", min=0)
-    grad_clip: float = option(
-        _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
-    )
-    z_loss: float = option(
-        _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
-    )
-
-    name: str = option(_OUTPUT, "llmq", "Name of the run, replaces %n in the paths below")
-    out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
-    checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
-    ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
-    ckpt_keep_n: int = option(
-        _OUTPUT, -1, "Checkpoints to keep, older ones are deleted; 0 or less: all"
-    )
-    ckpt_major: int = option(
-        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted"
-    )
-    save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
-    continue_from: str | None = option(
-        _OUTPUT,
-        None,
-        "Resume: the newest checkpoint, or the one of this step or path",
-        flag="continue",
-        parse=parse_continue,
-    )
-    new_data: bool = option(
-        _OUTPUT, False, "With --continue: start the data anew, not where the checkpoint was"
-    )
-    log_file: Path | None = option(
-        _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
-    )
-    log_gpu_util: int = option(_OUTPUT, 25, "Steps between GPU records; 0: none", min=0)
-    debug_log_allocations: int = option(
-        _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
-    )
-    debug_time_breakdown: bool = option(_OUTPUT, False, "Print the time of each part of each step")
-
-    recompute_swiglu: bool = option(
-        _MEMORY, False, "In backward, compute the activation of the MLP again"
-    )
-    recompute_norm: bool = option(_MEMORY, False, "In backward, compute the norms again")
-    recompute_ffn: bool = option(
-        _MEMORY, False, "In backward, compute the MLP again; implies --recompute-swiglu"
-    )
-    recompute_qkv: bool = option(
-        _MEMORY, False, "In backward, compute queries, keys and values again"
-    )
-    recompute_att: bool = option(
-        _MEMORY, False, "In backward, compute attention again; implies --recompute-qkv"
-    )
-    recompute_block: bool = option(
-        _MEMORY, False, "In backward, compute the whole block again; implies all of the above"
-    )
-    lmhead_chunks: int = option(_MEMORY, 1, "Parts in which logits are made; divides B*T", min=1)
-    attn_bwd_chunks: int = option(
-        _MEMORY, 1, "Parts of the backward pass of attention; divides the batch size", min=1
-    )
-    memory_limit: int | None = option(
-        _MEMORY, None, "Use at most this much memory per device", parse=parse_size, min=1
-    )
-
-    device: str = option(
-        _MACHINE,
-        "auto",
-        "Where to run; auto: on GPUs if there are any",
-        parse=parse_word,
-        choices=("auto", "cpu", "cuda"),
-    )
-    gpus: int = option(
-        _MACHINE,
-        0,
-        "GPUs to use (on the CPU: threads, as if they were GPUs); 0: all GPUs, one thread",
-        min=0,
-    )
-    use_cuda_graphs: bool = option(_MACHINE, True, "Record the GPU work once and replay it")
-    attention: str = option(
-        _MACHINE,
-        "auto",
-        "Attention kernels; auto: the faster ones that work here",
-        parse=parse_word,
-        choices=("auto", "cudnn", "native"),
-    )
-    tune: bool = option(_MACHINE, True, "Time the candidates for each matrix product at the start")
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
         """With what is implied written out: spellings, formats, recomputation, %n, the log file.
@@ -244,6 +33,9 @@ class TrainConfig:
         values["grad_accum_dtype"] = values["grad_accum_dtype"] or values["model_dtype"]
         values["matmul_dtype"] = values["matmul_dtype"] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
+        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
+        values["shard_gradients"] = values["shard_gradients"] or values["zero_level"] >= 2
+        values["shard_weights"] = values["shard_weights"] or values["zero_level"] == 3
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
         for implying, implied in _IMPLICATIONS:
@@ -288,6 +80,7 @@ class TrainConfig:
             if self.model_dtype == "fp32" and dtype == "bf16":
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
         self._validate_matmul()
+        self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
             raise ConfigError("--epochs: excludes --steps, give one of them")
         if self.init_proj_to_zero and not self.from_scratch:
@@ -306,7 +99,7 @@ class TrainConfig:
                 f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
                 f"{self.model_dtype}, use {' or '.join(legal)}"
             )
-        if self.matmul_dtype == "e4m3" and self.gradient_dtype not in _FP8:
+        if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
             raise ConfigError(
                 f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
                 f"{self.gradient_dtype}"
@@ -316,6 +109,40 @@ class TrainConfig:
                 f"--gradient-dtype: {self.gradient_dtype} needs --matmul-dtype e4m3, which is "
                 f"{self.matmul_dtype}"
             )
+        if self.matmul_dtype != "e4m3" and self.head_dtype != self.model_dtype:
+            raise ConfigError(
+                f"--head-dtype: {self.head_dtype} does not go with --matmul-dtype "
+                f"{self.matmul_dtype} and --model-dtype {self.model_dtype}"
+            )
+        if self.head_dtype not in (self.model_dtype, "e4m3"):
+            raise ConfigError(
+                f"--head-dtype: {self.head_dtype} does not go with --model-dtype "
+                f"{self.model_dtype}, use {self.model_dtype} or e4m3"
+            )
+        if self.fp8_recipe == "delayed" and self.matmul_dtype != "e4m3":
+            raise ConfigError("--fp8-recipe: delayed needs --matmul-dtype e4m3")
+
+    def _validate_memory(self) -> None:
+        """Options that cannot do anything without another one."""
+        fp8 = self.matmul_dtype == "e4m3"
+        for flag, given, needs, has in (
+            ("--persistent-quants", self.persistent_quants, "--matmul-dtype e4m3", fp8),
+            ("--persistent-quants", self.persistent_quants, "--shard-weights", self.shard_weights),
+            (
+                "--offload-quants",
+                self.offload_quants,
+                "--persistent-quants",
+                self.persistent_quants,
+            ),
+            (
+                "--offload-gradients",
+                self.offload_gradients,
+                "--shard-gradients or --zero-level 2",
+                self.shard_gradients,
+            ),
+        ):
+            if given and not has:
+                raise ConfigError(f"{flag}: needs {needs}")
 
     def validate_with(self, model: ModelConfig) -> TrainConfig:
         """Return self. validate(), and the options against the model they are for."""
@@ -323,6 +150,16 @@ class TrainConfig:
         if self.seq_len > model.max_positions:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
+            )
+        try:
+            layer_set(self.recompute_layers, model.num_layers)
+        except ValueError as error:
+            raise ConfigError(f"--recompute-layers: {error}") from None
+        chunk = self.batch_size * self.seq_len // self.lmhead_chunks
+        if self.head_dtype == "e4m3" and chunk % _FP8_MULTIPLE:
+            raise ConfigError(
+                f"--head-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but --lmhead-chunks "
+                f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
         if self.matmul_dtype == "e4m3":
             sizes = {
@@ -352,7 +189,79 @@ class TrainConfig:
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} do not fit into "
                 f"--steps {self.steps}"
             )
-        return lines
+        return lines + self._memory_warnings()
+
+    def _memory_warnings(self) -> list[str]:
+        optimizer = self.offload_master or self.offload_opt_m or self.offload_opt_v
+        offload = optimizer or self.offload_gradients or self.offload_quants
+        separate = (
+            self.matmul_dtype == "e4m3"
+            or self.shard_weights
+            or self.master_dtype != self.model_dtype
+        )
+        recomputes = any(
+            getattr(self, name)
+            for name in OPTIONS
+            if name.startswith("recompute_") and name != "recompute_layers"
+        )
+        idle = (
+            ("--zero-level 0", "is the same as 1", self.zero_level == 0),
+            (
+                "--offload-master",
+                "has no effect: the optimizer updates the weights that the products read; it has "
+                "one with --shard-weights or --matmul-dtype e4m3",
+                self.offload_master and not separate,
+            ),
+            (
+                "--use-zero-copy",
+                "has no effect without --offload-master, --offload-opt-m or --offload-opt-v",
+                self.use_zero_copy and not optimizer,
+            ),
+            (
+                "--write-combined",
+                "has no effect without an --offload option beside --offload-residual",
+                self.write_combined and not offload,
+            ),
+            (
+                "--memcpy-send-recv",
+                "has no effect without --all-to-all-reduce",
+                self.memcpy_send_recv and not self.all_to_all_reduce,
+            ),
+            (
+                "--recompute-layers",
+                "has no effect without a --recompute option",
+                self.recompute_layers != "all" and not recomputes,
+            ),
+            (
+                "--debug-log-abs-max",
+                "has no effect without --matmul-dtype e4m3",
+                self.debug_log_abs_max > 0 and self.matmul_dtype != "e4m3",
+            ),
+            (
+                "--no-keep-transposed",
+                "has no effect without --matmul-dtype e4m3",
+                not self.keep_transposed and self.matmul_dtype != "e4m3",
+            ),
+            (
+                "--fp8-fast-accumulation",
+                "has no effect without --matmul-dtype e4m3",
+                self.fp8_fast_accumulation != "forward" and self.matmul_dtype != "e4m3",
+            ),
+        )
+        return [f"{flag} {problem}" for flag, problem, applies in idle if applies]
+
+    def rank_warnings(self, world_size: int) -> list[str]:
+        """One line for every option that has no effect with this number of ranks."""
+        if world_size > 1:
+            return []
+        idle = {
+            "--memcpy-all-gather": self.memcpy_all_gather,
+            "--memcpy-send-recv": self.memcpy_send_recv,
+            "--all-to-all-reduce": self.all_to_all_reduce,
+            "--measure-scaling": self.measure_scaling,
+            f"--p2p {self.p2p}": self.p2p != "auto",
+        }
+        return [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
 
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)

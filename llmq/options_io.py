@@ -18,6 +18,7 @@ _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.fl
 _RENAMED = {
     "lm-head-chunks": "lmhead_chunks",
     "cuda-graphs": "use_cuda_graphs",
+    "use-write-combined": "write_combined",
     "final-lr": "final_lr_fraction",
     "micro-batch": "batch_size",
     "ckpt-every-n-steps": "ckpt_interval",
@@ -27,9 +28,11 @@ _RENAMED = {
 }
 _BEFORE_SIZES = (
     "name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att "
-    "recompute-block lm-head-chunks attn-bwd-chunks cuda-graphs matmul-dtype gradient-dtype "
-    "model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule "
-    "beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
+    "recompute-block lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m "
+    "offload-opt-v use-zero-copy shard-weights shard-gradients persistent-quants cuda-graphs "
+    "all-to-all-reduce memcpy-all-gather memcpy-send-recv use-write-combined matmul-dtype "
+    "gradient-dtype model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr "
+    "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
 ).split()
 _BEFORE_MODEL = (
     "eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major "
@@ -57,6 +60,12 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
         if one in own:  # they exclude each other, and the command line wins
             inherited.pop(other, None)
     return TrainConfig(**(inherited | own)).normalized().validate()
+
+
+def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:
+    """Fields of TrainConfig that the user has set: as for make_config, which has accepted them."""
+    inherited = {} if file is None else _by_field(_read_file(file), "")
+    return frozenset(_by_field(given, "") | inherited)
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """THE weight table: every parameter's name, shape, place in memory, decay, init and HF name.
 
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
-Parameters are grouped into slabs, one per transformer block plus "embed" and "head". A slab is one
-contiguous piece of memory in every kind of storage (weights, gradients, moments), so that copies,
-collectives and the optimizer work on whole blocks; a parameter's place in it is its `offset`,
-counted in elements and therefore the same for every dtype.
+Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
+head of its own), and "vectors", the norms and biases of all blocks. A slab is one contiguous piece
+of memory in every kind of storage (weights, gradients, moments), so that copies, collectives and
+the optimizer work on whole blocks; a parameter's place in it is its `offset`, counted in elements
+and therefore the same for every dtype. Each of W ranks owns the same number of its elements.
+
+    slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
+    rank 0 owns the first 1/W of each slab, rank 1 the second, wherever a parameter ends
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -37,12 +42,14 @@ class HfPart:
 class Param:
     """One parameter.
 
-    name: as in checkpoints. key: its name inside the slab. shape: with padded rows. decay: weight
-    decay applies. init: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one" or "zero".
-    index: number in the whole model, seeds its random numbers. offset: first element in the slab.
+    name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
+    there. shape: with padded rows. decay: weight decay applies. init: "normal", "residual" (normal,
+    scaled by 1/sqrt(2L)), "one" or "zero". index: number in the whole model, seeds its random
+    numbers. offset: first element in the slab.
     """
 
     name: str
+    block: str
     key: str
     shape: tuple[int, ...]
     decay: bool
@@ -64,51 +71,86 @@ class Param:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """A group of parameters that lies contiguously. size: elements, gaps and tail included."""
+    """A group of parameters that lies contiguously.
+
+    size: elements, gaps and tail included. shard_size: those that each rank owns.
+    """
 
     name: str
     params: tuple[Param, ...]
     size: int
+    shard_size: int
+
+    @property
+    def is_block(self) -> bool:
+        """Whether these are the matrices of a transformer block."""
+        return self.name.startswith("layers.")
 
     def segments(self) -> np.ndarray:
         """int64 (S, 2): the element each parameter's range ends at, and whether it decays."""
         ends = [p.offset for p in self.params[1:]] + [self.size]
         return np.array([(e, p.decay) for e, p in zip(ends, self.params, strict=True)], np.int64)
 
-    def views(self, slab: Tensor) -> dict[str, Tensor]:
-        """The parameters as tensors, by key, inside a tensor of `size` elements."""
-        return {
-            p.key: Tensor(
-                p.name,
-                p.shape,
-                slab.dtype,
-                slab.storage,
-                slab.offset + p.offset * slab.dtype.itemsize,
-            )
-            for p in self.params
-        }
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of elements that belong to no parameter."""
+        starts = [p.offset for p in self.params[1:]] + [self.size]
+        ends = [p.offset + p.size for p in self.params]
+        return [(e, s) for e, s in zip(ends, starts, strict=True) if e < s]
+
+    def view(self, slab: Tensor, param: Param) -> Tensor:
+        """A parameter inside a tensor of `size` elements."""
+        offset = slab.offset + param.offset * slab.dtype.itemsize
+        return Tensor(param.name, param.shape, slab.dtype, slab.storage, offset)
+
+    def shard(self, slab: Tensor, rank: int) -> Tensor:
+        """The elements that a rank owns inside a tensor of `size` elements."""
+        return slab.rows(rank * self.shard_size, (rank + 1) * self.shard_size)
+
+    def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
+        """Parameters with the elements [first, last) of the slab that they have in [start, stop).
+
+        The gap behind a parameter counts as its own, so that pieces are multiples of
+        ELEMENT_ALIGN where start and stop are.
+        """
+        ends = [p.offset for p in self.params[1:]] + [self.size]
+        clipped = [
+            (p, max(start, p.offset), min(stop, end))
+            for p, end in zip(self.params, ends, strict=True)
+        ]
+        return [(p, first, last) for p, first, last in clipped if first < last]
+
+
+def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The parameters of whole slabs as tensors, by block and key; slabs may lack some of them."""
+    views: dict[str, dict[str, Tensor]] = {}
+    for slab in table:
+        for param in slab.params if slab.name in slabs else ():
+            block = views.setdefault(param.block, {})
+            block[param.key] = slab.view(slabs[slab.name], param)
+    return views
 
 
 class _Builder:
     """Collects the parameters of one slab after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self.multiple = ELEMENT_ALIGN * world_size
         self.slabs: list[Slab] = []
-        self.count = 0
 
     def slab(self, name: str, rows: list[tuple]) -> None:
-        """rows: (key, full name, shape, decay, init, hf parts)."""
+        """rows: (index, block, key, full name, shape, decay, init, hf parts)."""
         params, offset = [], 0
-        for key, full, shape, decay, init, hf in rows:
+        for index, block, key, full, shape, decay, init, hf in rows:
             params.append(
                 Param(
-                    name=full, key=key, shape=shape, decay=decay, init=init,
-                    index=self.count, offset=offset, hf=hf,
+                    name=full, block=block, key=key, shape=shape, decay=decay, init=init,
+                    index=index, offset=offset, hf=hf,
                 )
             )  # fmt: skip
-            self.count += 1
             offset += -(-prod(shape) // ELEMENT_ALIGN) * ELEMENT_ALIGN
-        self.slabs.append(Slab(name=name, params=tuple(params), size=offset))
+        size = -(-offset // self.multiple) * self.multiple
+        shard_size = size * ELEMENT_ALIGN // self.multiple
+        self.slabs.append(Slab(name=name, params=tuple(params), size=size, shard_size=shard_size))
 
 
 def _whole(name: str, rows: int, transposed: bool = False) -> tuple[HfPart, ...]:
@@ -182,30 +224,36 @@ def _block(config: ModelConfig, layer: int) -> list[tuple]:
     return rows
 
 
-def weight_table(config: ModelConfig) -> tuple[Slab, ...]:
-    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "head"."""
+def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
+    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied)."""
     C, V, Vp = config.hidden_size, config.vocab_size, config.padded_vocab
     gpt2 = config.architecture == "GPT2LMHeadModel"
     names = (
         ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
     )
-    build = _Builder()
-
     hf_embed = _whole(f"{names[0]}.weight", V)
-    embed = [("embed", "model.embed_tokens.weight", (Vp, C), True, "normal", hf_embed)]
+    blocks = {"embed": [("embed", "model.embed_tokens.weight", (Vp, C), True, "normal", hf_embed)]}
     if config.positions == "learned":
         P = config.max_positions
         hf_positions = _whole("transformer.wpe.weight", P)
         name = "model.position_embedding.weight"
-        embed.append(("positions", name, (P, C), True, "normal", hf_positions))
-    build.slab("embed", embed)
+        blocks["embed"].append(("positions", name, (P, C), True, "normal", hf_positions))
     for layer in range(config.num_layers):
-        build.slab(f"layers.{layer}", _block(config, layer))
-    head = _norm(config, "norm", "model.norm", names[1])
+        blocks[f"layers.{layer}"] = _block(config, layer)
+    blocks["head"] = _norm(config, "norm", "model.norm", names[1])
     if not config.tied_embeddings:
         hf_head = _whole("lm_head.weight", V)
-        head.append(("lm_head", "lm_head.weight", (Vp, C), True, "normal", hf_head))
-    build.slab("head", head)
+        blocks["head"].append(("lm_head", "lm_head.weight", (Vp, C), True, "normal", hf_head))
+
+    numbered = [(block, *row) for block, rows in blocks.items() for row in rows]
+    numbered = [(index, *row) for index, row in enumerate(numbered)]
+    build = _Builder(world_size)
+    for block in blocks:
+        matrices = [row for row in numbered if row[1] == block and len(row[4]) == 2]
+        if block == "head":
+            build.slab("vectors", [row for row in numbered if len(row[4]) == 1])
+        if matrices:
+            build.slab(block, matrices)
     return tuple(build.slabs)
 
 

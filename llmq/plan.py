@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import json as json_module
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache, reduce
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llmq.block import Recompute
+from llmq.activations import Recompute
 from llmq.config import ModelConfig
 from llmq.dtypes import E4M3, parse_dtype
-from llmq.errors import ConfigError, LlmqError
-from llmq.machine import MIB, PLAN_SPEC, Machine, available_host_memory, check_ranks
+from llmq.errors import LlmqError
+from llmq.grads import GradientOptions
+from llmq.machine import MIB
 from llmq.model import ModelOptions
 from llmq.operands import Fp8Options
-from llmq.optimizer import AdamWConstants
-from llmq.options import OPTIONS, TrainConfig
-from llmq.params import parameter_count
-from llmq.runtime.cudnn import MAX_BACKWARD_HEAD_DIM
-from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
-from llmq.runtime.plan_device import PlanDevice
+from llmq.optimizer import AdamWConstants, OptimizerOptions
+from llmq.options import TrainConfig
+from llmq.runtime.comm import CommOptions, connect
+from llmq.runtime.device import HOST_SPEC, PLACES, Device, DeviceSpec, MemorySizes
+from llmq.runtime.kernel import Source
+from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.step import Step, StepOptions
+from llmq.weights import WeightOptions
 
-PLACES = ("device", "pinned")
-MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 
 
 class OutOfMemory(LlmqError):
@@ -37,11 +36,19 @@ def fp8_options(config: TrainConfig) -> Fp8Options | None:
     """None where the products run in the model's own format."""
     if config.matmul_dtype != "e4m3":
         return None
-    return Fp8Options(value=E4M3, gradient=parse_dtype(config.gradient_dtype))
+    return Fp8Options(
+        value=E4M3,
+        gradient=parse_dtype(config.gradient_dtype),
+        delayed=config.fp8_recipe == "delayed",
+        head=config.head_dtype == "e4m3",
+        fast_forward=config.fp8_fast_accumulation != "none",
+        fast_backward=config.fp8_fast_accumulation == "all",
+    )
 
 
 def step_options(config: TrainConfig, backend: str) -> StepOptions:
     """The part of a run's options that shapes its step. backend: "native" or "cudnn" attention."""
+    host = "write_combined" if config.write_combined else "pinned"
     return StepOptions(
         model=ModelOptions(
             micro_batch=config.batch_size,
@@ -56,22 +63,44 @@ def step_options(config: TrainConfig, backend: str) -> StepOptions:
                 qkv=config.recompute_qkv,
                 att=config.recompute_att,
                 block=config.recompute_block,
+                layers=config.recompute_layers,
             ),
             lmhead_chunks=config.lmhead_chunks,
             attention_backend=backend,
             attention_chunks=config.attn_bwd_chunks,
+            offload_residual=config.offload_residual,
+        ),
+        weights=WeightOptions(
+            dtype=parse_dtype(config.model_dtype),
+            master_dtype=parse_dtype(config.master_dtype),
+            fp8=E4M3 if config.matmul_dtype == "e4m3" else None,
+            fp8_head=config.head_dtype == "e4m3",
+            shard=config.shard_weights,
+            persistent_quants=config.persistent_quants,
+            keep_transposed=config.keep_transposed,
+            master_place=host if config.offload_master else "device",
+            quants_place=host if config.offload_quants else "device",
+        ),
+        gradients=GradientOptions(
+            dtype=parse_dtype(config.grad_accum_dtype),
+            shard=config.shard_gradients,
+            place=host if config.offload_gradients else "device",
+            all_to_all=config.all_to_all_reduce,
+        ),
+        optimizer=OptimizerOptions(
+            constants=AdamWConstants(
+                beta1=config.beta_1,
+                beta2=config.beta_2,
+                epsilon=config.adam_epsilon,
+                weight_decay=config.weight_decay,
+            ),
+            m_dtype=parse_dtype(config.opt_m_dtype),
+            v_dtype=parse_dtype(config.opt_v_dtype),
+            m_place=host if config.offload_opt_m else "device",
+            v_place=host if config.offload_opt_v else "device",
+            zero_copy=config.use_zero_copy,
         ),
         grad_accum_steps=config.grad_accumulation,
-        master_dtype=parse_dtype(config.master_dtype),
-        grad_dtype=parse_dtype(config.grad_accum_dtype),
-        m_dtype=parse_dtype(config.opt_m_dtype),
-        v_dtype=parse_dtype(config.opt_v_dtype),
-        adamw=AdamWConstants(
-            beta1=config.beta_1,
-            beta2=config.beta_2,
-            epsilon=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        ),
         seed=config.seed,
     )
 
@@ -101,42 +130,100 @@ class Usage:
                 device=dev.arenas["device"].used,
                 stack=dev.stack.high_water_mark,
                 pinned=dev.arenas["pinned"].used,
+                write_combined=dev.arenas["write_combined"].used,
             ),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One optimizer step, counted. flops and traffic are those of one step on one rank."""
+    """One optimizer step, counted. usage, flops, traffic and launches are those of one rank.
+
+    sources: what its kernels, and those of an evaluation, are compiled from. micro_steps: what each
+    of them enqueues, and how many of them do; update: what follows them.
+    """
 
     usage: Usage
+    world_size: int
     tokens: int
     flops: int
     traffic: int
     launches: int
+    sources: frozenset[Source]
+    micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
+    update: Trace = field(repr=False)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all ranks together that the GPUs work with."""
+        return self.usage.sizes.host * self.world_size
 
 
 def make_plan(
-    config: TrainConfig, model: ModelConfig, spec: DeviceSpec, backend: str = "native"
+    config: TrainConfig,
+    model: ModelConfig,
+    spec: DeviceSpec,
+    backend: str = "native",
+    world_size: int = 1,
+    parts: tuple[str, ...] = PARTS,
 ) -> Plan:
-    """Run one step on a PlanDevice. config: normalized. Takes well under a second."""
-    dev = PlanDevice(spec)
+    """Run one step of one rank on a PlanDevice. config: normalized. Takes well under a second.
+
+    parts: what is run and counted. An evaluation does not need more than a step; running it makes
+    sure.
+    """
+    dev = PlanDevice(spec, world_size=world_size)
+    connect([dev], comm_options(config))
     step = Step(dev, model, step_options(config, backend))
-    shape = (config.batch_size, config.seq_len)
+    step.weights.refresh()
+    shape, count = (config.batch_size, config.seq_len), config.grad_accumulation
     batch = (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-    step.train(0, 0.0, 0.0, [batch])
+    if "micro_steps" in parts and not step.model.operands.ready:
+        step.calibrate()  # a part of the first step only
+        step.weights.updated()  # what it has gathered, each step gathers
+    micro_steps: list[tuple[Trace, int]] = []
+    update: Trace = []
     cost = _counted(dev)
-    if config.grad_accumulation > 1:
-        step.train(0, 0.0, 0.0, [batch, batch])
-        accumulating = _counted(dev) - 2 * cost  # what each micro-step after the first one adds
-        cost = cost + (config.grad_accumulation - 1) * accumulating
-    step.evaluate_batch(batch)
+    step.start()
+    cost = _counted(dev) - cost
+
+    def run(enqueue: Callable[[], object], times: int) -> Trace:
+        before = _counted(dev)
+        enqueue()
+        cost[:] += times * (_counted(dev) - before)
+        return dev.graphs[-1][1]
+
+    # All between the first and the last one are alike; with one rank the last one too.
+    middle = {1: count - 1} if world_size == 1 else {1: count - 2, count - 1: 1}
+    for number, times in ({0: 1} | middle).items():
+        if "micro_steps" in parts and times > 0 and number < count:
+            scalars = step.scalars_of(0, number, 0.0, 0.0)
+            trace = run(lambda args=(number, scalars, batch): step.micro_step(*args), times)
+            micro_steps.append((trace, times))
+    if "update" in parts:
+        update = run(step.update, 1)
+    if "evaluation" in parts:
+        step.evaluate_batch(batch)
     return Plan(
         usage=Usage.of(dev),
-        tokens=config.batch_size * config.seq_len * config.grad_accumulation,
+        world_size=world_size,
+        tokens=config.batch_size * config.seq_len * config.grad_accumulation * world_size,
         flops=int(cost[0]),
         traffic=int(cost[1]),
         launches=int(cost[2]),
+        sources=frozenset(dev.sources),
+        micro_steps=tuple(micro_steps),
+        update=update,
+    )
+
+
+def comm_options(config: TrainConfig) -> CommOptions:
+    """How the ranks of a run exchange data."""
+    return CommOptions(
+        memcpy_all_gather=config.memcpy_all_gather,
+        memcpy_send_recv=config.memcpy_send_recv,
+        all_to_all_reduce=config.all_to_all_reduce,
+        p2p=config.p2p,
     )
 
 
@@ -152,8 +239,8 @@ def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[d
     """
     rows = []
     for name in dict.fromkeys(name for place in PLACES for name in usage.categories[place]):
-        device, pinned = (usage.categories[place].get(name, 0) for place in PLACES)
-        rows.append(_row(name, device, pinned))
+        device, *host = (usage.categories[place].get(name, 0) for place in PLACES)
+        rows.append(_row(name, device, sum(host)))
     return rows + [_row(name, size, 0) for name, size in (others or {}).items()]
 
 
@@ -174,52 +261,6 @@ def allocator_table(usage: Usage, others: dict[str, int] | None = None) -> list[
     return lines + [f"  {'stack.' + name:>16}: {size:6d} " for name, size in stack]
 
 
-# ------------------------------------------------------------------------------------------------
-# Does it fit, and what would make it fit
-
-
-def _more_chunks(config: TrainConfig) -> dict[str, Any]:
-    """Eight times as many, while products of that many rows still fill a GPU."""
-    chunks = config.lmhead_chunks * 8
-    rows, rest = divmod(config.batch_size * config.seq_len, chunks)
-    return {} if rest or rows < MIN_CHUNK_ROWS else {"lmhead_chunks": chunks}
-
-
-def _smaller_batch(config: TrainConfig) -> dict[str, Any]:
-    """Half as many sequences at a time, twice as often."""
-    half = config.batch_size // 2
-    if config.batch_size % 2 or half % config.attn_bwd_chunks:
-        return {}
-    return {"batch_size": half, "grad_accumulation": 2 * config.grad_accumulation}
-
-
-# Ways to need less memory, cheapest in time and accuracy first: options to change, none where it
-# cannot be done.
-_SAVERS: tuple[Callable[[TrainConfig], dict[str, Any]], ...] = (
-    lambda config: {"recompute_swiglu": True},
-    lambda config: {"recompute_norm": True},
-    _more_chunks,
-    lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
-    lambda config: {"grad_accum_dtype": config.model_dtype},
-    lambda config: {"master_dtype": config.model_dtype},
-    lambda config: {"recompute_ffn": True},
-    lambda config: {"recompute_att": True},
-    lambda config: {"recompute_block": True},
-    _smaller_batch,
-    lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
-)
-
-
-def _spelled(config: TrainConfig, changes: dict[str, Any]) -> str:
-    """The flags that make these changes."""
-    flags = [
-        OPTIONS[name].flag + ("" if value is True else f"={value}")
-        for name, value in changes.items()
-        if getattr(config, name) != value
-    ]
-    return " ".join(flags)
-
-
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
@@ -227,160 +268,4 @@ CONTEXT_BYTES = 540 * MIB
 
 def needed_bytes(usage: Usage, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
-    return usage.device_bytes + (usage.sizes.pinned if spec == HOST_SPEC else CONTEXT_BYTES)
-
-
-def savings(
-    config: TrainConfig, model: ModelConfig, spec: DeviceSpec, backend: str, limit: int
-) -> list[tuple[str, int, int]]:
-    """Flags to add so that the plan fits into `limit` bytes, cheapest first.
-
-    Each entry: flags, bytes that they save on top of those before, bytes needed then. If even all
-    of them are not enough, the last entry needs more than the limit.
-    """
-
-    @cache
-    def needed(changed: TrainConfig) -> int:
-        return needed_bytes(make_plan(changed, model, spec, backend).usage, spec)
-
-    def having(changes: Iterable[dict[str, Any]]) -> TrainConfig:
-        return reduce(lambda c, change: replace(c, **change).normalized(), changes, config)
-
-    found: list[dict[str, Any]] = []
-    while needed(having(found)) > limit:
-        now = having(found)
-        useful = (
-            c
-            for c in (saver(now) for saver in _SAVERS)
-            if needed(having([*found, c])) < needed(now)
-        )
-        change = next(useful, None)
-        if change is None:
-            break
-        found.append(change)
-    # What a later one implies or makes superfluous goes, the dearest first.
-    enough = max(limit, needed(having(found)))
-    for change in reversed(found[:-1]):
-        rest = [c for c in found if c is not change]
-        if needed(having(rest)) <= enough:
-            found = rest
-    sizes = [needed(having(found[:n])) for n in range(len(found) + 1)]
-    return [
-        (_spelled(having(found[:n]), change), sizes[n] - sizes[n + 1], sizes[n + 1])
-        for n, change in enumerate(found)
-    ]
-
-
-def check_fits(
-    config: TrainConfig, model: ModelConfig, spec: DeviceSpec, backend: str, plan: Plan, limit: int
-) -> None:
-    """Raise OutOfMemory unless the plan fits into `limit` bytes of device memory."""
-    needed = needed_bytes(plan.usage, spec)
-    if needed <= limit:
-        return
-    sizes = sorted(plan.usage.categories["device"].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{name} {_mib(size)}" for name, size in sizes[:3])
-    found = savings(config, model, spec, backend, limit)
-    steps = "; ".join(f"{flags} saves {_mib(s)} -> {_mib(n)}" for flags, s, n in found)
-    if found and found[-1][2] <= limit:
-        advice = f"adding these, in this order, makes it fit: {steps}"
-    elif found:
-        advice = f"no options make it fit, use a smaller model or --seq-len; the best are: {steps}"
-    else:
-        advice = "no options make it need less, use a smaller model or --seq-len"
-    raise OutOfMemory(
-        f"out of memory: {_mib(needed)} are needed, {_mib(limit)} are available "
-        f"(largest: {largest}); {advice}"
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size // MIB} MiB"
-
-
-def memory_limit(config: TrainConfig, machine: Machine) -> int:
-    """Bytes of device memory that a run may take on this machine."""
-    available = available_host_memory() if machine.kind == "host" else machine.spec.memory
-    return min(available, config.memory_limit or available)
-
-
-# ------------------------------------------------------------------------------------------------
-# llmq plan
-
-
-def run_plan(
-    config: TrainConfig, model: ModelConfig, gpu_memory: int | None, json: bool = False
-) -> None:
-    """Print the plan of a run: `llmq plan`. gpu_memory: bytes of the card it is meant for.
-
-    Never loads CUDA. Compares with the least of --gpu-memory, --memory-limit and, on the CPU, the
-    host's memory. Raises OutOfMemory after printing if it does not fit.
-    """
-    check_ranks(config.gpus)
-    on_cpu = config.device == "cpu"
-    if on_cpu and gpu_memory is not None:
-        raise ConfigError("--gpu-memory: has no meaning with --device cpu, use --memory-limit")
-    spec = HOST_SPEC if on_cpu else PLAN_SPEC
-    backend = "native" if on_cpu else _gpu_attention(config, model)
-    plan = make_plan(config, model, spec, backend)
-    limits = [gpu_memory, config.memory_limit, available_host_memory() if on_cpu else None]
-    limit = min((size for size in limits if size is not None), default=None)
-    if json:
-        print(json_module.dumps(plan_record(plan, model, spec, limit), indent=2))
-    else:
-        print("\n".join(plan_report(plan, model, spec, limit)))
-    if limit is not None:
-        check_fits(config, model, spec, backend, plan, limit)
-
-
-def _gpu_attention(config: TrainConfig, model: ModelConfig) -> str:
-    """The attention that Trainer takes on a GPU, where cuDNN is taken to be installed."""
-    cudnn = config.model_dtype == "bf16" and model.head_dim <= MAX_BACKWARD_HEAD_DIM
-    return "cudnn" if cudnn and config.attention != "native" else "native"
-
-
-def plan_report(plan: Plan, model: ModelConfig, spec: DeviceSpec, limit: int | None) -> list[str]:
-    """The plan for people."""
-    needed = needed_bytes(plan.usage, spec)
-    fits = limit is not None and needed <= limit
-    lines = [
-        "[Allocator State]",
-        *allocator_table(plan.usage, {"Free": limit - needed} if fits else None),
-        "",
-        "[Plan]",
-        f"  Device:          {spec.name}",
-        f"  Memory:          {_mib(needed)}",
-        f"  Parameters:      {parameter_count(model):,}",
-        f"  Tokens per step: {plan.tokens:,}",
-        f"  FLOPs per token: {plan.flops / plan.tokens / 1e9:.3f} G",
-    ]
-    if limit is None:
-        lines.append("  Fits:            compare with the card, or give --gpu-memory")
-    else:
-        lines.append(f"  Fits:            {'yes' if fits else 'no'}, into {_mib(limit)}")
-    return lines
-
-
-def plan_record(
-    plan: Plan, model: ModelConfig, spec: DeviceSpec, limit: int | None
-) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes. fits is null where there is nothing to compare with.
-
-    needed_bytes is what is compared with limit_bytes.
-    """
-    needed = needed_bytes(plan.usage, spec)
-    return {
-        "device": spec.name,
-        "parameters": parameter_count(model),
-        "tokens_per_step": plan.tokens,
-        "flops_per_token": plan.flops / plan.tokens,
-        "traffic_bytes": plan.traffic,
-        "launches": plan.launches,
-        "memory": plan.usage.categories,
-        "stack": [{"name": name, "bytes": size} for name, size in plan.usage.stack],
-        "device_bytes": plan.usage.device_bytes,
-        "pinned_bytes": plan.usage.sizes.pinned,
-        "needed_bytes": needed,
-        "limit_bytes": limit,
-        "fits": None if limit is None else needed <= limit,
-    }
+    return usage.device_bytes + (usage.sizes.host if spec == HOST_SPEC else CONTEXT_BYTES)

@@ -56,6 +56,9 @@ _ALIASES = {
     "gpt2-xl": "gpt2-1558m",
 }
 
+# The vocabulary of all sizes is that of llm.q's presets, whose flags keep their meaning. Released,
+# Qwen2.5-7B and larger have 152,064 rows, the others these: whoever needs the shape of a released
+# model gives its directory instead of a preset.
 _QWEN_TOKENS = {"vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151643}
 _BYTE_TOKENS = {"vocab_size": 257, "eos_token_id": 256, "max_positions": 1024}
 """Tiny models read bytes; id 256 ends a document."""

@@ -21,7 +21,7 @@ from llmq.params import Param, weight_table
 from llmq.presets import resolve_model
 from llmq.runtime.plan_device import PlanDevice
 from llmq.tokenizer import Tokenizer, load_tokenizer
-from llmq.weights import Weights
+from llmq.weights import WeightOptions, Weights
 
 
 def choose_token(
@@ -71,12 +71,12 @@ class Sampler:
         LlmqError where the memory is too small.
         """
         self.config, self.positions = config, positions
-        table = weight_table(config)
+        table, options = weight_table(config), WeightOptions(dtype=dtype, master_dtype=dtype)
         plan = PlanDevice(machine.spec)
-        decoder = Decoder(plan, config, Weights(plan, table, dtype, dtype), positions)
+        decoder = Decoder(plan, config, Weights(plan, table, options), positions)
         decoder.forward(np.zeros(positions, np.int32), 0)
         self.dev = machine.open(plan.sizes())
-        weights = Weights(self.dev, table, dtype, dtype)
+        weights = Weights(self.dev, table, options)
         self.decoder = Decoder(self.dev, config, weights, positions)
         fill(weights)
 

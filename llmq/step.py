@@ -6,20 +6,22 @@ pinned slots (scalars, tokens, targets), and comes back through another (losses,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from llmq.config import ModelConfig
 from llmq.dtypes import F64, I32, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
-from llmq.grads import Gradients
+from llmq.grads import GradientOptions, Gradients
 from llmq.model import Model, ModelOptions
 from llmq.ops import cross_entropy
-from llmq.optimizer import AdamW, AdamWConstants
-from llmq.params import weight_table
+from llmq.optimizer import AdamW, OptimizerOptions
+from llmq.params import Slab, weight_table
 from llmq.runtime.device import Device, Event
-from llmq.weights import Weights
+from llmq.runtime.tensor import Tensor
+from llmq.weights import WeightOptions, Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
@@ -32,13 +34,20 @@ class StepOptions:
     """Everything that shapes a step and its memory."""
 
     model: ModelOptions
+    weights: WeightOptions
+    gradients: GradientOptions
+    optimizer: OptimizerOptions
     grad_accum_steps: int
-    master_dtype: DType
-    grad_dtype: DType
-    m_dtype: DType
-    v_dtype: DType
-    adamw: AdamWConstants
     seed: int
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a slab, which a rank holds in `tensor`."""
+
+    slab: Slab
+    start: int
+    stop: int
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +55,8 @@ class Result:
     """What a step or an evaluation measured; losses are means over unmasked target tokens.
 
     tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
-    the gradient norm before clipping, 0 for evaluations.
+    the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
+    for their fp8 scales, with delayed ones.
     """
 
     loss: float
@@ -55,10 +65,11 @@ class Result:
     norm: float
     lse_max: float
     lse_mean: float
+    saturated: int = 0
 
     @classmethod
     def from_stats(cls, stats: np.ndarray) -> Result:
-        """stats: F64 (8,), sums as named in llmq.dtypes.STATS."""
+        """stats: F64 (9,), sums as named in llmq.dtypes.STATS."""
         value = {name: float(stats[i]) for name, i in STAT.items()}
         tokens, tokens_1k = value["tokens"], value["tokens_1k"]
         return cls(
@@ -68,6 +79,7 @@ class Result:
             norm=value["norm"],
             lse_max=value["lse_max"],
             lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
+            saturated=int(value["saturated"]),
         )
 
 
@@ -93,7 +105,7 @@ class Step:
 
     def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
         self.dev, self.config, self.options = dev, config, options
-        self.table = weight_table(config)
+        self.table = weight_table(config, dev.world_size)
         B, T = options.model.micro_batch, options.model.seq_len
         self.inbox = dev.alloc("inbox", (HEADER + 2 * B * T,), I32, "Activations")
         self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
@@ -107,10 +119,9 @@ class Step:
         self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
-        dtypes = (options.model.dtype, options.master_dtype, options.model.fp8)
-        self.weights = Weights(dev, self.table, *dtypes)
-        self.grads = Gradients(dev, self.table, options.grad_dtype, self.scalars)
-        self.optimizer = AdamW(dev, self.table, options.adamw, options.m_dtype, options.v_dtype)
+        self.weights = Weights(dev, self.table, options.weights)
+        self.grads = Gradients(dev, self.table, options.gradients, self.scalars)
+        self.optimizer = AdamW(dev, self.table, options.optimizer)
         self.model = Model(dev, config, options.model, self.weights)
 
     def train(self, step: int, lr: float, grad_clip: float, batches: Iterable[Batch]) -> int:
@@ -118,25 +129,77 @@ class Step:
 
         step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping off.
         """
-        self.dev.zero(self.stats)
+        self.start()
         for micro_step, batch in enumerate(batches):
-            self._send(self._scalars(step, micro_step, lr, grad_clip), batch)
-            accumulate = micro_step > 0
-            self.dev.graph(("micro_step", accumulate), lambda a=accumulate: self._micro_step(a))
+            self.micro_step(micro_step, self.scalars_of(step, micro_step, lr, grad_clip), batch)
+        return self.update()
+
+    def start(self) -> None:
+        """Before the first micro-step of an optimizer step."""
+        self.dev.zero(self.stats)
+        self.model.operands.start_step()
+
+    def micro_step(self, micro_step: int, scalars: np.ndarray, batch: Batch) -> None:
+        """Enqueue forward and backward over one batch, the micro_step-th of an optimizer step."""
+        self._send(scalars, batch)
+        if not self.model.operands.ready:
+            self.calibrate()
+        # One rank does the same in its last micro-step as before: that needs no graph of its own.
+        last = self.dev.world_size > 1 and micro_step == self.options.grad_accum_steps - 1
+        key = (micro_step > 0, last, self.weights.take_stale())
+        self.dev.graph(("micro_step", *key), lambda: self._micro_step(*key))
+
+    def calibrate(self) -> None:
+        """The first delayed scales, from a micro-step over the inbox that is done twice."""
+        stale = self.weights.take_stale()
+        self._forward_backward(accumulate=False, last=False, stale=stale)
+        self.model.operands.calibrate()
+
+    def rehearse(self) -> None:
+        """Every kind of micro-step, evaluation and update, over token 0."""
+        count = self.options.grad_accum_steps
+        self.rehearse_evaluation()
+        self.start()
+        self.weights.updated()
+        for micro_step in sorted({0, min(1, count - 1), count - 1}):
+            self._rehearse(micro_step)
+        self.update()
+        self.rehearse_evaluation()
+        self._rehearse(0)  # as the first one after an evaluation
+
+    def _rehearse(self, micro_step: int) -> None:
+        self.micro_step(micro_step, self.scalars_of(0, micro_step, 0.0, 0.0), self._nothing)
+
+    def rehearse_evaluation(self) -> None:
+        """Evaluation directly after an update, and once more."""
+        self.weights.updated()
+        self.evaluate([self._nothing] * 2)
+
+    @property
+    def _nothing(self) -> Batch:
+        shape = self.tokens.shape
+        return np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def update(self) -> int:
+        """Enqueue the optimizer; returns the ticket of the step's result."""
         self.dev.graph(("update",), self._update)
+        self.weights.updated()
         return self._post()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
-        """The mean loss over the batches; waits for the device."""
+        """The mean loss over the batches of all ranks; waits for the device."""
         self.dev.zero(self.stats)
         for batch in batches:
             self.evaluate_batch(batch)
+        self.dev.graph(("combine",), lambda: self.optimizer.combine(self.stats))
         return self.result(self._post())
 
     def evaluate_batch(self, batch: Batch) -> None:
         """Enqueue adding one batch's losses to the stats."""
-        self._send(self._scalars(0, 0, 0.0, 0.0), batch)
-        self.dev.graph(("evaluate",), self._evaluate)
+        self._send(self.scalars_of(0, 0, 0.0, 0.0), batch)
+        stale = self.weights.take_stale()
+        key = ("evaluate", stale, self.model.operands.ready)
+        self.dev.graph(key, lambda: self._evaluate(stale))
 
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; waits until it is done.
@@ -150,13 +213,40 @@ class Step:
         self._last_read = max(self._last_read, ticket)
         return Result.from_stats(self.incoming.slots[index].numpy())
 
-    def _micro_step(self, accumulate: bool) -> None:
-        self.model.forward(self.tokens)
-        self.model.backward(self.grads, self.tokens, self.targets, accumulate)
+    def state(self) -> dict[str, list[Piece]]:
+        """What a checkpoint holds of this rank, by group."""
+        optimizer, rank = self.optimizer, self.dev.rank
+        groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
+        for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
+            if scales:
+                groups[f"{name}.scales"] = scales
+        return {
+            group: [
+                Piece(s, rank * s.shard_size, (rank + 1) * s.shard_size, tensors[s.name])
+                for s in self.table
+            ]
+            for group, tensors in groups.items()
+        }
+
+    def extra_state(self) -> dict[str, list[float]]:
+        """What a checkpoint holds beside `state`, the same on all ranks."""
+        return self.model.operands.state()
+
+    def load_extra_state(self, state: Mapping[str, list[float]]) -> None:
+        """Take what extra_state gave; on all ranks."""
+        self.model.operands.load_state(state)
+
+    def _micro_step(self, accumulate: bool, last: bool, stale: bool) -> None:
+        self._forward_backward(accumulate=accumulate, last=last, stale=stale)
         self._add_stats()
 
-    def _evaluate(self) -> None:
-        self.model.forward(self.tokens)
+    def _forward_backward(self, *, accumulate: bool, last: bool, stale: bool) -> None:
+        self.model.forward(self.tokens, stale=stale, keep=True)
+        args = (self.grads, self.tokens, self.targets)
+        self.model.backward(*args, accumulate=accumulate, last=last)
+
+    def _evaluate(self, stale: bool) -> None:
+        self.model.forward(self.tokens, stale=stale, keep=False)
         self.model.loss(self.targets)
         self._add_stats()
 
@@ -167,20 +257,21 @@ class Step:
 
     def _update(self) -> None:
         with self.dev.range("optimizer"):
+            self.model.operands.finish_step(self.stats)
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
-            self.weights.quantize()
 
-    def _scalars(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
+    def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
-        adamw, t = self.options.adamw, step + 1
+        adamw, t = self.options.optimizer.constants, step + 1
         record["lr"] = lr
         record["beta1_correction"] = 1.0 / (1.0 - adamw.beta1**t)
         record["beta2_correction"] = 1.0 / (1.0 - adamw.beta2**t)
         record["grad_clip"] = grad_clip
         record["seed"] = self.options.seed & 0xFFFFFFFF
         record["step"] = step
-        record["micro_step"] = micro_step
+        # Over all ranks, so that each rounds its gradients with random numbers of its own.
+        record["micro_step"] = self.dev.rank * self.options.grad_accum_steps + micro_step
         return words
 
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:

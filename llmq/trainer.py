@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -10,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from llmq.checkpoint import CheckpointReader, CheckpointWriter, Manifest
-from llmq.checkpoint_store import find_checkpoint
+from llmq.advice import check_fits
+from llmq.checkpoint import CheckpointReader, Manifest
+from llmq.checkpoint_store import changed_options, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.dtypes import parse_dtype
 from llmq.errors import ConfigError, LlmqError
@@ -21,11 +24,13 @@ from llmq.machine import Machine, choose_machine
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
-from llmq.params import Param
-from llmq.plan import Plan, Usage, check_fits, make_plan, memory_limit, step_options
+from llmq.params import Param, weight_table
+from llmq.plan import Plan, Usage, make_plan, step_options
 from llmq.presets import resolve_model
-from llmq.runtime.tensor import Tensor
+from llmq.ranks import Ranks
+from llmq.runtime.device import Device
 from llmq.schedule import learning_rate
+from llmq.shrink import memory_limit
 from llmq.step import Batch, Result, Step
 from llmq.tokenizer import ByteTokenizer, HfTokenizer
 
@@ -42,10 +47,12 @@ class Trainer:
             trainer.export("output/model")
 
     Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
-    that do not work raise LlmqError before anything is allocated.
+    that do not work raise LlmqError before anything is allocated. With several GPUs (gpus=...) each
+    has a thread of its own, all driven from the one that calls; an error in one of them stops all.
 
-    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating.
-    steps_done: optimizer steps since the beginning of the run, resumed ones included.
+    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
+    world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
+    of the run, resumed ones included.
     """
 
     def __init__(self, **options: Any):
@@ -70,39 +77,64 @@ class Trainer:
         check_gpu(config, model, self.machine)
         backend = attention_backend(config, model, self.machine)
         options = step_options(config, backend)
-        self.plan: Plan = make_plan(config, model, self.machine.spec, backend)
+        self.world_size = self.machine.world_size
+        spec = self.machine.spec
+        self.plan: Plan = make_plan(config, model, spec, backend, self.world_size)
         limit = memory_limit(config, self.machine)
-        check_fits(config, model, self.machine.spec, backend, self.plan, limit)
+        check_fits(config, model, spec, backend, self.plan, limit)
+        self.machine.compile_ahead(self.plan.sources)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
-        self.dev = self.machine.open(
-            self.plan.usage.sizes, graphs=config.use_cuda_graphs, tune=config.tune
-        )
-        self._step = Step(self.dev, model, options)
         if self._hf is not None:
-            self._hf.check(self._step.table)
+            self._hf.check(weight_table(model))
+        self.ranks = Ranks(self.machine, self.plan.usage.sizes, config, model, options)
+
+    @property
+    def dev(self) -> Device:
+        """The device of rank 0."""
+        return self.ranks.first.dev
+
+    @property
+    def _step(self) -> Step:
+        """The step of rank 0."""
+        return self.ranks.first.step
 
     @cached_property
+    def train_loaders(self) -> list[DataLoader]:
+        """Training batches of each rank; opened, and every file checked, at first use."""
+        return self._loaders(self.config.train_file, self.config.train_seed)
+
+    @cached_property
+    def eval_loaders(self) -> list[DataLoader]:
+        """Validation batches of each rank; opened, and every file checked, at first use."""
+        return self._loaders(self.config.eval_file, self.config.eval_seed)
+
+    @property
     def train_loader(self) -> DataLoader:
-        """Training batches; opened, and every file checked, at first use."""
-        return self._loader(self.config.train_file, self.config.train_seed)
+        """Training batches of rank 0; all ranks are at the same place."""
+        return self.train_loaders[0]
 
-    @cached_property
+    @property
     def eval_loader(self) -> DataLoader:
-        """Validation batches; opened, and every file checked, at first use."""
-        return self._loader(self.config.eval_file, self.config.eval_seed)
+        """Validation batches of rank 0."""
+        return self.eval_loaders[0]
 
-    def _loader(self, pattern: str, seed: int) -> DataLoader:
-        return DataLoader(
-            pattern,
-            seq_len=self.config.seq_len,
-            micro_batch=self.config.batch_size,
-            seed=seed,
-            vocab_size=self.model.vocab_size,
-        )
+    def _loaders(self, pattern: str, seed: int) -> list[DataLoader]:
+        return [
+            DataLoader(
+                pattern,
+                seq_len=self.config.seq_len,
+                micro_batch=self.config.batch_size,
+                seed=seed,
+                vocab_size=self.model.vocab_size,
+                rank=rank,
+                world_size=self.world_size,
+            )
+            for rank in range(self.world_size)
+        ]
 
     @property
     def usage(self) -> Usage:
-        """Memory in use and the stack's peak so far; equal to plan.usage after a step."""
+        """Memory that rank 0 uses and its stack's peak so far; equal to plan.usage after a step."""
         return Usage.of(self.dev)
 
     @property
@@ -135,9 +167,11 @@ class Trainer:
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
         """One optimizer step; waits for its result.
 
-        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked; None
-        takes --grad-accumulation of them from the training files. The loss is the mean over all
-        target tokens of the step.
+        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked. With
+        W ranks and A = --grad-accumulation there are W * A of them: batches[i * W + r] is the i-th
+        one of rank r, so that one rank with W * A micro-steps does the same. None takes them from
+        the training files, where such a step has the same sequences for any W. The loss is the mean
+        over all target tokens of the step.
         """
         return self.result(self.enqueue_step(batches))
 
@@ -145,17 +179,24 @@ class Trainer:
         """Like `step`, without waiting: the returned ticket is for `result`."""
         taken = self._next_batches() if batches is None else self._checked(batches)
         lr = self.learning_rate(self.steps_done)
-        ticket = self._step.train(self.steps_done, lr, self.config.grad_clip, taken)
+        of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
+        ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
         self.steps_done += 1
         return ticket
 
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; at most three steps may follow it."""
-        return self._step.result(ticket)
+        return self.ranks.result(ticket)
 
-    def _next_batches(self) -> Iterator[Batch]:
+    @property
+    def micro_batches(self) -> int:
+        """In an optimizer step, of all ranks together."""
+        return self.config.grad_accumulation * self.world_size
+
+    def _next_batches(self) -> list[Batch]:
         self.advance_epoch_if_needed()
-        return (self.train_loader.next_batch() for _ in range(self.config.grad_accumulation))
+        loaders = itertools.cycle(self.train_loaders)
+        return [loader.next_batch() for loader in itertools.islice(loaders, self.micro_batches)]
 
     def advance_epoch_if_needed(self) -> bool:
         """Begin the next epoch if this one has less than a step left; returns whether it did."""
@@ -167,13 +208,18 @@ class Trainer:
             )
         if loader.has_next(count):
             return False
-        loader.advance_epoch()
+        for loader in self.train_loaders:
+            loader.advance_epoch()
         return True
 
     def _checked(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        shape, count = (self.config.batch_size, self.config.seq_len), self.config.grad_accumulation
+        shape, count = (self.config.batch_size, self.config.seq_len), self.micro_batches
         if len(batches) != count:
-            raise ValueError(f"step: grad_accumulation is {count}, got {len(batches)} batches")
+            of_ranks = f" for each of {self.world_size} ranks" if self.world_size > 1 else ""
+            raise ValueError(
+                f"step: grad_accumulation is {self.config.grad_accumulation}{of_ranks}, got "
+                f"{len(batches)} batches"
+            )
         for inputs, targets in batches:
             for name, array in (("inputs", inputs), ("targets", targets)):
                 if array.shape != shape or array.dtype != np.int32:
@@ -186,21 +232,32 @@ class Trainer:
         return batches
 
     def validate(self, max_batches: int | None = None) -> Result:
-        """The loss on the validation files, from their start; None: on all of them."""
-        self.eval_loader.reset()
+        """The loss on the validation files, from their start; None: on all of them.
+
+        max_batches: of each rank.
+        """
         count = self.eval_loader.batches_per_epoch
         count = count if max_batches is None else min(count, max_batches)
-        return self._step.evaluate(self.eval_loader.next_batch() for _ in range(count))
+
+        def taken(loader: DataLoader) -> Iterator[Batch]:
+            loader.reset()
+            return (loader.next_batch() for _ in range(count))
+
+        return self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
 
     # -- weights and state -----------------------------------------------------------------------
 
     def load_weights(self) -> None:
         """Random weights with --from-scratch, else those of the model directory."""
         if self._hf is None:
-            zero = self.config.init_proj_to_zero
-            self._step.weights.init(self.model, self.config.seed, zero_projections=zero)
+            self.init_weights()
         else:
-            self._step.weights.load(self._hf.read)
+            self.ranks.load(self._hf.read)
+
+    def init_weights(self) -> None:
+        """Random weights."""
+        zero = self.config.init_proj_to_zero
+        self.ranks.init(self.model, self.config.seed, zero_projections=zero)
 
     @property
     def tokenizer(self) -> str | None:
@@ -217,33 +274,23 @@ class Trainer:
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
-        writer = CheckpointWriter(directory, self.steps_done)
-        entries = []
-        for group, slabs in self._groups().items():
-            views = {p: s.views(slabs[s.name])[p.key] for s in self._step.table for p in s.params}
-            dtype = next(iter(slabs.values())).dtype
-            ranges = [(param, 0, param.size) for param in views]
-
-            def read(param: Param, start: int, stop: int, views: dict = views) -> np.ndarray:
-                flat = views[param].view(param.size)
-                return self.dev.download(flat.rows(start, stop))
-
-            entries.append(writer.write(group, dtype, ranges, read))
-        loaded = "train_loader" in self.__dict__
+        writer, files = self.ranks.write(directory, self.steps_done)
+        loaded = "train_loaders" in self.__dict__
         manifest = Manifest(
             model=self.model,
             loader=self.train_loader.state() if loaded else {},
-            state={"steps_done": self.steps_done},
+            state=self.ranks.extra_state(),
             options={name: _plain(value) for name, value in asdict(self.config).items()},
             tokenizer=self.tokenizer,
         )
-        return writer.commit(manifest, entries)
+        return writer.commit(manifest, files)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> None:
-        """Go on from a checkpoint, or the newest one in a directory.
+        """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
 
         new_data: leave the training data where it is instead of going to where it was.
-        LlmqError if it is damaged, of another model, or (without new_data) of other data.
+        Warns of options that were others then and make other numbers. LlmqError if it is damaged,
+        of another model, or (without new_data) of other data.
         """
         found = find_checkpoint(Path(path), str(path))
         if found is None:
@@ -251,29 +298,13 @@ class Trainer:
         with CheckpointReader(found) as reader:
             reader.check(self._step.table)
             if reader.manifest.loader and not new_data:
-                self.train_loader.set_state(reader.manifest.loader)
-            for group, slabs in self._groups().items():
-                self._load_group(reader, group, slabs)
-            self._step.weights.refresh()
-            self.steps_done = reader.manifest.state["steps_done"]
-
-    def _load_group(self, reader: CheckpointReader, group: str, slabs: dict[str, Tensor]) -> None:
-        for slab in self._step.table:
-            self.dev.zero(slabs[slab.name])
-            views = slab.views(slabs[slab.name])
-            for param in slab.params:
-                values = reader.read(group, param).reshape(param.shape)
-                target = views[param.key]
-                self.dev.upload(target, values.astype(target.dtype.numpy, copy=False))
-
-    def _groups(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds: group -> slabs."""
-        optimizer = self._step.optimizer
-        return {
-            "weights": self._step.weights.master,
-            "adam.m": optimizer.m,
-            "adam.v": optimizer.v,
-        }
+                for loader in self.train_loaders:
+                    loader.set_state(reader.manifest.loader)
+            saved = reader.manifest.options
+            for line in changed_options(self.config, self.world_size, saved, reader.world):
+                print(f"warning: {line}", file=sys.stderr)
+            self.ranks.read(reader)
+            self.steps_done = reader.step
 
     def export(self, directory: str | Path | None = None) -> None:
         """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""
@@ -281,28 +312,28 @@ class Trainer:
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
-        export_model(directory, self.model, self._step.weights.read, dtype, tokenizer)
+        export_model(directory, self.model, self._read_weight, dtype, tokenizer)
+
+    def _read_weight(self, param: Param) -> np.ndarray:
+        return self.ranks.read_param("weights", param)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
-        grads = self._step.grads.slabs
-        return {
-            p.name: self.dev.download(s.views(grads[s.name])[p.key])
-            for s in self._step.table
-            for p in s.params
-        }
+        params = [p for slab in self._step.table for p in slab.params]
+        return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
         """Host copies of all master weights by parameter name, padding included."""
-        weights = self._step.weights
-        return {p.name: weights.read(p) for s in self._step.table for p in s.params}
+        return {p.name: self._read_weight(p) for slab in self._step.table for p in slab.params}
 
     def close(self) -> None:
-        """Stop the data threads and free the device."""
-        for name in ("train_loader", "eval_loader"):
-            if name in self.__dict__:
-                self.__dict__[name].close()
-        self.dev.close()
+        """Stop the threads and free the devices."""
+        try:
+            self.ranks.close()
+        finally:
+            for name in ("train_loaders", "eval_loaders"):
+                for loader in self.__dict__.get(name, []):
+                    loader.close()
 
     def __enter__(self) -> Trainer:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -14,30 +13,27 @@ from pathlib import Path
 
 from rich.console import Console
 
+from llmq.announce import (
+    announce_data,
+    announce_machine,
+    announce_memory,
+    announce_options,
+    announce_start,
+)
 from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
+from llmq.diagnose import UpdateCheck, abs_maxes
 from llmq.errors import ConfigError, DataError, LlmqError
 from llmq.live import LiveView
-from llmq.machine import MIB, available_host_memory, host_memory
+from llmq.machine import available_host_memory
 from llmq.metrics import JsonLog, PlainView, Reporter, View
-from llmq.monitor import (
-    measured_peak,
-    monitor_line,
-    open_monitor,
-    speed_of_light,
-    system_lines,
-    system_record,
-)
+from llmq.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.option_types import NEWEST
 from llmq.options import TrainConfig
-from llmq.options_io import option_rows
-from llmq.plan import allocator_rows, allocator_table, needed_bytes
-from llmq.runtime.gpu_info import gpu_info
-from llmq.runtime.timing import time_ranges
-from llmq.step import Result
+from llmq.scaling import Scaling, time_alone
 from llmq.trainer import Trainer
 
-MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
+WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,14 +59,18 @@ def run_training(
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         _check_data(trainer)
+        for line in config.rank_warnings(trainer.world_size):
+            print(f"warning: {line}", file=sys.stderr)
         log = JsonLog(config.log_file, append=checkpoint is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, host_memory_before)
+        run = _Run(trainer, reporter)
         try:
             run.announce(argv)
+            run.measure_scaling()
             run.load(checkpoint)
-            run.announce_data_and_memory()
-            run.announce_start(time.perf_counter() - start)
+            announce_data(trainer, reporter)
+            announce_memory(trainer, reporter, run.monitors, host_memory_before)
+            announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
             run.loop()
             run.finish()
@@ -133,54 +133,42 @@ class _Pending:
 class _Run:
     """The loop's state: what is pending, when the last step ended, whether to stop."""
 
-    def __init__(self, trainer: Trainer, reporter: Reporter, host_memory_before: int):
-        """host_memory_before: bytes that were available before the trainer took its own."""
+    def __init__(self, trainer: Trainer, reporter: Reporter):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
-        self.host_memory_before = host_memory_before
-        self.monitor = open_monitor(trainer.dev) if self.config.log_gpu_util else None
-        self.speed_of_light = speed_of_light(self.config, trainer.model, trainer.dev.spec.name)
+        self.monitors = [
+            open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
+        ]
+        self.speed_of_light = speed_of_light(
+            self.config, trainer.model, trainer.dev.spec.name, trainer.world_size
+        )
+        self.scaling: Scaling | None = None
         self.pending: _Pending | None = None
+        self.first = 0  # step that the loop began with
         self.last_end = 0.0
-        self.skipped = 0
+        self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signum: int | None = None
         self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
 
     def close(self) -> None:
-        """Stop the monitor and close the reports."""
-        if self.monitor is not None:
-            self.monitor.close()
+        """Stop the monitors and close the reports."""
+        for monitor in self.monitors:
+            if monitor is not None:
+                monitor.close()
         self.reporter.close()
 
     # -- before the first step -------------------------------------------------------------------
 
     def announce(self, argv: list[str]) -> None:
-        """[Options], [System], [Speed of Light], and their records."""
-        trainer, reporter = self.trainer, self.reporter
-        reporter.log.write("cmd", 0, cmd=argv)
-        reporter.options(
-            option_rows(
-                self.config,
-                trainer.model,
-                world_size=1,
-                steps_per_epoch=trainer.steps_per_epoch,
-                total_steps=trainer.total_steps,
-            )
-        )
-        if trainer.dev.kind == "cuda":
-            index = trainer.dev.index
-            record = system_record(index, gpu_info(index), self.monitor)
-            reporter.block("System 0", system_lines(record))
-            reporter.log.write("gpu-model", 0, rank=0, **record)
-        else:
-            available, total = (size // MIB for size in host_memory())
-            name, memory = trainer.dev.spec.name, f"{total - available} MiB / {total} MiB"
-            reporter.block("System 0", [f"  Device 0: {name}", f"  Memory: {memory}"])
-        if trainer.machine.note:
-            reporter.message(trainer.machine.note)
-        if self.speed_of_light is not None:
-            lines = self.speed_of_light.lines(measured_peak(trainer.dev))
-            reporter.block("Speed of Light", lines)
-            reporter.log.write("sol", 0, rank=0, **self.speed_of_light.record())
+        """What runs, and on what."""
+        announce_options(self.trainer, self.reporter, argv)
+        announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
+
+    def measure_scaling(self) -> None:
+        """--measure-scaling: time one rank alone, before the weights are loaded."""
+        if self.config.measure_scaling and self.trainer.world_size > 1:
+            with self.reporter.section("Timing one GPU without the others"):
+                ms = time_alone(self.trainer)
+            self.scaling = Scaling(self.trainer.world_size, ms)
 
     def load(self, checkpoint: Path | None) -> None:
         """Weights: from the checkpoint, else from scratch or the model's directory."""
@@ -197,66 +185,33 @@ class _Run:
             with reporter.section(f"Loading model from `{trainer.model_dir}`"):
                 trainer.load_weights()
 
-    def announce_data_and_memory(self) -> None:
-        """[Dataset], [Allocator State], and their records."""
-        trainer, reporter = self.trainer, self.reporter
-        reporter.dataset({"train": trainer.train_loader, "eval": trainer.eval_loader})
-        usage, others = trainer.plan.usage, self._other_memory()
-        reporter.block("Allocator State", allocator_table(usage, others))
-        reporter.log.write("allocator", 0, stats=allocator_rows(usage, others))
-        if self.config.debug_log_allocations >= 0:
-            reporter.block("Allocations", _allocations(trainer))
-
-    def _other_memory(self) -> dict[str, int]:
-        """What is not ours of the device's memory, in bytes."""
-        trainer = self.trainer
-        if trainer.dev.kind == "host":
-            needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
-            available = self.host_memory_before
-            limit = min(available, self.config.memory_limit or available)
-            return {"Free": limit - needed}
-        index = trainer.dev.index
-        record = system_record(index, gpu_info(index), self.monitor)
-        free, reserved = record["free"], record["reserved"]
-        others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
-        # The driver's total leaves out what it has reserved.
-        return others | {"Other": record["memory"] - free - trainer.plan.usage.device_bytes}
-
-    def announce_start(self, setup_seconds: float) -> None:
-        """What begins now."""
-        trainer = self.trainer
-        steps, done = trainer.total_steps, trainer.steps_done
-        epochs = steps / trainer.steps_per_epoch
-        self.reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
-        if done > 0:
-            self.reporter.message(f"{done} of these steps are done already", done)
-        self.reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)
-
     # -- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
         """Steps until the end or a signal, one step ahead of the reports on a GPU."""
         trainer = self.trainer
-        first = trainer.steps_done
+        self.first = trainer.steps_done
         with self._signals():
             while trainer.steps_done < trainer.total_steps:
-                self._between_steps(first)
+                self._between_steps()
                 if self.signum is None:
                     self._step()
                 if self.signum is not None:
                     self._leave()
             self.collect()
+            if self.scaling is not None and self.scaling.missing:
+                self.reporter.scaling(trainer.steps_done, *self.scaling.report())
             if self.config.save_training_state:  # before the long evaluation at the end
                 self.save()
             if self.signum is not None:
                 self._leave()
 
-    def _between_steps(self, first: int) -> None:
+    def _between_steps(self) -> None:
         """Next epoch, checkpoint, evaluation, if it is time for them."""
         trainer, config, step = self.trainer, self.config, self.trainer.steps_done
         every, interval = config.eval_every_n_steps, config.ckpt_interval
         evaluate = trainer.advance_epoch_if_needed()
-        if step == first:
+        if step == self.first:
             return
         if interval > 0 and step % interval == 0:
             self.save()
@@ -269,17 +224,21 @@ class _Run:
         lr = trainer.learning_rate(step)
         if self.config.debug_time_breakdown:
             self.collect()
-            with time_ranges(trainer.dev) as times:
+            with trainer.ranks.time_parts() as timings:
                 ticket = trainer.enqueue_step()
             self.pending = _Pending(step, ticket, lr, start)
             self.collect()
-            self.reporter.time_breakdown(step, times)
-            return
-        ticket = trainer.enqueue_step()
-        self.collect()
-        self.pending = _Pending(step, ticket, lr, start)
-        if trainer.dev.kind == "host":  # the work is done, nothing runs ahead
+            self.reporter.time_breakdown(step, timings)
+        else:
+            ticket = trainer.enqueue_step()
             self.collect()
+            self.pending = _Pending(step, ticket, lr, start)
+        every = self.config.debug_log_abs_max
+        look = every > 0 and step % every == 0 and self.config.matmul_dtype == "e4m3"
+        if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
+            self.collect()
+        if look:
+            self.reporter.abs_maxes(step, abs_maxes(trainer.ranks))
 
     def collect(self) -> None:
         """Report the pending step, if there is one; waits until it is done."""
@@ -293,28 +252,13 @@ class _Run:
         tokens = self.trainer.plan.tokens
         sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
-        if self.monitor is not None and p.step % self.config.log_gpu_util == 0:
-            sample = self.monitor.sample()
-            self.reporter.gpu(p.step, sample, monitor_line(sample))
-        self._check_update(p.step, result)
-
-    def _check_update(self, step: int, result: Result) -> None:
-        """Say that an update was skipped; LlmqError when that goes on and on."""
-        if result.tokens == 0:
-            reason, advice = "all targets are masked", "look at the loss masks of the data"
-        elif not math.isfinite(result.norm):
-            reason = f"the gradient norm is {result.norm}"
-            advice = "continue from an earlier checkpoint with a lower --learning-rate"
-        else:
-            self.skipped = 0
-            return
-        self.skipped += 1
-        self.reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
-        if self.skipped >= MAX_SKIPPED:
-            raise LlmqError(
-                f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
-                f"{reason}; {advice}"
-            )
+        for rank, monitor in enumerate(self.monitors):
+            if monitor is not None and p.step % self.config.log_gpu_util == 0:
+                sample = monitor.sample()
+                self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
+        if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
+            self.reporter.scaling(p.step, *self.scaling.report())
+        self.update_check.check(p.step, p.ticket, result)
 
     def evaluate(self, max_batches: int | None) -> float:
         """Report the validation loss and return it."""
@@ -325,7 +269,7 @@ class _Run:
         ms = (time.perf_counter() - start) * 1000
         batches = trainer.eval_loader.batches_per_epoch
         batches = batches if max_batches is None else min(batches, max_batches)
-        tokens = batches * config.batch_size * config.seq_len
+        tokens = batches * config.batch_size * config.seq_len * trainer.world_size
         self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
         return result.loss
 
@@ -375,14 +319,3 @@ class _Run:
         step, name = self.trainer.steps_done, signal.Signals(self.signum).name
         self.reporter.message(f"Stopped by {name} after {step} steps; go on with --continue", step)
         raise Interrupted(self.signum)
-
-
-def _allocations(trainer: Trainer) -> list[str]:
-    """Every allocation of at least --debug-log-allocations MiB."""
-    least = trainer.config.debug_log_allocations * MIB
-    return [
-        f"{label}  {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB"
-        for place, label in (("device", "GPU "), ("pinned", "HOST"))
-        for category, tensor in trainer.dev.arenas[place].tensors
-        if tensor.nbytes >= least
-    ]

@@ -63,6 +63,7 @@ def trainer_for(path: Path, **options: object) -> Trainer:
     defaults = {
         "model": str(path),
         "device": "cpu",
+        "gpus": 1,
         "model_dtype": "fp32",
         "batch_size": 2,
         "seq_len": 24,

@@ -17,6 +17,7 @@ from llmq import __version__
 from llmq.cli import _run, app
 from llmq.errors import LlmqError
 from llmq.option_types import NEWEST
+from llmq.options_io import make_config
 from llmq.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
@@ -76,8 +77,9 @@ def test_plan_has_the_flags_of_train():
     for line in flag_list():
         command, _, spellings = line.partition(" ")
         flags.get(command, set()).add(spellings)
-    assert flags["train"] - flags["plan"] == {"--dry-run"}
-    assert flags["plan"] - flags["train"] == {"--gpu-memory", "--json"}
+    assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
+    own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--json"}
+    assert flags["plan"] - flags["train"] == own
 
 
 def python(code, *args):
@@ -121,19 +123,6 @@ def test_train_passes_config_model_and_arguments(stub, monkeypatch):
     assert argv == ["llmq", "train", "..."]
 
 
-def test_published_command_line_runs_unchanged(stub):
-    config = run_train(
-        stub,
-        *"--train-file=data/*.bin --ckpt-interval=10000 --seq-length=1024".split(),
-        *"--model-dtype=bf16 --opt-m-dtype=bf16 --opt-v-dtype=bf16 --gpus=1".split(),
-        *"--use-cuda-graphs --batch-size=16 --grad-accumulation=32 --steps=20".split(),
-        *"--learning-rate=1e-5 --recompute-ffn --recompute-norm --lmhead-chunks=2".split(),
-    )
-    assert (config.train_file, config.gpus, config.opt_v_dtype) == ("data/*.bin", 1, "bf16")
-    assert config.use_cuda_graphs
-    assert config.recompute_swiglu
-
-
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -165,6 +154,23 @@ def test_continue_with_and_without_value(stub, args, expected):
     assert config.new_data is ("--new-data" in args)
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], -1),
+        (["--debug-log-abs-max"], 1),
+        (["--debug-log-abs-max", "--recompute-norm"], 1),
+        (["--debug-log-abs-max=5"], 5),
+        (["--debug-log-abs-max", "5"], 5),
+        (["--debug-log-abs-max=-1"], -1),
+    ],
+)
+def test_steps_with_and_without_value(stub, args, expected):
+    config = run_train(stub, *args, "--steps", "3")
+    assert config.debug_log_abs_max == expected
+    assert config.recompute_norm is ("--recompute-norm" in args)
+
+
 def test_config_file(stub, tmp_path):
     (tmp_path / "run.yaml").write_text("batch-size: 2\nrecompute_block: true\nsteps: 3\n")
     config = run_train(stub, "--config", str(tmp_path / "run.yaml"), "--no-recompute-block")
@@ -172,19 +178,50 @@ def test_config_file(stub, tmp_path):
 
 
 def test_dry_run_plans(stub):
-    planning = stub("plan.run_plan")
+    planning = stub("plan_command.run_plan")
     assert _run(["train", *TINY, "--dry-run", "--gpus", "2"]) == 0
     config, model = planning.args
     assert (config.gpus, model) == (2, preset("tiny"))
-    assert planning.kwargs == {"gpu_memory": None, "json": False}
+    assert planning.kwargs == {}
 
 
 def test_plan(stub, capsys):
-    planning = stub("plan.run_plan")
+    planning = stub("plan_command.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
-    assert planning.kwargs == {"gpu_memory": 2**34, "json": True}
-    assert _run(["plan", *TINY, "--gpu-memory", "big"]) == 2
-    assert capsys.readouterr().err.startswith("error: --gpu-memory: expected a size")
+    sizes = {"gpu_memory": 2**34, "host_memory": None}
+    assert planning.kwargs == {**sizes, "card": None, "fit": None, "json": True}
+    for flag in ("--gpu-memory", "--host-memory"):
+        assert _run(["plan", *TINY, flag, "big"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {flag}: expected a size")
+
+
+def test_what_a_search_leaves_alone(stub, tmp_path):
+    (tmp_path / "run.yaml").write_text("lmhead-chunks: 2\nbatch: 2\n")
+    planning, args = stub("plan_command.run_plan"), ["--no-recompute-att", "--card=4090"]
+    assert _run(["plan", *TINY, "--fit", "--config", str(tmp_path / "run.yaml"), *args]) == 0
+    given = {"model", "from_scratch", "lmhead_chunks", "batch_size", "recompute_att"}
+    assert (planning.kwargs["card"], planning.kwargs["fit"]) == ("4090", given)
+
+
+def test_auto_trains_what_it_has_chosen(stub):
+    chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
+    choosing, training = stub("plan_command.choose", result=chosen), stub("training.run_training")
+    assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0
+    config, model, given = choosing.args
+    assert (config.batch_size, model) == (8, preset("tiny"))
+    assert given == {"model", "from_scratch", "batch_size"}
+    argv = ["llmq", "train", "--model=tiny", "--from-scratch", "--recompute-att"]
+    assert training.args == (chosen, preset("tiny"), None, argv)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_verify(stub, equal):
+    verifying = stub("verify.run_verify", result=equal)
+    args = ["--verify-steps", "3", "--synthetic", "--json", "--recompute-att"]
+    assert _run(["verify", *TINY, *args]) == (0 if equal else 1)
+    config, model, model_dir = verifying.args
+    assert config.recompute_att and (model, model_dir) == (preset("tiny"), None)
+    assert verifying.kwargs == {"steps": 3, "synthetic": True, "json": True}
 
 
 COMMANDS = [
@@ -193,7 +230,8 @@ COMMANDS = [
         "training.run_training",
         None,  # its arguments have a test of their own
     ),
-    ("plan --model tiny --from-scratch", "plan.run_plan", None),
+    ("plan --model tiny --from-scratch", "plan_command.run_plan", None),
+    ("verify --model tiny --from-scratch", "verify.run_verify", None),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
         "tokenize.tokenize",

@@ -73,20 +73,33 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
     assert same(graphs, run(path, model_dtype=dtype, use_cuda_graphs=False))
 
 
-@pytest.mark.parametrize("matmul", ["bf16", "e4m3"])
-def test_recompute_is_bitwise_equal(tmp_path, matmul):
-    hf_model("qwen3").save_pretrained(tmp_path)
-    plain = run(tmp_path, matmul_dtype=matmul)
-    assert same(plain, run(tmp_path, matmul_dtype=matmul, use_cuda_graphs=False))
+FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
+DELAYED = FP8 | {"fp8_recipe": "delayed"}
+HEAD = {"head_dtype": "e4m3"}
+FORMATS = {"bf16": {}, "jit": FP8, "delayed": DELAYED, "jit, head": FP8 | HEAD}
+FORMATS |= {"delayed, head": DELAYED | HEAD}
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen2", "gpt2"])
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+def test_recompute_is_bitwise_equal(tmp_path, formats, model):
+    hf_model(model).save_pretrained(tmp_path)
+    plain = run(tmp_path, **formats)
+    assert same(plain, run(tmp_path, **formats, use_cuda_graphs=False))
     for flag in ("swiglu", "norm", "ffn", "qkv", "att", "block"):
-        assert same(plain, run(tmp_path, matmul_dtype=matmul, **{f"recompute_{flag}": True})), flag
-    assert same(plain, run(tmp_path, matmul_dtype=matmul, attn_bwd_chunks=2))
+        assert same(plain, run(tmp_path, **formats, **{f"recompute_{flag}": True})), flag
+    for layer in ("0", "1"):
+        options = {"recompute_block": True, "recompute_layers": layer}
+        assert same(plain, run(tmp_path, **formats, **options)), layer
+    assert same(plain, run(tmp_path, **formats, attn_bwd_chunks=2))
 
 
+@pytest.mark.parametrize("recipe", ["jit", "delayed"])
+@pytest.mark.parametrize("head", ["bf16", "e4m3"])
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-def test_fp8_gradients_equal_those_of_the_cpu(path, gradient):
+def test_fp8_gradients_equal_those_of_the_cpu(path, gradient, head, recipe):
     """The same operands on both devices; sums differ, and now and then a code with them."""
-    options = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "gradient_dtype": gradient}
+    options = FP8 | {"gradient_dtype": gradient, "head_dtype": head, "fp8_recipe": recipe}
     batches = [random_batch(np.random.default_rng(1), T=T)]
     found = []
     for device in ("cpu", "cuda"):
@@ -101,6 +114,25 @@ def test_fp8_gradients_equal_those_of_the_cpu(path, gradient):
         if size > 0.02 * largest:
             cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
             assert cosine > 0.99, (name, cosine)
+
+
+@pytest.mark.parametrize("fast", ["none", "all"])
+def test_delayed_scales_on_a_gpu(tmp_path, fast):
+    """The history is that of the CPU but for sums in another order; what saturates is counted."""
+    hf_model("qwen2").save_pretrained(tmp_path)
+    batches = [random_batch(np.random.default_rng(1), T=T)]
+    options = DELAYED | HEAD | {"seq_len": T, "fp8_fast_accumulation": fast}
+    found = []
+    for device in ("cpu", "cuda"):
+        with trainer_for(tmp_path, device=device, **options) as trainer:
+            assert trainer.step(batches).saturated == 0
+            state = trainer._step.extra_state()
+            found.append({name: values[-1] for name, values in state.items()})
+            small = {name: [v / 100 for v in values] for name, values in state.items()}
+            trainer._step.load_extra_state(small)
+            assert trainer.step(batches).saturated > 1000
+    # A code that rounds the other way is 6 % or 12 % of an element; some element is the largest.
+    assert found[1] == pytest.approx(found[0], rel=0.15)
 
 
 def test_checkpoint_resumes_bit_for_bit(tmp_path):

@@ -110,7 +110,6 @@ def test_too_little_data(capsys):
         ({"attn_bwd_chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size"),
         ({"epochs": 1}, "--epochs: excludes --steps"),
         ({"new_data": ""}, "--new-data: needs --continue"),
-        ({"gpus": 2}, "--gpus: 2 ranks are not supported yet"),
         ({"attention": "cudnn"}, "--attention: cudnn needs a GPU"),
         ({"memory_limit": "10KiB"}, "out of memory: "),
         ({"stepz": 2}, "--stepz"),

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
+import transformers
 
-from tests.models import hf_model, random_batch, trainer_for
+from llmq.config import ModelConfig
+from llmq.errors import ConfigError
+from llmq.head import gradient_scale
+from llmq.options import TrainConfig
+from llmq.plan import step_options
+from llmq.presets import preset
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from llmq.step import Step
+from tests.models import CONFIGS, hf_model, random_batch, trainer_for
 
-T = 24
+FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
+HEAD = {"head_dtype": "e4m3", "seq_len": 32}  # sequences of 24 tokens leave chunks of 24
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+RECIPES = ("jit", "delayed")
 
 
 @pytest.fixture(params=["qwen2", "qwen3", "llama_biases", "gpt2"])
@@ -19,46 +34,97 @@ def path(request, tmp_path):
 
 def run(path, steps=2, **options):
     """Results and weights after some steps of two micro-steps."""
-    rng = np.random.default_rng(0)
+    rng, T = np.random.default_rng(0), options.get("seq_len", 24)
     with trainer_for(path, grad_accumulation=2, **options) as trainer:
-        results = [trainer.step([random_batch(rng) for _ in range(2)]) for _ in range(steps)]
+        results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(steps)]
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights()
 
 
+def check_gradients(ours, reference, least, bound=0.05):
+    """Cosine and norm of each gradient that is not nearly zero, such as a bias of keys."""
+    largest = max(np.linalg.norm(g) for g in reference.values())
+    for name, expected in reference.items():
+        size, gradient = np.linalg.norm(expected), ours[name].astype(np.float32)
+        if size < 0.02 * largest:
+            continue
+        cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
+        assert cosine > least, (name, cosine)
+        assert abs(np.linalg.norm(gradient) / size - 1) < bound, name
+
+
+@pytest.mark.parametrize("head", [{}, HEAD], ids=["bf16_head", "fp8_head"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-def test_gradients_are_close_to_f32(path, gradient):
-    batches = [random_batch(np.random.default_rng(1))]
+def test_gradients_are_close_to_f32(path, gradient, recipe, head):
+    T = head.get("seq_len", 24)
+    batches = [random_batch(np.random.default_rng(1), T=T)]
     found = []
-    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "gradient_dtype": gradient}
-    for options in ({}, fp8):
-        with trainer_for(path, **options) as trainer:
+    for options in ({}, FP8 | {"gradient_dtype": gradient, "fp8_recipe": recipe, **head}):
+        with trainer_for(path, **({"seq_len": T} | options)) as trainer:
             found.append((trainer.step(batches), trainer.gradients()))
     (want, reference), (got, ours) = found
     # E4M3 keeps 4 bits of a value, E5M2 3: a product's relative error is some percent per element,
     # and it averages out over a tensor.
     assert abs(got.loss - want.loss) < 0.01 * want.loss
-    least = {"e4m3": 0.98, "e5m2": 0.95}[gradient]
-    largest = max(np.linalg.norm(g) for g in reference.values())
-    for name, expected in reference.items():
-        size = np.linalg.norm(expected)
-        if size < 0.02 * largest:
-            continue  # nearly zero, such as a bias of keys: rounding of its large neighbours
-        cosine = np.vdot(ours[name].astype(np.float32), expected) / (
-            np.linalg.norm(ours[name].astype(np.float32)) * size
-        )
-        assert cosine > least, (name, cosine)
-        norm = np.linalg.norm(ours[name].astype(np.float32))
-        assert abs(norm / size - 1) < 0.05, name
+    check_gradients(ours, reference, {"e4m3": 0.98, "e5m2": 0.95}[gradient])
 
 
-def test_recompute_is_bitwise_equal(path):
-    options = {"matmul_dtype": "e4m3", "model_dtype": "bf16"}
-    plain, weights = run(path, **options)
+def same(one, other):
+    return one[0] == other[0] and all(np.array_equal(one[1][n], other[1][n]) for n in one[1])
+
+
+@pytest.mark.parametrize("head", [{}, HEAD], ids=["bf16_head", "fp8_head"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recompute_is_bitwise_equal(path, recipe, head):
+    options = FP8 | {"fp8_recipe": recipe} | head
+    plain = run(path, **options)
     for flag in FLAGS:
-        again, same = run(path, **options, **{f"recompute_{flag}": True})
-        assert again == plain, flag
-        assert all(np.array_equal(weights[n], same[n]) for n in weights), flag
+        again = run(path, **options, **{f"recompute_{flag}": True})
+        assert same(again, plain), flag
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Four layers, so that layers of both kinds lie beside each other in all orders."""
+    path = tmp_path_factory.mktemp("deep")
+    config = CONFIGS["qwen3"]()
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("layers", ["0", "1-2", "0,2", "3"])
+@pytest.mark.parametrize("options", [{}, FP8, FP8 | {"fp8_recipe": "delayed"}],
+                         ids=["fp32", "jit", "delayed"])  # fmt: skip
+def test_recomputing_some_layers_is_bitwise_equal(deep, options, layers):
+    plain = run(deep, **options)
+    for flag in ("norm", "ffn", "att", "block"):
+        recompute = {f"recompute_{flag}": True, "recompute_layers": layers}
+        assert same(run(deep, **options, **recompute), plain), flag
+
+
+def activations(model: ModelConfig, **options) -> int:
+    """Bytes of a plan."""
+    config = TrainConfig(batch_size=2, seq_len=64, **options).normalized()
+    dev = PlanDevice(HOST_SPEC)
+    Step(dev, model, step_options(config, "native"))
+    return dev.arenas["device"].categories["Activations"]
+
+
+def test_memory_of_recomputed_layers_is_proportional():
+    model = dataclasses.replace(preset("Qwen2.5-0.5B"), num_layers=4)
+    everything, nothing = (
+        activations(model, recompute_block=flag, model_dtype="bf16") for flag in (False, True)
+    )
+    shared = 2 * 64 * model.hidden_size * 2  # residual_att of the recomputed ones
+    each = (everything - nothing + shared) / 4
+    for layers, count in (("0", 1), ("1-3", 3), ("all", 4)):
+        options = {"recompute_block": True, "recompute_layers": layers, "model_dtype": "bf16"}
+        assert activations(model, **options) == everything - count * each + shared
+    with pytest.raises(ConfigError, match="--recompute-layers: 2-4 names layers that a model of 4"):
+        TrainConfig(recompute_layers="2-4").normalized().validate_with(model)
 
 
 def test_kept_activations_take_less_memory(path):
@@ -70,3 +136,112 @@ def test_kept_activations_take_less_memory(path):
         before, after = (t.plan.usage.categories["device"] for t in (plain, fp8))
         assert after["Activations"] < before["Activations"]
         assert after["Quants"] > 0 and "Quants" not in before
+
+
+# ------------------------------------------------------------------------------------------------
+# The head
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_untied"])
+def test_fp8_head_in_chunks(tmp_path, name):
+    """Chunks change the order of one sum, and nothing before it."""
+    hf_model(name).save_pretrained(tmp_path)
+    batch = [random_batch(np.random.default_rng(2), T=32)]
+    found = []
+    for chunks in (1, 4):
+        with trainer_for(tmp_path, lmhead_chunks=chunks, **FP8, **HEAD) as trainer:
+            found.append((trainer.step(batch), trainer.gradients()))
+            assert trainer.usage == trainer.plan.usage
+    (one, whole), (four, cut) = found
+    assert one.loss == four.loss
+    head = "lm_head.weight" if name == "qwen2_untied" else "model.embed_tokens.weight"
+    # Added up in BF16, stochastically rounded, in the first step after each of four products.
+    np.testing.assert_allclose(
+        *(g[head].astype(np.float32) for g in (whole, cut)), rtol=2.0**-6, atol=0.02
+    )
+    for parameter, gradient in whole.items():
+        assert parameter == head or np.array_equal(gradient, cut[parameter]), parameter
+
+
+def test_fp8_head_evaluates_with_its_own_logits(path):
+    batch = random_batch(np.random.default_rng(2), T=32)
+    with trainer_for(path, **FP8, **HEAD) as trainer:
+        evaluated = trainer._step.evaluate([batch])
+        trained = trainer.step([batch])
+    assert (evaluated.loss, evaluated.lse_mean) == (trained.loss, trained.lse_mean)
+
+
+def test_scale_of_the_gradient_of_logits():
+    # -1 of the target and its largest z-loss fit; the smallest code is below any probability that
+    # matters: 2^-16 of a scale of 2^-15.
+    assert gradient_scale(0.0) == gradient_scale(1e-3) == 2.0**-15
+    for z_loss in (0.0, 1e-4, 1e-2, 1.0):
+        assert 1 + 64 * z_loss <= 57344 * gradient_scale(z_loss) < 3.5 * (1 + 64 * z_loss)
+
+
+def test_z_loss_with_fp8_head(tmp_path):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    batch = [random_batch(np.random.default_rng(2), T=32)]
+    found = []
+    for options in ({"seq_len": 32}, FP8 | HEAD):
+        with trainer_for(tmp_path, z_loss=0.05, **options) as trainer:
+            trainer.step(batch)
+            found.append(trainer.gradients())
+    check_gradients(found[1], found[0], 0.97)  # E5M2: 3 bits of each element of d_logits
+
+
+def test_chunks_of_an_fp8_head_are_multiples_of_16():
+    config = TrainConfig(**FP8, head_dtype="e4m3", batch_size=2, seq_len=24, lmhead_chunks=2)
+    with pytest.raises(ConfigError, match=r"--head-dtype: e4m3 needs multiples of 16, .* 24"):
+        config.normalized().validate_with(preset("Qwen2.5-0.5B"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Fast accumulation
+
+
+class NotingDevice(PlanDevice):
+    """Notes the shape of each fp8 product and whether it may accumulate fast."""
+
+    def __init__(self):
+        super().__init__(HOST_SPEC)
+        self.products = []
+
+    def launch(self, kernel, grid, block, args, **kwargs):
+        super().launch(kernel, grid, block, args, **kwargs)
+        if kernel.entry == "matmul_fp8":
+            self.products.append((args[0].shape, bool(args[-1])))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("head", ["bf16", "e4m3"])
+@pytest.mark.parametrize("fast", ["none", "forward", "all"])
+def test_which_products_may_accumulate_fast(fast, head, recompute):
+    L = 2
+    model = dataclasses.replace(preset("Qwen2.5-0.5B"), num_layers=L)
+    options = {"fp8_fast_accumulation": fast, "head_dtype": head, "recompute_block": recompute}
+    config = TrainConfig(**FP8, **options, batch_size=1, seq_len=64, grad_accumulation=1)
+    dev = NotingDevice()
+    step = Step(dev, model, step_options(config.normalized(), "native"))
+    batch = (np.zeros((1, 64), np.int32),) * 2
+    step.train(0, 0.0, 0.0, [batch])
+    fp8_head = head == "e4m3"
+    forward = 4 * L + fp8_head + 3 * L * recompute  # down is not needed again
+    allowed = [permitted for _, permitted in dev.products]
+    assert len(allowed) == forward + 8 * L + 2 * fp8_head
+    assert sum(allowed) == {"none": 0, "forward": forward, "all": len(allowed)}[fast]
+    assert allowed[: 4 * L + fp8_head] == [fast != "none"] * (4 * L + fp8_head)
+
+
+def test_every_combination_trains(tmp_path):
+    """Two steps of each, where nothing else looks at them."""
+    hf_model("llama_biases").save_pretrained(tmp_path)
+    batches = [random_batch(np.random.default_rng(4), T=32)]
+    for gradient, recipe, head, grads, fast in itertools.product(
+        ("e4m3", "e5m2"), RECIPES, ("bf16", "e4m3"), ("bf16", "fp32"), ("none", "all")
+    ):
+        options = {"gradient_dtype": gradient, "fp8_recipe": recipe, "head_dtype": head}
+        options |= {"grad_accum_dtype": grads, "fp8_fast_accumulation": fast, "seq_len": 32}
+        with trainer_for(tmp_path, **FP8, **options) as trainer:
+            losses = [trainer.step(batches).loss for _ in range(2)]
+        assert losses[1] < losses[0] < 6, options

@@ -6,11 +6,11 @@ import pytest
 
 from llmq.errors import LlmqError
 from llmq.runtime.compile import Resources, target
+from llmq.runtime.kernel import Source
 from tools.compile_all import (
     ARCHITECTURES,
     Launch,
     Report,
-    Variant,
     all_launches,
     declared_kernels,
     reports,
@@ -40,12 +40,12 @@ def test_no_kernel_is_left_out():
 def test_what_a_report_complains_of():
     good = Report(
         capability=89,
-        variant=Variant("a.cu", (("T", "bf16"),), (("N", 4),)),
+        source=Source("a.cu", (("T", "bf16"),), (("N", 4),)),
         launch=Launch("a", 256, 90 << 10),
         resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0),
     )
     assert good.problem is None
-    assert str(good.variant) == "a.cu T=bf16 N=4"
+    assert str(good.source) == "a.cu T=bf16 N=4"
     for part, change, message in (
         ("resources", {"spilled": 8}, "spills 8 bytes"),
         ("resources", {"shared": (9 << 10) + 1}, "bytes of shared memory of 101376"),

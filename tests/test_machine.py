@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from llmq import machine
-from llmq.errors import LlmqError
-from llmq.machine import available_host_memory, choose_machine, host_memory
-from llmq.runtime import cuda_device
+from llmq.errors import ConfigError, LlmqError
+from llmq.machine import Machine, available_host_memory, choose_machine, host_memory
+from llmq.runtime import compile, cuda_device
 from llmq.runtime.device import DeviceSpec, MemorySizes
 
 GPU = DeviceSpec(name="GPU", capability=90, num_sms=132, memory=80 << 30, library_workspace=0)
@@ -23,16 +23,18 @@ def no_gpu(monkeypatch):
 def test_cpu_is_chosen_without_asking_for_gpus(monkeypatch):
     monkeypatch.setattr(cuda_device, "device_spec", None)
     chosen = choose_machine("cpu", 0)
-    assert (chosen.kind, chosen.note) == ("host", None)
+    assert (chosen.kind, chosen.note, chosen.world_size) == ("host", None, 1)
+    assert choose_machine("cpu", 3).world_size == 3
 
 
 def test_auto_takes_a_gpu_or_says_why_not(monkeypatch):
     monkeypatch.setattr(cuda_device, "device_spec", lambda index: GPU)
     chosen = choose_machine("auto", 1)
     assert (chosen.kind, chosen.spec, chosen.note) == ("cuda", GPU, None)
+    assert chosen.world_size == 1
     no_gpu(monkeypatch)
-    chosen = choose_machine("auto", 0)
-    assert chosen.kind == "host"
+    chosen = choose_machine("auto", 2)
+    assert (chosen.kind, chosen.world_size) == ("host", 2)
     assert "meant for small models (no NVIDIA driver" in chosen.note
 
 
@@ -40,8 +42,65 @@ def test_what_is_not_there_is_an_error(monkeypatch):
     no_gpu(monkeypatch)
     with pytest.raises(LlmqError, match="no NVIDIA driver is installed"):
         choose_machine("cuda", 1)
-    with pytest.raises(LlmqError, match="--gpus: 2 ranks are not supported yet"):
-        choose_machine("cpu", 2)
+
+
+def some_gpus(monkeypatch, *specs):
+    """A machine with these GPUs; one that is an exception cannot be used."""
+
+    def spec_of(index):
+        if isinstance(specs[index], Exception):
+            raise specs[index]
+        return specs[index]
+
+    monkeypatch.setattr(cuda_device, "device_spec", spec_of)
+    monkeypatch.setattr(machine, "gpu_count", lambda: len(specs))
+
+
+def test_all_gpus_or_the_first_ones(monkeypatch):
+    some_gpus(monkeypatch, GPU, GPU, GPU)
+    for device, gpus, world in (("cuda", 0, 3), ("auto", 0, 3), ("cuda", 2, 2), ("auto", 1, 1)):
+        chosen = choose_machine(device, gpus)
+        assert (chosen.kind, chosen.world_size, chosen.spec) == ("cuda", world, GPU)
+        assert chosen.note is None
+    with pytest.raises(ConfigError, match="--gpus: 4 are asked for, 3 can be seen; check CUDA_VIS"):
+        choose_machine("cuda", 4)
+
+
+def test_gpus_that_differ(monkeypatch):
+    """They work together: with what the weaker one can do, and the larger workspaces."""
+    other = DeviceSpec(
+        name="Old", capability=80, num_sms=108, memory=40 << 30, library_workspace=4 << 20
+    )
+    some_gpus(monkeypatch, GPU, other)
+    chosen = choose_machine("cuda", 0)
+    assert chosen.note == "WARNING: the GPUs differ (GPU, Old): each waits for the slowest."
+    assert chosen.spec == DeviceSpec(
+        name="GPU", capability=80, num_sms=132, memory=40 << 30, library_workspace=4 << 20
+    )
+
+
+def test_a_gpu_among_others_that_cannot_be_used(monkeypatch):
+    some_gpus(monkeypatch, GPU, LlmqError("GPU 1 (GT 710) has compute capability 3.5"))
+    with pytest.raises(LlmqError, match=r"GPU 1 \(GT 710\) .*; to leave this GPU out use --gpus"):
+        choose_machine("auto", 0)
+    assert choose_machine("auto", 1).world_size == 1
+
+
+def test_a_gpus_thread_moves_near_to_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(machine, "bus_id", lambda index: f"bus {index}")
+    monkeypatch.setattr(machine, "stay_near", calls.append)
+    monkeypatch.setattr(
+        cuda_device, "CudaDevice", lambda *args, **kwargs: calls.append((args, kwargs))
+    )
+    sizes = MemorySizes(device=1, stack=2, pinned=3)
+    two = machine.Machine(kind="cuda", spec=GPU, note=None, world_size=2)
+    two.open(sizes, rank=1, tune=False)
+    options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2}
+    assert calls == ["bus 1", ((1, sizes), options)]
+    calls.clear()
+    machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)
+    assert len(calls) == 1, "a single rank is the caller's thread"
 
 
 def test_host_memory_that_is_not_there(monkeypatch):
@@ -52,6 +111,8 @@ def test_host_memory_that_is_not_there(monkeypatch):
         chosen.open(sizes)
     monkeypatch.setattr(machine, "available_host_memory", lambda: 5 << 20)
     chosen.open(sizes).close()
+    with pytest.raises(LlmqError, match="out of memory: 10 MiB are needed"):
+        choose_machine("cpu", 2).open(sizes, rank=1)
 
 
 def test_host_memory():
@@ -95,3 +156,12 @@ def test_container_that_knows_its_group_by_the_name_outside(tmp_path):
 
 def test_no_groups(tmp_path):
     assert list(machine._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
+
+
+def test_kernels_are_compiled_ahead_on_gpus_only(monkeypatch):
+    calls = []
+    monkeypatch.setattr(compile, "compile_ahead", lambda *args: calls.append(args))
+    Machine(kind="host", spec=GPU, note=None).compile_ahead({1})
+    assert calls == []
+    Machine(kind="cuda", spec=GPU, note=None).compile_ahead({1})
+    assert calls == [({1}, 90)]

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,7 +255,16 @@ def test_lines_of_steps(reporter):
     assert record == {
         "log": "step", "step": 7, "step_tokens": 4096, "duration_ms": 61, "norm": RESULT.norm,
         "loss": 3.25, "lr": 1e-3, "lse_max": 9.0, "lse_mean": 7.0, "loss_1k": 3.5,
+        "saturated": 0,
     }  # fmt: skip
+
+
+def test_saturated_elements_are_reported(reporter):
+    reporter.train_step(3, replace(RESULT, saturated=12), lr=0.0, ms=1.0, tokens=1, sol=None)
+    assert reporter.view.lines[-1] == "Elements beyond their delayed fp8 scales: 12"
+    message, step = logged(reporter)[-2:]
+    assert (message["step"], message["message"]) == (3, reporter.view.lines[-1])
+    assert step["saturated"] == 12
 
 
 def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
@@ -335,7 +345,7 @@ def test_outliers_are_reported(reporter):
 
 
 def test_gpu_samples_are_logged_and_shown(reporter):
-    reporter.gpu(25, {"id": 0, "power": 5}, "GPU 0: 5 W")
+    reporter.gpu(25, 0, {"id": 0, "power": 5}, "GPU 0: 5 W")
     assert logged(reporter)[0]["power"] == 5
     assert reporter.view.states == [{"gpu": "GPU 0: 5 W"}]
     reporter.close()

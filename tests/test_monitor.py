@@ -22,7 +22,7 @@ from llmq.options_io import make_config
 from llmq.presets import preset
 from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.gpu_info import GpuInfo, gpu_info
+from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info
 from llmq.runtime.host_device import HostDevice
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -228,14 +228,13 @@ def test_close_ends_the_thread():
 def test_the_gpu_is_found_by_its_place_in_the_machine(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(monitor_module, "load_nvml", FakeNvml)
-    monkeypatch.setattr(monitor_module, "gpu_info", lambda index: asked.append(index) or INFO)
+    monkeypatch.setattr(monitor_module, "bus_id", lambda index: asked.append(index) or BUS_ID)
     monitor = open_monitor(SimpleNamespace(kind="cuda", index=2))
     monitor.close()
     assert asked == [2]
     assert monitor.sample()["id"] == 2
 
-    elsewhere = SimpleNamespace(bus_id="0000:20:00.0")
-    monkeypatch.setattr(monitor_module, "gpu_info", lambda index: elsewhere)
+    monkeypatch.setattr(monitor_module, "bus_id", lambda index: "0000:20:00.0")
     assert open_monitor(SimpleNamespace(kind="cuda", index=0)) is None
     assert capsys.readouterr().err == ("warning: no readings of GPU 0 at 0000:20:00.0: Not Found\n")
 
@@ -297,10 +296,12 @@ def test_gpu_info(monkeypatch):
         deviceGetPCIBusId=lambda index: BUS_ID,
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 12090,
+        getDeviceCount=lambda: 3,
     )
     api = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
     assert gpu_info(0) == INFO
+    assert (gpu_count(), bus_id(0)) == (3, BUS_ID)
 
 
 def test_libraries_that_do_not_load_are_left_out(monkeypatch):
@@ -338,6 +339,9 @@ def test_speed_of_light_in_fp8_is_llm_qs(model, tokens_per_second):
     assert lines[:2] == ["  Peak BF16:    989.4 TFLOP/s", "  Peak  FP8:   1978.9 TFLOP/s"]
     assert lines[2].endswith("in FP8") and lines[3].endswith("in BF16")
     assert light(model, "NVIDIA A100-SXM4-80GB", **{"matmul-dtype": "e4m3"}) is None
+    whole = light(model, **{"matmul-dtype": "e4m3", "head-dtype": "e4m3"})
+    assert whole.tokens_per_second > found.tokens_per_second
+    assert whole.lines(None)[3].endswith("in FP8") and whole.lines(None)[4].endswith("in BF16")
 
 
 def test_percent_of_a_published_run():

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from llmq.errors import ConfigError
-from llmq.option_types import NEWEST, parse_dtype_name, parse_size
+from llmq.option_types import (
+    NEWEST,
+    layer_set,
+    parse_dtype_name,
+    parse_every,
+    parse_layers,
+    parse_size,
+)
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config, option_rows
 from llmq.presets import preset
@@ -63,13 +70,29 @@ LLMQ_DEFAULTS = {
     "log-gpu-util": 25,
     "debug-log-allocations": -1,
     "debug-time-breakdown": False,
+    "debug-log-abs-max": -1,
     "recompute-swiglu": False,
     "recompute-norm": False,
     "recompute-ffn": False,
     "recompute-qkv": False,
     "recompute-att": False,
     "recompute-block": False,
+    "offload-residual": False,
     "gpus": 0,
+    "zero-level": 1,
+    "shard-weights": False,
+    "shard-gradients": False,
+    "persistent-quants": False,
+    "offload-quants": False,
+    "offload-master": False,
+    "offload-opt-m": False,
+    "offload-opt-v": False,
+    "offload-gradients": False,
+    "use-zero-copy": False,
+    "write-combined": False,
+    "memcpy-all-gather": False,
+    "memcpy-send-recv": False,
+    "all-to-all-reduce": False,
 }
 
 
@@ -80,6 +103,14 @@ def test_defaults_of_known_flags():
     own = {
         "master-dtype": "bf16",
         "grad-accum-dtype": "bf16",
+        "head-dtype": "bf16",
+        "fp8-recipe": "jit",
+        "fp8-fast-accumulation": "forward",
+        "recompute-layers": "all",
+        "keep-transposed": True,
+        "p2p": "auto",
+        "watchdog": 300,
+        "measure-scaling": False,
         "seed": 42,
         "memory-limit": None,
         "device": "auto",
@@ -178,6 +209,32 @@ def test_values_are_converted(flag, value, field, expected):
         ({"matmul-dtype": "e5m2"}, "--matmul-dtype: expected"),
         ({"gradient-dtype": "e4m3"}, "--gradient-dtype: e4m3 needs --matmul-dtype e4m3"),
         ({"matmul-dtype": "e4m3", "gradient-dtype": "bf16"}, "--gradient-dtype: must be e4m3 or"),
+        ({"opt-m-dtype": "e5m2"}, "--opt-m-dtype: expected bf16 or fp32 or e4m3, got 'e5m2'"),
+        ({"head-dtype": "e4m3"}, "--head-dtype: e4m3 does not go with --matmul-dtype bf16"),
+        ({"head-dtype": "fp32"}, "--head-dtype: fp32 does not go with --matmul-dtype bf16"),
+        (
+            {"head-dtype": "fp32", "matmul-dtype": "e4m3"},
+            "--head-dtype: fp32 does not go with --model-dtype bf16, use bf16 or e4m3",
+        ),
+        ({"fp8-recipe": "delayed"}, "--fp8-recipe: delayed needs --matmul-dtype e4m3"),
+        ({"fp8-recipe": "mx"}, "--fp8-recipe: expected jit or delayed, got 'mx'"),
+        ({"fp8-fast-accumulation": "on"}, "--fp8-fast-accumulation: expected none or forward or"),
+        ({"zero-level": 4}, "--zero-level: must be at most 3, got 4"),
+        ({"zero-level": -1}, "--zero-level: must be at least 0, got -1"),
+        ({"persistent-quants": True}, "--persistent-quants: needs --matmul-dtype e4m3"),
+        (
+            {"persistent-quants": True, "matmul-dtype": "e4m3"},
+            "--persistent-quants: needs --shard-weights",
+        ),
+        ({"offload-quants": True}, "--offload-quants: needs --persistent-quants"),
+        ({"offload-gradients": True}, "--offload-gradients: needs --shard-gradients or"),
+        ({"p2p": "maybe"}, "--p2p: expected auto or on or off, got 'maybe'"),
+        ({"watchdog": -1}, "--watchdog: must be at least 0, got -1"),
+        ({"recompute-layers": "1-"}, "--recompute-layers: expected all or layers such as 0-11,20"),
+        ({"recompute-layers": ""}, "--recompute-layers: expected all or layers"),
+        ({"recompute-layers": "5-3"}, "--recompute-layers: expected all or layers"),
+        ({"debug-log-abs-max": "often"}, "--debug-log-abs-max: expected an integer, got 'often'"),
+        ({"debug-log-abs-max": -2}, "--debug-log-abs-max: must be at least -1, got -2"),
     ],
 )
 def test_bad_values_name_the_flag_in_one_line(options, message):
@@ -193,9 +250,33 @@ def test_legal_corner_values():
     make_config({"init-proj-to-zero": True, "from-scratch": True})
     make_config({"new-data": True, "continue": True})
     make_config({"model-dtype": "bf16", "master-dtype": "fp32", "grad-accum-dtype": "fp32"})
-    for m in ("fp32", "bf16"):
-        for v in ("fp32", "bf16"):
+    make_config({"debug-log-abs-max": 0, "watchdog": 0})
+    make_config({"head-dtype": "e4m3", "fp8-recipe": "delayed", "matmul-dtype": "e4m3"})
+    for m in ("fp32", "bf16", "e4m3"):
+        for v in ("fp32", "bf16", "e4m3"):
             make_config({"opt-m-dtype": m, "opt-v-dtype": v})
+
+
+def test_layers():
+    assert layer_set("all", 3) == {0, 1, 2}
+    assert layer_set("0", 3) == {0}
+    assert layer_set("0-2,2,5-5", 6) == {0, 1, 2, 5}
+    for bad in ("3", "1-3", "0,7"):
+        with pytest.raises(ValueError, match=f"{bad} names layers that a model of 3 does not have"):
+            layer_set(bad, 3)
+    assert parse_layers(" ALL ") == "all"
+    assert parse_layers("0 - 11, 20") == "0-11,20"
+    assert parse_layers(7) == "7"  # from YAML
+    for bad in ("", "some", "-1", "1,", "1-2-3", "1..3", "4-2", None, True):
+        with pytest.raises(ValueError, match="expected all or layers such as"):
+            parse_layers(bad)
+
+
+def test_steps_between_records():
+    assert [parse_every(value) for value in (True, False, 3, "0x10", "-1")] == [1, -1, 3, 16, -1]
+    for bad in ("every", 1.5, None):
+        with pytest.raises(ValueError, match="expected an integer"):
+            parse_every(bad)
 
 
 def test_dtype_spellings():
@@ -237,15 +318,44 @@ def test_sizes():
 )
 def test_recompute_implications(given, implied):
     config = make_config({f"recompute-{part}": True for part in given})
-    on = {name for name in OPTIONS if name.startswith("recompute_") and getattr(config, name)}
+    parts = {name for name in OPTIONS if name.startswith("recompute_")} - {"recompute_layers"}
+    on = {name for name in parts if getattr(config, name)}
     assert on == {f"recompute_{part}" for part in given | implied}
+
+
+@pytest.mark.parametrize(
+    ("given", "gradients", "weights"),
+    [
+        ({"zero-level": 0}, False, False),
+        ({"zero-level": 1}, False, False),
+        ({"zero-level": 2}, True, False),
+        ({"zero-level": 3}, True, True),
+        ({"zero-level": 2, "shard-weights": True}, True, True),
+        ({"shard-gradients": True}, True, False),
+        ({"shard-weights": True}, False, True),
+    ],
+)
+def test_what_is_sharded(given, gradients, weights):
+    config = make_config(given)
+    assert (config.shard_gradients, config.shard_weights) == (gradients, weights)
+    # What needs sharding counts what the level implies.
+    quants = {"persistent-quants": True, "offload-quants": True, "matmul-dtype": "e4m3"}
+    for needed, flags in ((weights, quants), (gradients, {"offload-gradients": True})):
+        if needed:
+            make_config(given | flags)
+            continue
+        with pytest.raises(ConfigError, match=r"needs --shard-(weights|gradients)"):
+            make_config(given | flags)
 
 
 def test_formats_follow_the_model_dtype():
     config = make_config({"model-dtype": "fp32"})
     assert (config.master_dtype, config.grad_accum_dtype) == ("fp32", "fp32")
+    assert (config.matmul_dtype, config.gradient_dtype, config.head_dtype) == ("fp32",) * 3
     config = make_config({"model-dtype": "bf16", "master-dtype": "fp32"})
     assert (config.master_dtype, config.grad_accum_dtype) == ("fp32", "bf16")
+    config = make_config({"matmul-dtype": "e4m3"})
+    assert (config.gradient_dtype, config.head_dtype) == ("e4m3", "bf16")
 
 
 def test_epochs_are_implied_only_without_steps():
@@ -265,7 +375,8 @@ def test_names_and_log_file():
 
 
 def test_normalizing_twice_changes_nothing():
-    config = make_config({"recompute-block": True, "steps": 4, "continue": "12"})
+    options = {"recompute-block": True, "steps": 4, "continue": "12", "zero-level": 3}
+    config = make_config(options | {"recompute-layers": "0,2-3", "debug-log-abs-max": True})
     assert config.normalized() == config
     assert TrainConfig(model_dtype="BF16").normalized().model_dtype == "bf16"
 
@@ -279,6 +390,37 @@ def test_sequence_must_fit_the_model():
         dataclasses.replace(config, beta_1=2.0).validate_with(preset("qwen2.5-0.5b"))
 
 
+def test_layers_must_be_in_the_model():
+    options = {"recompute-block": True, "batch": 1, "seq-len": 64}
+    make_config(options | {"recompute-layers": "0-5"}).validate_with(preset("tiny"))
+    config = make_config(options | {"recompute-layers": "2-6"})
+    message = "--recompute-layers: 2-6 names layers that a model of 6 does not have"
+    with pytest.raises(ConfigError, match=message):
+        config.validate_with(preset("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch": 1, "seq-len": 20}, "tokens of a micro-step is 20"),
+        ({"model": {"hidden_size": 136}}, "hidden_size is 136"),
+        ({"model": {"intermediate_size": 72}}, "intermediate_size is 72"),
+        ({"model": {"num_heads": 3, "head_dim": 24}}, "width of the query heads is 72"),
+        (
+            {"model": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 10}},
+            "width of the query heads is 20",
+        ),
+    ],
+)
+def test_sizes_of_fp8_products(options, size):
+    changes = options.pop("model", {})
+    model = dataclasses.replace(preset("tiny-llama"), **changes)
+    with pytest.raises(ConfigError, match=f"e4m3 needs multiples of 16, but the {size}"):
+        make_config({"matmul-dtype": "e4m3", **options}).validate_with(model)
+    if changes:
+        make_config({"model-dtype": "bf16", **options}).validate_with(model)
+
+
 def test_warnings():
     assert make_config({}).warnings() == []
     assert make_config({"ckpt-major": 10, "ckpt-keep-n": 2}).warnings() == []
@@ -289,6 +431,56 @@ def test_warnings():
         "--final-lr-fraction",
         "--warmup",
     ]
+
+
+FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
+
+
+@pytest.mark.parametrize(
+    ("without", "remedies"),
+    [
+        ({"zero-level": 0}, [{"zero-level": 1}]),
+        ({"offload-master": True}, [{"shard-weights": True}, FP8, {"master-dtype": "fp32"}]),
+        ({"use-zero-copy": True}, [OFFLOAD, {"offload-opt-v": True}]),
+        ({"write-combined": True}, [OFFLOAD, {"offload-gradients": True, "zero-level": 2}]),
+        ({"memcpy-send-recv": True}, [{"all-to-all-reduce": True}]),
+        ({"recompute-layers": "0-3"}, [{"recompute-norm": True}]),
+        ({"debug-log-abs-max": True}, [FP8]),
+        ({"fp8-fast-accumulation": "all"}, [FP8]),
+        ({"fp8-fast-accumulation": "none"}, [FP8]),
+        ({"keep-transposed": False}, [FP8]),
+    ],
+)
+def test_options_that_do_nothing_alone(without, remedies):
+    (flag,) = without
+    (line,) = make_config(without).warnings()
+    assert re.match(f"--(no-)?{flag} ", line)
+    assert re.search("has no effect|is the same as", line)
+    for options in remedies:
+        assert make_config(without | options).warnings() == []
+
+
+def test_host_memory_of_residuals_is_not_the_optimizers():
+    """--offload-residual makes neither option of the other offloaded tensors useful."""
+    for flag in ("use-zero-copy", "write-combined"):
+        (line,) = make_config({flag: True, "offload-residual": True}).warnings()
+        assert line.startswith(f"--{flag} has no effect without")
+
+
+def test_options_that_do_nothing_with_one_rank():
+    between = {"memcpy-all-gather": True, "memcpy-send-recv": True, "all-to-all-reduce": True}
+    config = make_config({**between, "measure-scaling": True, "p2p": "off"})
+    assert config.warnings() == []
+    assert config.rank_warnings(2) == []
+    assert [line.split(" has no effect")[0] for line in config.rank_warnings(1)] == [
+        "--memcpy-all-gather",
+        "--memcpy-send-recv",
+        "--all-to-all-reduce",
+        "--measure-scaling",
+        "--p2p off",
+    ]
+    # These save memory on one GPU too.
+    assert make_config({"zero-level": 3, "watchdog": 5}).rank_warnings(1) == []
 
 
 FILE_VALUES = {"batch_size": 8, "learning-rate": "1e-3", "recompute_ffn": True, "steps": 20}
@@ -356,13 +548,14 @@ def test_bad_config_files(tmp_path, name, text, message):
 
 LLMQ_ROWS = """
     name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att recompute-block
-    lm-head-chunks attn-bwd-chunks cuda-graphs matmul-dtype gradient-dtype model-dtype opt-m-dtype
-    opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule beta-1 beta-2 grad-clip
-    weight-decay grad-accumulation
-    micro-batch seq-len total-batch steps-per-epoch steps eval-every-n-steps eval-num-steps
-    ckpt-every-n-steps ckpt-keep ckpt-major train-loader-seed eval-loader-seed arch vocab-size
-    hidden-size ffn-size num-layers tied-word-emb num-heads num-kv-heads train-file eval-file
-    checkpoint-dir out-dir log-file
+    lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m offload-opt-v
+    use-zero-copy shard-weights shard-gradients persistent-quants cuda-graphs all-to-all-reduce
+    memcpy-all-gather memcpy-send-recv use-write-combined matmul-dtype gradient-dtype model-dtype
+    opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr lr-schedule beta-1 beta-2
+    grad-clip weight-decay grad-accumulation micro-batch seq-len total-batch steps-per-epoch steps
+    eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major train-loader-seed
+    eval-loader-seed arch vocab-size hidden-size ffn-size num-layers tied-word-emb num-heads
+    num-kv-heads train-file eval-file checkpoint-dir out-dir log-file
 """.split()
 
 
@@ -384,7 +577,7 @@ def test_option_rows():
 
 def test_option_rows_echo_every_option():
     renamed = {"lmhead-chunks", "use-cuda-graphs", "final-lr-fraction", "batch-size"}
-    renamed |= {"ckpt-interval", "ckpt-keep-n", "train-seed", "eval-seed"}
+    renamed |= {"ckpt-interval", "ckpt-keep-n", "train-seed", "eval-seed", "write-combined"}
     names = {name for name, _ in option_rows(make_config({}), preset("gpt2"))}
     assert {opt.flags[0] for opt in OPTIONS.values()} - renamed <= names
     assert not names & {"total-batch", "steps-per-epoch"}

@@ -12,7 +12,7 @@ import transformers
 
 from llmq.config import ModelConfig
 from llmq.dtypes import BF16, F32
-from llmq.params import ELEMENT_ALIGN, parameter_count, weight_table
+from llmq.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
 from llmq.presets import PRESETS, preset
 from llmq.runtime.tensor import Storage, Tensor
 
@@ -73,11 +73,8 @@ def test_decay_is_for_matrices_only(name):
 def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
     config = PRESETS[name]
     table = weight_table(config)
-    assert [slab.name for slab in table] == [
-        "embed",
-        *(f"layers.{i}" for i in range(config.num_layers)),
-        "head",
-    ]
+    names = ["embed", *(f"layers.{i}" for i in range(config.num_layers)), "vectors"]
+    assert [slab.name for slab in table] == names + ["head"] * (not config.tied_embeddings)
     for slab in table:
         end = 0
         for param in slab.params:
@@ -88,13 +85,14 @@ def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
         assert end <= slab.size < end + ELEMENT_ALIGN
         assert slab.size % ELEMENT_ALIGN == 0
     params = all_params(config)
-    assert [param.index for param in params] == list(range(len(params)))
+    assert sorted(param.index for param in params) == list(range(len(params)))
     assert len({param.name for param in params}) == len(params)
 
 
 def test_all_blocks_have_one_layout():
     """Offload slots and captured graphs serve any block."""
     _, *blocks, _ = weight_table(preset("Qwen2.5-0.5B"))
+    assert all(block.is_block for block in blocks)
     assert len({(b.size, tuple((p.key, p.shape, p.offset) for p in b.params)) for b in blocks}) == 1
 
 
@@ -142,20 +140,43 @@ def test_segments_say_for_every_element_whether_it_decays(name):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_views_lie_where_the_table_says(dtype):
-    slab = weight_table(preset("tiny-gpt2"))[1]
+    slab = weight_table(preset("tiny-gpt2"))[-1]
     start = 512
     data = np.zeros(start + slab.size * dtype.itemsize, np.uint8)
     tensor = Tensor("slab", (slab.size,), dtype, Storage("device", 0, data), start)
-    views = slab.views(tensor)
-    assert views.keys() == {p.key for p in slab.params}
+    views = by_block((slab,), {slab.name: tensor})
+    assert sum(len(block) for block in views.values()) == len(slab.params)
     flat = tensor.numpy()
     for number, param in enumerate(slab.params, start=1):
-        view = views[param.key]
+        view = views[param.block][param.key]
         assert (view.name, view.shape, view.dtype) == (param.name, param.shape, dtype)
         view.numpy()[:] = number
     for number, param in enumerate(slab.params, start=1):
         assert (flat[param.offset : param.offset + param.size] == number).all()
     assert (flat != 0).sum() == sum(p.size for p in slab.params)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", TINY)
+def test_shards_are_equal_and_pieces_cover_every_parameter_once(name, world_size):
+    for slab, whole in zip(
+        weight_table(TINY[name][1], world_size), weight_table(TINY[name][1]), strict=True
+    ):
+        assert slab.params == whole.params
+        assert slab.size == world_size * slab.shard_size >= whole.size
+        assert slab.shard_size % ELEMENT_ALIGN == 0
+        assert slab.size - whole.size < ELEMENT_ALIGN * world_size
+        starts = [rank * slab.shard_size for rank in range(world_size)]
+        pieces = [p for s in starts for p in slab.pieces(s, s + slab.shard_size)]
+        edges = [edge for _, *ends in pieces for edge in ends]
+        assert edges[0] == 0
+        assert edges[1:-1:2] == edges[2::2]
+        assert edges[-1] == slab.size
+        assert all(edge % ELEMENT_ALIGN == 0 for edge in edges)
+        inside = sum(max(min(b, p.offset + p.size) - a, 0) for p, a, b in pieces)
+        assert inside + sum(b - a for a, b in slab.gaps()) >= slab.size
+        for start, stop in slab.gaps():
+            assert all(stop <= p.offset or p.offset + p.size <= start for p in slab.params)
 
 
 # Published sizes of the released checkpoints.

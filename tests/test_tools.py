@@ -27,9 +27,8 @@ def tool(monkeypatch):
 # -- bench_ops -----------------------------------------------------------------------------------
 
 
-def smallest(op):
-    """Name of the case of an operation that has the fewest elements."""
-    cases = importlib.import_module(f"llmq.ref.{op}").CASES
+def smallest(cases):
+    """Name of the case that has the fewest elements."""
 
     def size(name):
         product = 1
@@ -41,8 +40,8 @@ def smallest(op):
 
 
 def operations():
-    return sorted(p.stem for p in (TOOLS.parent / "llmq" / "ops").glob("*.py") if p.stem not in
-                  ("__init__", "common"))  # fmt: skip
+    stems = {path.stem for path in (TOOLS.parent / "llmq" / "ops").glob("*.py")}
+    return sorted(stems - {"__init__", "common"} | {"matmul_fp8"})
 
 
 def test_every_operation_has_calls(tool):
@@ -51,23 +50,21 @@ def test_every_operation_has_calls(tool):
 
 @pytest.mark.parametrize("op", operations())
 def test_every_call_runs(tool, monkeypatch, op):
-    bench_ops = tool("bench_ops")
+    bench_ops, shapes = tool("bench_ops"), tool("op_calls").cases(op)
     monkeypatch.setattr(bench_ops, "WARM_UP", 1)
     monkeypatch.setattr(bench_ops, "MAX_RUNS", 2)
     monkeypatch.setattr(bench_ops, "MIN_RUNS", 2)
-    machine, case = choose_machine("cpu", 1), smallest(op)
+    machine, case = choose_machine("cpu", 1), smallest(shapes)
     limits = bench_ops.Ceilings(copy=1e9, product=1e12, facts={})
     records = list(bench_ops.measured(machine.open, machine.spec, op, case, limits, 1024))
-    shape = importlib.import_module(f"llmq.ref.{op}").CASES[case]
-    assert [record["call"] for record in records] == [
-        call.name for call in tool("op_calls").OPS[op](*shape)
-    ]
+    calls = tool("op_calls").OPS[op](*shapes[case])
+    assert [record["call"] for record in records] == [call.name for call in calls]
     for record in records:
         assert "error" not in record
         assert (record["op"], record["case"]) == (op, case)
         assert record["us"] > 0 and record["bytes"] > 0
-        bound = 1e12 if op in ("attention", "matmul") else 1e9
-        work = record["flops"] if bound == 1e12 else record["bytes"]
+        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12}.get(op, 1e9)
+        work = record["bytes"] if bound == 1e9 else record["flops"]
         assert record["percent"] == pytest.approx(100 * work / (record["us"] / 1e6) / bound)
         assert record["op"] in bench_ops.line(record)
 
@@ -95,6 +92,7 @@ def test_ceilings(tool):
     assert limits.of("adamw", "bf16", "big", 10) == (3e12, "copy")
     assert limits.of("matmul", "matmul", "small", 10) == (6e14, "product")
     assert limits.of("matmul", "matmul", "big", 10) == (7e14, "peers.json")
+    assert limits.of("matmul_fp8", "matmul_fp8", "big", 10) == (1.2e15, "2 x product")
     assert limits.of("attention", "backward cudnn", "big", 10**9) == (5e11, "peers.json")
 
 
@@ -244,3 +242,64 @@ def test_gpu_check_refuses_unknown_parts(gpu_check):
     assert done.returncode == 64
     assert "unknown part benhc" in done.stderr
     assert calls == []
+
+
+# -- sanitize.sh ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sanitize(tmp_path):
+    """sanitize(*arguments) runs the script with stand-ins: 7 tests, racecheck finds an error."""
+    (tmp_path / "bin").mkdir()
+    python, sanitizer = tmp_path / "bin" / "python", tmp_path / "bin" / "compute-sanitizer"
+    python.write_text(
+        '#!/bin/sh\necho "$@" >> "$CALLS"\nfor i in 1 2 3 4 5 6 7; do echo "t.py::t[$i b]"; done\n'
+    )
+    sanitizer.write_text('#!/bin/sh\necho "$@" >> "$CALLS"\n[ "$2" = memcheck ] || exit 9\n')
+    calls = tmp_path / "calls"
+    for file in (python, sanitizer):
+        file.chmod(0o755)
+
+    def run(*arguments):
+        calls.write_text("")
+        path = f"{python.parent}:{os.environ['PATH']}"
+        environment = os.environ | {"PYTHON": str(python), "CALLS": str(calls), "PATH": path}
+        command = ["bash", str(TOOLS / "sanitize.sh"), str(tmp_path / "logs"), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return done, calls.read_text().splitlines()
+
+    return run
+
+
+def test_sanitize_runs_every_test_in_one_part(sanitize, tmp_path):
+    chosen = []
+    for part in (1, 2, 3):
+        done, calls = sanitize("--select", f"{part}/3")
+        assert done.returncode == 1  # racecheck found something
+        listed = tmp_path / "logs" / f"{part}-of-3.tests"
+        chosen += listed.read_text().splitlines()
+        assert calls[0].endswith("--collect-only tests/ops")
+        assert [call.split()[1] for call in calls[1:]] == ["memcheck", "racecheck"]
+        assert all(call.endswith(f"@{listed}") for call in calls[1:])
+    assert chosen == [f"t.py::t[{i} b]" for i in range(1, 8)]
+    done, calls = sanitize("tests/ops/test_rope.py", "-k", "cuda")
+    assert calls[0].endswith("--collect-only tests/ops/test_rope.py -k cuda")
+    assert "tests 1-7 of 7" in done.stdout
+    assert "racecheck: exit 9" in done.stdout
+
+
+@pytest.mark.parametrize("select", ["0/3", "4/3", "1", ""])
+def test_sanitize_refuses_other_parts(sanitize, select):
+    done, calls = sanitize("--select", select)
+    assert done.returncode == 64
+    assert "expected K/N" in done.stderr and calls == []
+
+
+def test_predictions_stand_beside_what_was_measured(tool, capsys):
+    tool("predicted").main([str(TOOLS.parent / "benchmarks" / "h100_recipes.json")])
+    *_, last = capsys.readouterr().out.splitlines()
+    model, batch, flags, measured, guess, _ = last.strip("| ").split(" | ")
+    assert (model, batch) == ("Qwen2.5-1.5B", "32 x 4")
+    assert "--fp8-fast-accumulation=all" in flags
+    assert measured == "86,107"
+    assert 0.8 < float(guess.replace(",", "")) / 86107 < 1.2

@@ -20,8 +20,9 @@ import pytest
 import transformers
 from rich.console import Console
 
-from llmq import training
+from llmq import announce, training
 from llmq.checkpoint import GROUPS
+from llmq.diagnose import MAX_SKIPPED
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.sol import peaks
@@ -259,7 +260,7 @@ FIELDS = {
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
-    "step": "step_tokens duration_ms norm loss lr lse_max lse_mean loss_1k",
+    "step": "step_tokens duration_ms norm loss lr lse_max lse_mean loss_1k saturated",
     "eval": "eval_tokens duration_ms loss loss_1k",
 }
 
@@ -315,8 +316,8 @@ class GpuLike(HostDevice):
 
     kind, index = "cuda", 0
 
-    def __init__(self, sizes):
-        super().__init__(sizes)
+    def __init__(self, sizes, rank, world_size):
+        super().__init__(sizes, rank=rank, world_size=world_size)
         self.spec = replace(self.spec, name="NVIDIA GeForce RTX 3060", memory=80_000 << 20)
 
 
@@ -349,8 +350,8 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     sensors = Sensors()
     monkeypatch.setattr("llmq.machine._open_host", GpuLike)
     monkeypatch.setattr(training, "open_monitor", lambda dev: sensors)
-    monkeypatch.setattr(training, "gpu_info", lambda index: GPU)
-    monkeypatch.setattr(training, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
+    monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
+    monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     assert train(**options) == 0
     out = capsys.readouterr().out
     assert measured() == measured("cpu.json")
@@ -452,7 +453,8 @@ def test_numbers_that_explode(capsys):
     """No update is made without a finite norm; after ten of them in a row the run ends."""
     assert train(steps=20, learning_rate=1e30, grad_clip=0) == 2
     out, err = capsys.readouterr()
-    assert out.count("changed no weights: the gradient norm is ") == training.MAX_SKIPPED
+    assert out.count("changed no weights: the gradient norm is ") == MAX_SKIPPED
+    assert out.count("; first seen in ") == 1
     assert err.startswith("error: 10 steps in a row changed no weights, the last one is ")
     assert "lower --learning-rate" in err
     assert err.count("\n") == 1

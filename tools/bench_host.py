@@ -35,7 +35,7 @@ def ours(model: str, batch_size: int, seq_len: int, steps: int) -> float:
     options = {"model": model, "from-scratch": True, "device": "cpu", "model-dtype": "fp32"}
     options |= {"batch-size": batch_size, "seq-len": seq_len, "grad-accumulation": 1}
     with open_trainer(options, steps + 1) as trainer:
-        batches = random_batches(trainer.config, trainer.model)
+        batches = random_batches(trainer)
         return median_seconds(lambda: trainer.step(batches), steps)
 
 

@@ -2,16 +2,16 @@
 
     python tools/bench_ops.py rmsnorm [--case qwen15b]      python tools/bench_ops.py all
 
-The shapes are those of llmq/ref/<op>.py, in bf16, except those that are too small to fill a GPU;
---case runs any of them. Before every run the L2 cache is filled with other (dirty) lines. Printed
-are the median time of many runs and the rate: TFLOP/s of products and attention, else GB/s of the
-bytes that must be moved. The ceiling is, for bytes, a large copy on this device; for products and
-attention, what benchmarks/peers.json has for this card and shape, else a large product.
+The shapes are those of llmq/ref/<op>.py, in bf16 (those of matmul_fp8 are in matmul.py), except
+those that are too small to fill a GPU; --case runs any of them. Before every run the L2 cache is
+filled with other (dirty) lines. Printed are the median time of many runs and the rate: TFLOP/s of
+products and attention, else GB/s of the bytes that must be moved. The ceiling is, for bytes, a
+large copy on this device; for products and attention, what benchmarks/peers.json has for this card
+and shape, else a large product in bf16, twice its speed for fp8.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import sys
@@ -24,13 +24,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from op_calls import OPS, SEED, Call, Spec, scalars
+from op_calls import OPS, SEED, Call, Spec, cases, scalars
 
-from llmq.dtypes import BF16, F32, I32, I64, STEP_SCALARS_WORDS, U8
+from llmq.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS, U8
 from llmq.errors import LlmqError
 from llmq.machine import choose_machine
 from llmq.monitor import PRODUCT_SIZES, measured_peak
-from llmq.ops import fill, random
+from llmq.ops import abs_max, fill, quantize, random
+from llmq.ops.common import Fp8Out
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
 from llmq.runtime.plan_device import PlanDevice
@@ -42,7 +43,7 @@ LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests
 WARM_UP, MIN_RUNS, MAX_RUNS, SECONDS = 3, 10, 100, 0.3
 FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
 GOAL = 85  # percent of the bandwidth of a copy
-PRODUCTS = ("attention", "matmul")  # bound by arithmetic, all others by memory
+PRODUCTS = ("attention", "matmul", "matmul_fp8")  # bound by arithmetic, all others by memory
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [made(name, part) for part in value]
+        if isinstance(value, Fp8Out):
+            return Fp8Out(*(made(name, part) for part in value))
         if isinstance(value, np.ndarray):
             dtype = next(d for d in (I32, F32, I64) if d.numpy == value.dtype)
             tensor = dev.alloc(name, value.shape, dtype, "Activations")
@@ -69,7 +72,9 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
         if not isinstance(value, Spec):
             return value
         tensor = dev.alloc(name, value.shape, value.dtype, "Activations")
-        if value.dtype not in (F32, BF16):
+        if value.dtype == E4M3 and len(value.shape) == 2:
+            fill_codes(dev, tensor)
+        elif value.dtype not in (F32, BF16):
             dev.zero(tensor)
         elif value.value is None:
             random.normal(dev, tensor, 1.0, SEED)
@@ -80,6 +85,19 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     args = {name: made(name, value) for name, value in call.args.items()}
     flush = dev.alloc("flush", (flush_bytes,), U8, "Activations")
     return Prepared(lambda: call.function(dev, **args), flush)
+
+
+def fill_codes(dev: Device, codes: Tensor) -> None:
+    """Codes of normally distributed numbers: of zeros a product would be faster."""
+    with (
+        dev.scratch("numbers", codes.shape, BF16) as numbers,
+        dev.scratch("largest", (1,), F32) as largest,
+        dev.scratch("scale", (1,), F32) as scale,
+    ):
+        random.normal(dev, numbers, 1.0, SEED)
+        dev.zero(largest)
+        abs_max.abs_max(dev, largest, numbers)
+        quantize.quantize(dev, codes, None, scale, numbers, largest)
 
 
 def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:
@@ -126,9 +144,11 @@ class Ceilings:
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
+        if known is None and op == "matmul_fp8":
+            return 2 * self.product, "2 x product"
         if known is None:
             return self.product, "product"
-        if op == "matmul":
+        if op.startswith("matmul"):
             return known * 1e12, "peers.json"
         return computed / (known[call.split()[0]] / 1e3), "peers.json"
 
@@ -156,9 +176,9 @@ def measured(
     flush_bytes: int,
 ) -> Iterator[dict[str, Any]]:
     """A record for every call of every case of an operation."""
-    cases = importlib.import_module(f"llmq.ref.{op}").CASES
-    for name in cases if case is None else [case]:
-        for call in OPS[op](*cases[name]):
+    shapes = cases(op)
+    for name in shapes if case is None else [case]:
+        for call in OPS[op](*shapes[name]):
             sizes, moved, computed = plan(spec, call, flush_bytes)
             if case is None and moved < LEAST_BYTES and computed < LEAST_FLOPS:
                 continue

@@ -29,10 +29,10 @@ from llmq.plan import step_options
 from llmq.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
 from llmq.step import Step
-from llmq.weights import Weights
+from llmq.weights import WeightOptions, Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
@@ -40,28 +40,15 @@ FP8 = {"matmul_dtype": "e4m3"}
 REGISTERS = 65536  # of a multiprocessor, on all of them
 
 
-class Variant(NamedTuple):
-    """One compilation of a kernel file. types: names by type variable."""
-
-    file: str
-    types: tuple[tuple[str, str], ...]
-    consts: tuple[tuple[str, int], ...]
-
-    def __str__(self) -> str:
-        return " ".join(
-            [self.file, *(f"{name}={value}" for name, value in self.types + self.consts)]
-        )
-
-
 class Launch(NamedTuple):
-    """How an entry point of a variant is launched: threads of a block, bytes of shared memory."""
+    """How an entry point of a source is launched: threads of a block, bytes of shared memory."""
 
     entry: str
     threads: int
     shared: int
 
 
-Launches = dict[Variant, set[Launch]]
+Launches = dict[Source, set[Launch]]
 
 
 class NotingDevice(PlanDevice):
@@ -84,10 +71,9 @@ class NotingDevice(PlanDevice):
     ) -> None:
         super().launch(kernel, grid, block, args, consts=consts, smem=smem, flops=flops)
         if kernel.file.endswith(".cu"):
-            types = sorted((v, t.name) for v, t in kernel.bind(args).items())
-            variant = Variant(kernel.file, tuple(types), tuple(sorted((consts or {}).items())))
+            source = Source.of(kernel, kernel.bind(args), consts)
             threads = int(np.prod(block))
-            self.noted.setdefault(variant, set()).add(Launch(kernel.entry, threads, smem))
+            self.noted.setdefault(source, set()).add(Launch(kernel.entry, threads, smem))
 
 
 def declared_kernels() -> list[Kernel]:
@@ -100,11 +86,12 @@ def declared_kernels() -> list[Kernel]:
 
 
 def formats() -> Iterator[dict[str, str]]:
-    """Every choice of formats that training allows, as fields of TrainConfig."""
+    """Choices of formats as fields of TrainConfig: all, 8-bit moments only both together."""
     both = ("bf16", "fp32")
-    for master, grad, m, v in itertools.product(both, repeat=4):
+    moments = (*itertools.product(both, repeat=2), ("e4m3", "e4m3"))
+    for master, grad, (m, v) in itertools.product(both, both, moments):
         yield _formats("bf16", master, grad, m, v)
-    for m, v in itertools.product(both, repeat=2):
+    for m, v in moments:
         yield _formats("fp32", "fp32", "fp32", m, v)
 
 
@@ -135,7 +122,8 @@ def note_training(
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:
     """A prompt and one more token."""
     dev = NotingDevice(spec, noted)
-    decoder = Decoder(dev, model, Weights(dev, weight_table(model), dtype, dtype), 64)
+    options = WeightOptions(dtype=dtype, master_dtype=dtype)
+    decoder = Decoder(dev, model, Weights(dev, weight_table(model), options), 64)
     decoder.forward(np.zeros(32, np.int32), 0)
     decoder.forward(np.zeros(1, np.int32), 32)
 
@@ -154,15 +142,18 @@ def all_launches(capability: int) -> Launches:
         for name in ("bf16", "fp32"):
             note_training(spec, model, {"model_dtype": name}, noted)
         for gradient in ("e4m3", "e5m2"):
-            note_training(spec, model, FP8 | {"gradient_dtype": gradient}, noted)
+            fields = FP8 | {"gradient_dtype": gradient}
+            note_training(spec, model, fields, noted)
+            delayed = {"fp8_recipe": "delayed", "head_dtype": "e4m3"}
+            note_training(spec, model, fields | delayed, noted)
     for fields in formats():
         note_training(spec, presets[0], fields, noted)
-    used = {(variant.file, launch.entry) for variant in noted for launch in noted[variant]}
+    used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
     for kernel in declared_kernels():
         if (kernel.file, kernel.entry) not in used:
             variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
             for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
-                key = Variant(kernel.file, tuple(zip(variables, types, strict=True)), ())
+                key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
                 noted.setdefault(key, set()).add(Launch(kernel.entry, 1, 0))
     return noted
 
@@ -172,7 +163,7 @@ class Report:
     """An entry point as compiled for one architecture, and its launches' largest demands."""
 
     capability: int
-    variant: Variant
+    source: Source
     launch: Launch
     resources: Resources
 
@@ -197,18 +188,18 @@ class Report:
         return (
             f"sm_{self.capability:<4} {self.launch.entry:28} {r.registers:4} registers "
             f"{self.launch.threads:5} threads {r.shared + self.launch.shared:7} B shared "
-            f"{r.stack:5} B stack  {self.variant} {self.problem or ''}"
+            f"{r.stack:5} B stack  {self.source} {self.problem or ''}"
         )
 
 
-def compiled(capability: int, variant: Variant, launches: set[Launch]) -> list[Report]:
-    """Compile one variant, or find it in the cache."""
-    types = {variable: DTYPES[name] for variable, name in variant.types}
-    cubin = compile_kernels(variant.file, types, dict(variant.consts), capability)
+def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Report]:
+    """Compile one source, or find it in the cache."""
+    types = {variable: DTYPES[name] for variable, name in source.types}
+    cubin = compile_kernels(source.file, types, dict(source.consts), capability)
     return [
         Report(
             capability=capability,
-            variant=variant,
+            source=source,
             launch=launch,
             resources=cubin.resources[launch.entry],
         )
@@ -219,9 +210,9 @@ def compiled(capability: int, variant: Variant, launches: set[Launch]) -> list[R
 def reports(capabilities: list[int]) -> Iterator[Report]:
     """Every launched entry point on these architectures."""
     work = [
-        (capability, variant, launches)
+        (capability, source, launches)
         for capability in capabilities
-        for variant, launches in sorted(all_launches(capability).items())
+        for source, launches in sorted(all_launches(capability).items())
     ]
     with ThreadPoolExecutor() as pool:
         for part in pool.map(lambda item: compiled(*item), work):
@@ -236,7 +227,7 @@ def main(
     problems = 0
     for report in reports(arch or list(ARCHITECTURES)):
         problems += report.problem is not None
-        if report.problem or op is None or report.variant.file == f"{op}.cu":
+        if report.problem or op is None or report.source.file == f"{op}.cu":
             print(report)
     sys.exit(problems > 0)
 

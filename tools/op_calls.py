@@ -5,13 +5,26 @@ Arguments are described, not made, so that a plan can size the device that they 
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from llmq.dtypes import BF16, E4M3, F32, F64, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.dtypes import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    F64,
+    I32,
+    STATS,
+    STEP_SCALARS,
+    STEP_SCALARS_WORDS,
+    DType,
+)
 from llmq.ops import (
     abs_max,
     adamw,
@@ -21,6 +34,7 @@ from llmq.ops import (
     cross_entropy,
     embedding,
     fill,
+    fp8_scale,
     gelu,
     global_norm,
     layernorm,
@@ -33,6 +47,9 @@ from llmq.ops import (
     rope,
     swiglu,
 )
+from llmq.ops.common import FP8_MULTIPLE, Fp8Out
+from llmq.runtime.device import Device
+from llmq.runtime.tensor import Tensor
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
@@ -41,7 +58,10 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor: normally distributed, or of one value; or a gradient that is added to."""
+    """A tensor: normally distributed, or of one value; or a gradient that is added to.
+
+    In an Fp8Out it stands for its tensors.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
@@ -75,6 +95,19 @@ def gradient(*shape: int) -> Spec:
     return Spec(shape, BF16, gradient=True)
 
 
+def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = True) -> Fp8Out:
+    return Fp8Out(
+        Spec((rows, features), E4M3) if codes else None,
+        Spec((features, rows), E4M3) if transposed else None,
+        f32(1, value=0.01),
+        Spec((1,), I32),
+    )
+
+
+def fits_fp8(rows: int, features: int) -> bool:
+    return rows % FP8_MULTIPLE == features % FP8_MULTIPLE == 0
+
+
 def tokens(vocab: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(SEED).integers(0, vocab, shape, np.int32)
 
@@ -98,10 +131,14 @@ def adamw_calls(*ends: int) -> list[Call]:
     # The second moment is never negative.
     all_bf16 = {"param": bf16(n), "work": None, "m": bf16(n), "v": Spec((n,), BF16, value=1e-4)}
     all_f32 = {"param": f32(n), "work": bf16(n), "m": f32(n), "v": f32(n, value=1e-4)}
+    scale = f32(n // adamw.SCALE_BLOCK, value=2.0**-20)
+    eight_bit = {name: Spec((n,), E4M3) for name in ("m", "v")}
+    eight_bit |= {"param": bf16(n), "work": None, "m_scale": scale, "v_scale": scale}
     shared = {"grad": bf16(n), "segments": segments, "scalars": scalars(), **ADAMW}
     return [
         Call("bf16", adamw.update, all_bf16 | shared),
         Call("f32 master and moments", adamw.update, all_f32 | shared),
+        Call("bf16, 8-bit moments", adamw.update, eight_bit | shared),
     ]
 
 
@@ -130,8 +167,11 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
 def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
     shared = {"losses": f32(rows), "lse": f32(rows), "targets": tokens(vocab, rows)}
     shared |= {"logits": bf16(rows, padded), "vocab_size": vocab}
+    both = shared | {"z_loss": 0.0}
+    codes = {"codes": Spec((rows, padded), E5M2), "code_scale": 2.0**-15}
     return [
-        Call("forward_backward", cross_entropy.forward_backward, shared | {"z_loss": 0.0}),
+        Call("forward_backward", cross_entropy.forward_backward, both),
+        Call("forward_backward codes", cross_entropy.forward_backward, both | codes),
         Call("forward", cross_entropy.forward, shared),
     ]
 
@@ -149,12 +189,26 @@ def embedding_calls(B: int, T: int, C: int, V: int) -> list[Call]:
     ]
 
 
+def fp8_scale_calls(length: int, n: int) -> list[Call]:
+    history = {"history": f32(length, n, value=1.0), "limits": f32(n, value=224.0)}
+    slots = {"scales": f32(n, 4), "abs_maxes": f32(n, 4, value=1.0)}
+    return [Call("update", fp8_scale.update, slots | history)]
+
+
 def gelu_calls(*shape: int) -> list[Call]:
-    x = bf16(*shape)
-    return [
+    x, (*leading, features) = bf16(*shape), shape
+    rows = math.prod(leading)
+    codes = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, features)}
+    calls = [
         Call("forward", gelu.forward, {"out": x, "x": x}),
         Call("backward", gelu.backward, {"d_x": x, "d_out": x, "x": x}),
     ]
+    if fits_fp8(rows, features):
+        calls += [
+            Call("forward fp8", gelu.forward, {"out": None, "x": x, **codes}),
+            Call("backward fp8", gelu.backward, {"d_x": None, "d_out": x, "x": x, **codes}),
+        ]
+    return calls
 
 
 def layernorm_calls(rows: int, C: int) -> list[Call]:
@@ -185,6 +239,16 @@ def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[C
     return [Call("matmul", matmul.matmul, args)]
 
 
+def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
+    one = f32(1, value=1.0)
+    args = {"out": bf16(M, N), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
+    args |= {"scale_a": one, "scale_b": one}
+    return [
+        Call("matmul_fp8", matmul.matmul_fp8, args),
+        Call("fast accumulation", matmul.matmul_fp8, args | {"fast_accumulation": True}),
+    ]
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     heads, qkv, w = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd), bf16(Hd)
     shared = {"raw": heads, "rstd": f32(B, T, Hq + Hkv, value=1.0), "q_weight": w, "k_weight": w}
@@ -197,13 +261,21 @@ def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     ]
 
 
+def quantize_scaled(dev: Device, x: Tensor, abs_max: Tensor, **fp8: Tensor) -> None:
+    names = ("q", "q_t", "scale", "saturated")
+    quantize.scaled(dev, x, Fp8Out(*(fp8[name] for name in names)), abs_max=abs_max)
+
+
 def quantize_calls(rows: int, cols: int) -> list[Call]:
     q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec((cols, rows), E4M3)}
     shared = {"scale": f32(1), "x": bf16(rows, cols), "abs_max": f32(1, value=5.0)}
+    known = {"scale": f32(1, value=0.01), "saturated": Spec((1,), I32)}
     return [
         Call("rows", quantize.quantize, shared | q | {"q_t": None}),
         Call("columns", quantize.quantize, shared | q_t | {"q": None}),
         Call("both", quantize.quantize, shared | q | q_t),
+        Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
+        Call("transpose", quantize.transpose, q_t | q),
     ]
 
 
@@ -223,19 +295,47 @@ def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     qkv = bf16(B, T, Hq + 2 * Hkv, Hd)
     table = rope.make_table(T, Hd, 1e6, None)
     shared = {"table": table, "num_heads": Hq, "num_kv_heads": Hkv}
+    features = (Hq + 2 * Hkv) * Hd
     moved = 2 * 2 * B * T * (Hq + Hkv) * Hd + table.nbytes
-    return [
+    values, codes = 2 * B * T * Hkv * Hd, 2 * B * T * features
+    backward = shared | {"d_qkv": qkv}
+    with_bias = backward | {"d_bias": gradient(features)}
+    fp8 = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(B * T, features)}
+    calls = [
         Call("forward", rope.forward, shared | {"qkv": qkv}, bytes=moved),
-        Call("backward", rope.backward, shared | {"d_qkv": qkv}, bytes=moved),
+        Call("backward", rope.backward, backward, bytes=moved),
+        Call("backward bias", rope.backward, with_bias, bytes=moved + values),
     ]
+    if fits_fp8(B * T, features):
+        moved = 2 * codes + table.nbytes
+        calls += [
+            Call("backward fp8", rope.backward, backward | fp8, bytes=moved),
+            Call("backward bias fp8", rope.backward, with_bias | fp8, bytes=moved),
+        ]
+    return calls
 
 
 def swiglu_calls(rows: int, F: int) -> list[Call]:
     x, wide = bf16(rows, F), bf16(rows, 2 * F)
-    return [
-        Call("forward", swiglu.forward, {"out": x, "up_gate": wide}),
-        Call("backward", swiglu.backward, {"d_up_gate": wide, "d_out": x, "up_gate": wide}),
+    forward, backward = {"up_gate": wide}, {"d_out": x, "up_gate": wide}
+    calls = [
+        Call("forward", swiglu.forward, forward | {"out": x}),
+        Call("backward", swiglu.backward, backward | {"d_up_gate": wide}),
     ]
+    if fits_fp8(rows, F):
+        forward, backward = forward | {"out": None}, backward | {"d_up_gate": None}
+        abs_max = {"abs_max": f32(1, value=5.0)}
+        codes = abs_max | {"fp8": fp8_out(rows, F, transposed=False)}
+        transposed = abs_max | {"fp8": fp8_out(rows, F, codes=False)}
+        both = abs_max | {"fp8": fp8_out(rows, F)}
+        d_both = abs_max | {"fp8": fp8_out(rows, 2 * F)}
+        calls += [
+            Call("forward fp8 codes", swiglu.forward, forward | codes),
+            Call("forward fp8 transposed", swiglu.forward, forward | transposed),
+            Call("forward fp8 both", swiglu.forward, forward | both),
+            Call("backward fp8 both", swiglu.backward, backward | d_both),
+        ]
+    return calls
 
 
 def bias_calls(rows: int, N: int) -> list[Call]:
@@ -254,7 +354,7 @@ def fill_calls(*shape: int) -> list[Call]:
 
 
 def global_norm_calls(*sizes: int) -> list[Call]:
-    args = {"stats": Spec((8,), F64), "xs": [bf16(size) for size in sizes]}
+    args = {"stats": Spec((len(STATS),), F64), "xs": [bf16(size) for size in sizes]}
     return [Call("squared", global_norm.squared, args)]
 
 
@@ -263,7 +363,12 @@ def random_calls(*shape: int) -> list[Call]:
 
 
 def reduce_calls(*shape: int) -> list[Call]:
-    return [Call("add", reduce.add, {"acc": gradient(*shape), "x": bf16(*shape)})]
+    acc = gradient(*shape)
+    parts = {"acc": acc, "parts": [bf16(*shape)] * 8}
+    return [
+        Call("add", reduce.add, {"acc": acc, "x": bf16(*shape)}),
+        Call("sum of 8 parts", reduce.sum_parts, parts),
+    ]
 
 
 OPS: dict[str, Callable[..., list[Call]]] = {
@@ -275,10 +380,12 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "cross_entropy": cross_entropy_calls,
     "embedding": embedding_calls,
     "fill": fill_calls,
+    "fp8_scale": fp8_scale_calls,
     "gelu": gelu_calls,
     "global_norm": global_norm_calls,
     "layernorm": layernorm_calls,
     "matmul": matmul_calls,
+    "matmul_fp8": matmul_fp8_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
     "random": random_calls,
@@ -287,3 +394,10 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "rope": rope_calls,
     "swiglu": swiglu_calls,
 }
+
+
+def cases(op: str) -> dict[str, tuple]:
+    """The named shapes of an operation."""
+    if op == "matmul_fp8":  # in the files of matmul
+        return importlib.import_module("llmq.ref.matmul").FP8_CASES
+    return importlib.import_module(f"llmq.ref.{op}").CASES

@@ -54,7 +54,7 @@ def main(
     """Print where a step's time goes."""
     options = {"from-scratch": True} | given
     with open_trainer(options, WARM_UP + timed + EXTRA_STEPS) as trainer:
-        batches = random_batches(trainer.config, trainer.model)
+        batches = random_batches(trainer)
         for _ in range(WARM_UP):
             trainer.step(batches)
         seconds, result = timed_steps(trainer, batches, timed)

@@ -59,7 +59,7 @@ bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 bias_finish(G* __restrict__ d_bias, const f32* __restrict__ partial,
             const i32* __restrict__ scalars, i32 N, i32 splits, i32 accumulate, u32 salt) {
     column_sum(d_bias, partial, scalars, splits, N, accumulate, salt);

@@ -125,8 +125,7 @@ __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
 
 // BF16, rounded up with the probability of the dropped part; the low 16 bits of `bits` are used.
 __device__ __forceinline__ bf16 round_stochastic(float x, u32 bits) {
-    if (!isfinite(x)) { return __float2bfloat16(x); }
-    const u32 raw = __float_as_uint(x) + (bits & 0xFFFFu);
+    const u32 raw = __float_as_uint(x) + (isfinite(x) ? bits & 0xFFFFu : 0u);
     return __ushort_as_bfloat16((unsigned short)(raw >> 16));
 }
 
@@ -141,6 +140,12 @@ __device__ __forceinline__ void store_gradient(float* d, i64 i, float x, int acc
 __device__ __forceinline__ void store_gradient(bf16* d, i64 i, float x, int accumulate, u32 seed) {
     d[i] = accumulate ? round_stochastic(__bfloat162float(d[i]) + x, random_bits(seed, i))
                       : __float2bfloat16(x);
+}
+
+// One addition to a gradient, as store_gradient does it, on values.
+__device__ __forceinline__ float add_gradient(float d, float x, u32 seed, u64 index) { return d + x; }
+__device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 seed, u64 index) {
+    return round_stochastic(to_f32(d) + x, random_bits(seed, index));
 }
 
 // COUNT elements of T as whole 16-byte vectors, read as F32: for kernels whose arrays differ in
@@ -253,28 +258,32 @@ __device__ __forceinline__ void sum_block_rows(float* partial, int columns,
 template <class G>
 __device__ __forceinline__ void column_sum(G* d, const float* partial, const i32* scalars, int rows,
                                            int columns, int accumulate, u32 salt) {
+    constexpr int UNROLL = 16;
     __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int mine = blockIdx.x * 32 + lane;
+    const int mine = blockIdx.x * 32 + lane, c = blockIdx.x * 32 + warp;
+    // Short kernels: what they take is how many loads wait for one another. So the last ones are
+    // not one by one either, and what is needed at the end is loaded first.
+    const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
+    G before = from_f32<G>(0.0f);
+    if (lane == 0 && c < columns && accumulate) { before = d[c]; }
     float sum = 0.0f;
-    if (mine < columns) {
-#pragma unroll 8
-        for (int r = warp; r < rows; r += 32) { sum += partial[(i64)r * columns + mine]; }
+    for (int start = warp; start < rows; start += 32 * UNROLL) {
+        float loaded[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int r = start + 32 * u;
+            loaded[u] = r < rows && mine < columns ? partial[(i64)r * columns + mine] : 0.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) { sum += loaded[u]; }
     }
     sums[warp][lane] = sum;
     __syncthreads();
     sum = warp_sum(sums[lane][warp]);
-    const int c = blockIdx.x * 32 + warp;
     if (lane == 0 && c < columns) {
-        const StepScalars* step = reinterpret_cast<const StepScalars*>(scalars);
-        store_gradient(d, c, sum, accumulate, gradient_seed(step, salt));
+        d[c] = accumulate ? add_gradient(before, sum, seed, c) : from_f32<G>(sum);
     }
-}
-
-// One addition to a gradient, as store_gradient does it, on values.
-__device__ __forceinline__ float add_gradient(float d, float x, u32 seed, u64 index) { return d + x; }
-__device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 seed, u64 index) {
-    return round_stochastic(to_f32(d) + x, random_bits(seed, index));
 }
 
 // Adds x to COUNT neighbours of a gradient; first is a multiple of COUNT, a power of two.

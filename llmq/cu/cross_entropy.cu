@@ -2,17 +2,19 @@
 //
 //   lse = log sum_v exp(x[v])         loss = lse - x[target]
 //   d_x[v] = exp(x[v] - lse) * (1 + z_loss * lse) - (v == target)
+//   codes[v] = fp8(d_x[v] * code_factor)        instead of d_x in place, with CODES = 1
 //
 // Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte
 //          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
-//          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. stats: F64 (8),
+//          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. codes: Q as
+//          logits, which are then BF16 and stay as they are; else null. stats: F64 (9),
 //          llmq.dtypes.STATS.
 // Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
 //          a block per row. stats: 1024 threads, one block.
-// Cost     registers: logits read once and written once. A row's loads are all in flight at a
-//          time; the next row of the cluster is read into the registers that the gradient leaves.
+// Cost     registers: logits read once and written once (codes: half as many bytes). A row's
+//          loads are all in flight at a time; the next row of the cluster is read into the registers that the gradient leaves.
 //          About 12 instructions and 2 exponentials per element. forward_backward reads a row
 //          twice, the second time backwards, as its end is what the caches still hold. stats:
 //          about 16 us for 32k rows.
@@ -97,9 +99,39 @@ __device__ __forceinline__ RowResult finish(const Softmax& row, int target, floa
     return {row.max, (1.0f + z_loss * lse) / row.sum, lse, target};
 }
 
+// What a gradient is stored as: the logits' own vectors, or eight codes.
+#ifndef CODES  // compiled for another entry
+#define CODES 0
+#endif
+#if CODES
+using Logits = const T;
+using Stored = uint2;
+__device__ __forceinline__ Stored stored(const float (&d)[N], float factor) {
+    static_assert(N == 8, "codes are made of BF16 logits");
+    return make_uint2(to_fp8<Q>(d[0] * factor, d[1] * factor, d[2] * factor, d[3] * factor),
+                      to_fp8<Q>(d[4] * factor, d[5] * factor, d[6] * factor, d[7] * factor));
+}
+__device__ __forceinline__ Stored* first_stored(Logits* logits, Q* codes, i64 offset) {
+    return reinterpret_cast<Stored*>(codes + offset);
+}
+#else
+using Logits = T;
+using Stored = uint4;
+__device__ __forceinline__ Stored stored(const float (&d)[N], float factor) {
+    Vec<T> result;
+#pragma unroll
+    for (int k = 0; k < N; ++k) { result[k] = from_f32<T>(d[k]); }
+    return pack(result);
+}
+__device__ __forceinline__ Stored* first_stored(Logits* logits, Q* codes, i64 offset) {
+    return reinterpret_cast<Stored*>(logits + offset);
+}
+#endif
+
 // Gradient of vector i.
-__device__ __forceinline__ uint4 gradient(uint4 packed, int i, const RowResult& row) {
-    if (row.target < 0) { return make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ Stored gradient(uint4 packed, int i, const RowResult& row,
+                                           float code_factor) {
+    if (row.target < 0) { return Stored{}; }
     const Vec<T> x = unpack<T>(packed);
     float d[N];
 #pragma unroll
@@ -108,10 +140,7 @@ __device__ __forceinline__ uint4 gradient(uint4 packed, int i, const RowResult& 
 #pragma unroll
         for (int k = 0; k < N; ++k) { d[k] -= k == row.target % N ? 1.0f : 0.0f; }
     }
-    Vec<T> result;
-#pragma unroll
-    for (int k = 0; k < N; ++k) { result[k] = from_f32<T>(d[k]); }
-    return pack(result);
+    return stored(d, code_factor);
 }
 
 #ifndef VECTORS  // compiled for another entry
@@ -135,9 +164,10 @@ __device__ __forceinline__ uint4 load_or_nothing(const uint4* row, int i, int ve
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(THREADS, RESIDENT_BLOCKS)
-cross_entropy_forward_backward_registers(T* __restrict__ logits, f32* __restrict__ losses,
+cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __restrict__ losses,
                                          f32* __restrict__ lse, const i32* __restrict__ targets,
-                                         i64 rows, i32 vocab, i32 padded_vocab, f32 z_loss) {
+                                         Q* __restrict__ codes, i64 rows, i32 vocab,
+                                         i32 padded_vocab, f32 z_loss, f32 code_factor) {
     constexpr int WARPS = THREADS / 32, STEP = CLUSTER * THREADS;
     __shared__ float2 partial[2][WARPS];  // by turns, so that one barrier per row is enough
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -145,7 +175,8 @@ cross_entropy_forward_backward_registers(T* __restrict__ logits, f32* __restrict
     int first = rank * THREADS + threadIdx.x;
     const i64 first_row = (i64)(blockIdx.x / CLUSTER) * ROWS;
     const i64 last_row = min(rows, first_row + ROWS) - 1;
-    uint4* row = reinterpret_cast<uint4*>(logits + first_row * padded_vocab);
+    const uint4* row = reinterpret_cast<const uint4*>(logits + first_row * padded_vocab);
+    Stored* out = first_stored(logits, codes, first_row * padded_vocab);
 
     uint4 x[VECTORS];
 #pragma unroll
@@ -198,19 +229,20 @@ cross_entropy_forward_backward_registers(T* __restrict__ logits, f32* __restrict
             losses[r] = target < 0 ? 0.0f : result.lse - logit;
         }
         // The next row is on its way into the registers of this one while this one is written.
-        uint4* const next = row + vectors;
+        const uint4* const next = row + vectors;
         int to_load = r < last_row ? vectors : 0;
         forget(first);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const int i = first + v * STEP;
-            uint4 d = gradient(x[v], i, result);
+            Stored d = gradient(x[v], i, result, code_factor);
             forget(d);
             forget(to_load);
             if (i < to_load) { x[v] = __ldcs(next + i); }
-            if (i < vectors) { __stcs(row + i, d); }
+            if (i < vectors) { __stcs(out + i, d); }
         }
         row = next;
+        out += vectors;
     }
     // A block's shared memory must stay until the others have read it.
     if constexpr (CLUSTER > 1) {
@@ -256,11 +288,12 @@ __device__ __forceinline__ Softmax read_row(const uint4* row, int vocab) {
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-cross_entropy_forward_backward(T* logits, f32* __restrict__ losses, f32* __restrict__ lse,
-                               const i32* __restrict__ targets, i64 rows, i32 vocab,
-                               i32 padded_vocab, f32 z_loss) {
+cross_entropy_forward_backward(Logits* logits, f32* __restrict__ losses, f32* __restrict__ lse,
+                               const i32* __restrict__ targets, Q* codes, i64 rows, i32 vocab,
+                               i32 padded_vocab, f32 z_loss, f32 code_factor) {
     const i64 r = blockIdx.x;
-    uint4* const row = reinterpret_cast<uint4*>(logits + r * padded_vocab);
+    const uint4* const row = reinterpret_cast<const uint4*>(logits + r * padded_vocab);
+    Stored* const out = first_stored(logits, codes, r * padded_vocab);
     const int target = targets[r];
     // Read here: read_row's barrier keeps the other threads from overwriting it.
     const float logit = target < 0 ? 0.0f : to_f32(logits[r * padded_vocab + target]);
@@ -281,7 +314,7 @@ cross_entropy_forward_backward(T* logits, f32* __restrict__ losses, f32* __restr
         for (int u = 0; u < UNROLL; ++u) {
             const int i = (turn * UNROLL + u) * ROW_THREADS + threadIdx.x;
             if (i < vectors) {
-                __stcs(row + i, gradient(masked(x[u], i, vocab), i, result));
+                __stcs(out + i, gradient(masked(x[u], i, vocab), i, result, code_factor));
             }
         }
     }

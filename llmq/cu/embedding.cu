@@ -18,8 +18,8 @@
 //          n tokens.
 // Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
 //          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
-//          side by side. finish: 256 threads, (chunks, slices) blocks. positions: 256 threads, 8
-//          channels each.
+//          side by side. finish: 256 threads, (chunks / 4, slices) blocks. positions: 256 threads,
+//          8 channels each.
 // Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and
 //          written, n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about
 //          20 us at 32k.
@@ -29,6 +29,7 @@
 
 constexpr int THREADS = 256, SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / 32;
 constexpr int CHUNK = 32;                    // sorted tokens per warp
+constexpr int FINISH_CHUNKS = 4;             // chunks per block that finishes runs
 constexpr int WIDTH = 8, SLICE = 32 * WIDTH;  // channels per thread and per warp
 constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
 constexpr u32 ALL = 0xFFFFFFFFu;
@@ -68,20 +69,32 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
 }
 
 // WIDTH channels of one row, packed.
-struct Channels {
-    static constexpr int N = Vec<T>::N;
+template <class X> struct Channels {
+    static constexpr int N = Vec<X>::N;
     uint4 part[WIDTH / N];
 
-    __device__ __forceinline__ void load(const T* p) {
+    __device__ __forceinline__ void load(const X* p) {
 #pragma unroll
         for (int i = 0; i < WIDTH / N; ++i) { part[i] = load_packed_stream(p + i * N); }
     }
     __device__ __forceinline__ void add_to(float (&sum)[WIDTH]) const {
 #pragma unroll
         for (int i = 0; i < WIDTH / N; ++i) {
-            const Vec<T> x = unpack<T>(part[i]);
+            const Vec<X> x = unpack<X>(part[i]);
 #pragma unroll
             for (int k = 0; k < N; ++k) { sum[i * N + k] += to_f32(x[k]); }
+        }
+    }
+    // p gets these, which were there, and x; first: the number of the first in the gradient.
+    __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], u32 seed) {
+#pragma unroll
+        for (int i = 0; i < WIDTH / N; ++i) {
+            Vec<X> sums = unpack<X>(part[i]);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                sums[k] = add_gradient(sums[k], x[i * N + k], seed, (u64)first | (i * N + k));
+            }
+            store_vec_stream(p + i * N, sums);
         }
     }
 };
@@ -158,10 +171,11 @@ __device__ __forceinline__ void sort_pass(i32* to, const i32* from, const i32* _
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
 embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i32 vocab,
                i32 buckets) {
     static_assert(DIGITS * SORT_WARPS <= SORT_THREADS, "one counter per thread");
+    constexpr int UNROLL = 8;
     __shared__ i32 counters[DIGITS][SORT_WARPS];
     __shared__ i32 shared[SORT_WARPS];
     const int lane = threadIdx.x % 32, bucket_bits = __popc(buckets - 1);
@@ -184,12 +198,19 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     for (u32 largest = (vocab - 1) >> bucket_bits; largest; largest >>= DIGIT_BITS) { ++passes; }
     i32* from = (passes % 2 ? spare : order) + base;
     i32* to = (passes % 2 ? order : spare) + base;
-    for (int start = first; start < last; start += 32) {
-        const int i = start + lane;
-        const bool inside = i < last && (tokens[i] & (buckets - 1)) == bucket;
-        const u32 members = __ballot_sync(ALL, inside);
-        if (inside) { from[next + __popc(members & lanes_below())] = i; }
-        next += __popc(members);
+    for (int start = first; start < last; start += UNROLL * 32) {
+        bool inside[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int i = start + u * 32 + lane;
+            inside[u] = i < last ? (tokens[i] & (buckets - 1)) == bucket : false;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const u32 members = __ballot_sync(ALL, inside[u]);
+            if (inside[u]) { from[next + __popc(members & lanes_below())] = start + u * 32 + lane; }
+            next += __popc(members);
+        }
     }
     __syncthreads();
     for (int pass = 0; pass < passes; ++pass) {
@@ -200,11 +221,11 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
                    const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
-    constexpr int UNROLL = 4;
+    constexpr int UNROLL = 2;  // two loads each; more would cost occupancy
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     const i64 chunk = warp / slices, first = chunk * CHUNK;
@@ -225,11 +246,14 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
 
     float sum[WIDTH] = {};
     for (int start = 0; start < count; start += UNROLL) {
-        Channels x[UNROLL];
+        Channels<T> x[UNROLL];
+        Channels<G> before[UNROLL];  // of the rows that will be written: all loads are in flight
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const i64 row = __shfl_sync(ALL, index, start + u);
-            if (start + u < count && c < C) { x[u].load(d_out + row * C + c); }
+            const int j = start + u;
+            const i64 row = __shfl_sync(ALL, index, j), place = (i64)__shfl_sync(ALL, id, j) * C + c;
+            if (j < count && c < C) { x[u].load(d_out + row * C + c); }
+            if (whole >> j & 1 && c < C) { before[u].load(d_weight + place); }
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
@@ -239,7 +263,7 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
             x[u].add_to(sum);
             const bool end = ends >> j & 1;
             if (whole >> j & 1) {
-                add_gradients<G, WIDTH>(d_weight, place, sum, seed);
+                before[u].store_sum(d_weight + place, place, sum, seed);
             } else if (end || j == count - 1) {
                 const bool started_before = from_before && (ends & ((1u << j) - 1)) == 0;
                 float* const piece = partial + (2 * chunk + !started_before) * C + c;
@@ -257,53 +281,69 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     }
 }
 
+// The id of the run that starts in this chunk and leaves it; -1 if there is none.
+__device__ __forceinline__ i32 run_to_finish(const i32* __restrict__ tokens,
+                                             const i32* __restrict__ order, i32 n, i64 chunk) {
+    const i64 after = (chunk + 1) * CHUNK;
+    if (after >= n) { return -1; }
+    const i32 id = tokens[order[after - 1]], id_after = tokens[order[after]];
+    const i32 id_before = chunk > 0 ? tokens[order[after - CHUNK - 1]] : -1;
+    return id_after == id && id_before != id ? id : -1;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
                  const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float shared[WARPS][SLICE];
-    const i64 chunk = blockIdx.x, after = (chunk + 1) * CHUNK;
-    // Only the chunk in which a run starts adds it, if the run leaves this chunk.
-    if (after >= n) { return; }
-    const i32 id = tokens[order[after - 1]], id_after = tokens[order[after]];
-    const i32 id_before = chunk > 0 ? tokens[order[after - CHUNK - 1]] : -1;
-    if (id_after != id || id_before == id) { return; }
-
+    __shared__ i32 ids[FINISH_CHUNKS];
+    const i64 first_chunk = (i64)blockIdx.x * FINISH_CHUNKS;
+    if (threadIdx.x < FINISH_CHUNKS) {
+        ids[threadIdx.x] = run_to_finish(tokens, order, n, first_chunk + threadIdx.x);
+    }
+    const u32 seed = gradient_seed(scalars, salt);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int pieces = 1;  // 1, and the chunks whose first token belongs to the run
-    for (;;) {
-        const i64 start = (chunk + pieces + lane) * CHUNK;
-        const bool same = start < n ? tokens[order[start]] == id : false;
-        const u32 others = ~__ballot_sync(ALL, same);
-        if (others) {
-            pieces += __ffs(others) - 1;
-            break;
-        }
-        pieces += 32;
-    }
     const int c = blockIdx.y * SLICE + lane * WIDTH;
-    const int share = (pieces + WARPS - 1) / WARPS, last = min(pieces, (warp + 1) * share);
-    float sum[WIDTH] = {};
-    if (c < C) {
-#pragma unroll 4
-        for (int p = warp * share; p < last; ++p) {
-            Pack<float, WIDTH> piece;
-            piece.load(partial + (2 * (chunk + p) + (p == 0)) * C + c);
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) { sum[k] += piece.get(k); }
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k) { shared[warp][lane * WIDTH + k] = sum[k]; }
     __syncthreads();
-    if (warp > 0 || c >= C) { return; }
+    for (int i = 0; i < FINISH_CHUNKS; ++i) {
+        const i32 id = ids[i];
+        if (id < 0) { continue; }
+        const i64 chunk = first_chunk + i;
+        int pieces = 1;  // 1, and the chunks whose first token belongs to the run
+        for (;;) {
+            const i64 start = (chunk + pieces + lane) * CHUNK;
+            const bool same = start < n ? tokens[order[start]] == id : false;
+            const u32 others = ~__ballot_sync(ALL, same);
+            if (others) {
+                pieces += __ffs(others) - 1;
+                break;
+            }
+            pieces += 32;
+        }
+        const int share = (pieces + WARPS - 1) / WARPS, last = min(pieces, (warp + 1) * share);
+        float sum[WIDTH] = {};
+        if (c < C) {
+#pragma unroll 4
+            for (int p = warp * share; p < last; ++p) {
+                Pack<float, WIDTH> piece;
+                piece.load(partial + (2 * (chunk + p) + (p == 0)) * C + c);
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) {
-        sum[k] = 0.0f;
-        for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
+                for (int k = 0; k < WIDTH; ++k) { sum[k] += piece.get(k); }
+            }
+        }
+        __syncthreads();  // the sums of the run before may still be read
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) { shared[warp][lane * WIDTH + k] = sum[k]; }
+        __syncthreads();
+        if (warp > 0 || c >= C) { continue; }
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            sum[k] = 0.0f;
+            for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
+        }
+        add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, seed);
     }
-    add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, gradient_seed(scalars, salt));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -317,7 +357,7 @@ embedding_backward_positions(G* __restrict__ d_position, const T* __restrict__ d
     float sum[WIDTH] = {};
     if (i < sequence) {
         for (int start = 0; start < batch; start += UNROLL) {
-            Channels x[UNROLL];
+            Channels<T> x[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 if (start + u < batch) { x[u].load(d_out + (start + u) * sequence + i); }

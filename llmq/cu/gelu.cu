@@ -6,22 +6,40 @@
 // Data     out, x, d_out, d_x: n elements of T, 16-byte aligned, n a multiple of one 16-byte
 //          vector. Outputs may be inputs. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
 //          |out|, |d_x|, as stored; else not touched, may be null.
+//          _fp8: of matrices (rows, columns); codes, transposed, scale, saturated as in fp8.cuh, of
+//          out or d_x, which may be null; codes with CODES = 1, transposed with TRANSPOSED = 1.
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
+//          _fp8: a block for every 128 rows and 64 columns, grid (across, down).
 // Cost     forward reads n and writes n, backward reads 2n and writes n; memory-bound, about 30
 //          instructions per element: the sigmoid form has no branch, unlike tanhf, and no
-//          cancellation.
-// Needs    nothing else.
+//          cancellation. _fp8: twice as many loads in flight, about 10 instructions more; codes
+//          in both layouts are as many bytes as BF16.
+// Needs    _fp8: rows and columns multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/gelu.py  llmq/ref/gelu.py  tests/ops/test_gelu.py
 #include "common.cuh"
+#include "fp8.cuh"
 
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
+constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that the registers must do for
 constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
 constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
 constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the reference rounds 3 * C3
 
 // exp overflows to infinity for x < -88, and 1 / infinity is the right result.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ T activation(T x) {
+    const float v = to_f32(x);
+    return from_f32<T>(sigmoid((v * v * C3 + C1) * v) * v);
+}
+
+__device__ __forceinline__ T gradient(T d_out, T x) {
+    const float v = to_f32(x);
+    const float s = sigmoid((v * v * C3 + C1) * v);
+    const float slope = (v * v * THREE_C3 + C1) * v * s * (1.0f - s) + s;
+    return from_f32<T>(slope * to_f32(d_out));
+}
 
 __device__ __forceinline__ i64 offset(int i) {
     return (((i64)blockIdx.x * VECTORS + i) * THREADS + threadIdx.x) * N;
@@ -41,10 +59,7 @@ gelu_forward(T* out, const T* x, i64 n, f32* abs_max) {
         const Vec<T> in_i = unpack<T>(in[i]);
         Vec<T> result;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float v = to_f32(in_i[k]);
-            result[k] = from_f32<T>(sigmoid((v * v * C3 + C1) * v) * v);
-        }
+        for (int k = 0; k < N; ++k) { result[k] = activation(in_i[k]); }
         store_vec(out + offset(i), result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -68,14 +83,69 @@ gelu_backward(T* d_x, const T* d_out, const T* x, i64 n, f32* abs_max) {
         const Vec<T> in_i = unpack<T>(in[i]), d_i = unpack<T>(d[i]);
         Vec<T> result;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float v = to_f32(in_i[k]);
-            const float s = sigmoid((v * v * C3 + C1) * v);
-            const float slope = (v * v * THREE_C3 + C1) * v * s * (1.0f - s) + s;
-            result[k] = from_f32<T>(slope * to_f32(d_i[k]));
-        }
+        for (int k = 0; k < N; ++k) { result[k] = gradient(d_i[k], in_i[k]); }
         store_vec(d_x + offset(i), result);
         largest = max(largest, abs_max_bits(result));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
+}
+
+// One block's part of the two kernels with an FP8 result.
+template <bool BACKWARD>
+__device__ __forceinline__ void work_on_tile(OctetTile& tile, T* out, const T* d_out, const T* x,
+                                             i64 rows, i32 columns, f32* abs_max, Q* codes,
+                                             Q* transposed, const f32* scale, i32* saturated) {
+#if CODES || TRANSPOSED
+    const OctetPlace place(rows, columns);
+    const i64 at = place.row * columns + place.column;
+    OctetRows<T> in, d;
+    in.load(x + at, columns, place.there);
+    if constexpr (BACKWARD) { d.load(d_out + at, columns, place.there); }
+    Fp8Encoder<Q, true> encoder(scale);
+    u32 largest = 0;
+    uint2 result[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Pack<T, 8> in_i = in.row(i);
+        Pack<T, 8> d_i, out_i;
+        if constexpr (BACKWARD) { d_i = d.row(i); }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if constexpr (BACKWARD) {
+                out_i.set(k, gradient(d_i.at(k), in_i.at(k)));
+            } else {
+                out_i.set(k, activation(in_i.at(k)));
+            }
+        }
+        if (out != nullptr && place.inside) { out_i.store(out + at + (i64)i * columns); }
+        largest = max(largest, abs_max_bits(out_i));
+        result[i] = encoder.encode(out_i);
+    }
+    if constexpr (CODES) {
+        tile.store_rows(codes, place.row, place.column, columns, result, place.inside);
+    }
+    if constexpr (TRANSPOSED) {
+        tile.put(result);
+        __syncthreads();
+        tile.store(transposed, place.first_row, place.first_column, rows, columns);
+    }
+    encoder.finish(saturated);
+    finish_abs_max<ABS_MAX>(abs_max, largest);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
+gelu_forward_fp8(T* out, const T* x, i64 rows, i32 columns, f32* abs_max, Q* codes, Q* transposed,
+                 const f32* scale, i32* saturated) {
+    __shared__ OctetTile tile;
+    work_on_tile<false>(tile, out, nullptr, x, rows, columns, abs_max, codes, transposed, scale,
+                        saturated);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
+gelu_backward_fp8(T* d_x, const T* d_out, const T* x, i64 rows, i32 columns, f32* abs_max, Q* codes,
+                  Q* transposed, const f32* scale, i32* saturated) {
+    __shared__ OctetTile tile;
+    work_on_tile<true>(tile, d_x, d_out, x, rows, columns, abs_max, codes, transposed, scale,
+                       saturated);
 }

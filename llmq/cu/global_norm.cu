@@ -1,19 +1,22 @@
 // global_norm.cu -- the norm of all gradients and what AdamW makes of it.
 //
 //   partials[block] = sum of x^2 over the block's part      stats[norm_squared] += sum(partials)
+//   combine: stats[k] = sum of gathered[rank, k] in the order of the ranks; of lse_max the largest
 //   norm = sqrt(norm_squared) / tokens
 //   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
 //   skip_update = norm is not finite or tokens == 0
 //
-// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (8,).
-// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. finish: one thread.
+// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (9,).
+//          gathered: F64 (world_size, 9).
+// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: 9 threads. finish:
+//          one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
 //          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
 // Needs    finish: tokens and norm_squared final on the same stream.
 // Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
-constexpr int TOKENS = 1, NORM_SQUARED = 6, NORM = 7;  // llmq.dtypes.STAT
+constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 9;  // llmq.dtypes.STAT
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -60,6 +63,17 @@ global_norm_sum(f64* __restrict__ stats, const f64* __restrict__ partials, i32 n
     for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
     total = block_sum(total, shared);
     if (threadIdx.x == 0) { stats[NORM_SQUARED] += total; }
+}
+
+extern "C" __global__ void __launch_bounds__(STATS)
+global_norm_combine(f64* __restrict__ stats, const f64* __restrict__ gathered, i32 world_size) {
+    const int k = threadIdx.x;
+    f64 total = gathered[k];
+    for (int rank = 1; rank < world_size; ++rank) {
+        const f64 other = gathered[rank * STATS + k];
+        total = k == LSE_MAX ? fmax(total, other) : total + other;
+    }
+    stats[k] = total;
 }
 
 extern "C" __global__ void global_norm_finish(f64* __restrict__ stats,

@@ -118,4 +118,5 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int ran
 __device__ __forceinline__ void forget(uint4& x) {
     asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
 }
+__device__ __forceinline__ void forget(uint2& x) { asm volatile("" : "+r"(x.x), "+r"(x.y)); }
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }

@@ -158,7 +158,7 @@ qk_norm_backward(T* d_qkv, f32* __restrict__ partial, const T* __restrict__ raw,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(1024, 1)
 qk_norm_backward_weight(G* __restrict__ d_weight, const f32* __restrict__ partial,
                         const i32* __restrict__ scalars, i32 num_partials, i32 head_dim,
                         i32 accumulate, u32 salt) {

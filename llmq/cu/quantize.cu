@@ -1,32 +1,50 @@
-// quantize.cu -- FP8 with one scale for the whole tensor: row-major, transposed, or both at once.
+// quantize.cu -- FP8 with one scale for the whole tensor: row-major, transposed, or both at once;
+// and the transpose of what is FP8 already.
 //
-//   m = max(abs_max, 1e-10)     q[r, c] = q_t[c, r] = fp8(x[r, c] * (MAX / m))     scale = m / MAX
+//   scale = max(abs_max, 1e-10) / MAX          q[r, c] = q_t[c, r] = fp8(x[r, c] * (1 / scale))
 //
 // so that x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to
 // nearest even and clamps to +-MAX, NaN becomes 0x7F. Where abs_max is infinite or NaN, scale is 1
-// and x is encoded as it is.
+// and x is encoded as it is. quantize_scaled: with a scale that is given, as fp8.cuh has it: the
+// same codes for the same scale. transpose_codes: q_t[c, r] = q[r, c].
 //
-// Data     x: T (rows, cols), read once. q: Q (rows, cols). q_t: Q (cols, rows). All 16-byte
-//          aligned. scale, abs_max: F32 (1). quantize_transpose: q may be null.
-// Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose: one
-//          for every tile of 128 rows and 64 columns, grid (ceil(cols / 64), ceil(rows / 128)).
+// Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows).
+//          All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
+//          may be null. quantize_scaled: one of codes and transposed may be null; abs_max is, with
+//          ABS_MAX = 1, raised to the largest |x|, else not touched.
+// Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
+//          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
+//          (across, down). transpose_codes: tiles of 128 rows and 128 columns.
 // Cost     memory-bound, about 8 instructions per element; every access to global memory is 16
 //          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
-//          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts.
+//          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
+//          transpose_codes reads and writes lines of 128 bytes through 16 KiB.
 // Needs    rows and cols multiples of 16; rows at most 65535 * 128.
 // Same name  llmq/ops/quantize.py  llmq/ref/quantize.py  tests/ops/test_quantize.py
 #include "common.cuh"
+#include "fp8.cuh"
 
-constexpr int THREADS = 256, OCTETS = 4;           // of a thread of quantize, 8 elements each
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64;  // of quantize_transpose
-constexpr float LEAST_ABS_MAX = 1e-10f;            // LEAST_ABS_MAX in llmq/ref/quantize.py
+constexpr int THREADS = 256, OCTETS = 4;  // of a thread of quantize, 8 elements each
+constexpr int CODES_TILE = 128;           // rows and columns of transpose_codes
+constexpr float LEAST_ABS_MAX = 1e-10f;   // LEAST_ABS_MAX in llmq/ref/quantize.py
+
+#ifndef ABS_MAX  // compiled for another entry
+#define ABS_MAX 0
+#endif
 
 // What x is multiplied by. One thread of the grid writes the scale.
 __device__ __forceinline__ float scale_factor(f32* scale, const f32* abs_max) {
-    const bool finite = isfinite(*abs_max);
     const float m = fmaxf(*abs_max, LEAST_ABS_MAX);
-    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { *scale = finite ? m / Fp8<Q>::MAX : 1.0f; }
-    return finite ? Fp8<Q>::MAX / m : 1.0f;
+    const float value = isfinite(*abs_max) ? m / Fp8<Q>::MAX : 1.0f;
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { *scale = value; }
+    return 1.0f / value;
+}
+
+template <class Eight> __device__ __forceinline__ uint2 quantized(const Eight& x, float factor) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { v[i] = x.get(i) * factor; }
+    return make_uint2(to_fp8<Q>(v[0], v[1], v[2], v[3]), to_fp8<Q>(v[4], v[5], v[6], v[7]));
 }
 
 // Eight neighbours as they were loaded: BF16 stays packed, so that many fit in the registers.
@@ -42,12 +60,6 @@ struct Octet {
             if (inside) { part[i] = load_packed_stream(p + i * Vec<T>::N); }
         }
     }
-    __device__ __forceinline__ uint2 quantized(float factor) const {
-        float v[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) { v[i] = get(i) * factor; }
-        return make_uint2(to_fp8<Q>(v[0], v[1], v[2], v[3]), to_fp8<Q>(v[4], v[5], v[6], v[7]));
-    }
     __device__ __forceinline__ float get(int i) const {
         const uint4& p = part[i / Vec<T>::N];
         const int byte = i % Vec<T>::N * (int)sizeof(T);
@@ -56,16 +68,6 @@ struct Octet {
         return __uint_as_float(byte % 4 ? word & 0xFFFF0000u : word << 16);  // BF16
     }
 };
-
-// Lanes 2i and 2i + 1 hold neighbouring octets `a` of one place and `b` of another: the even lane
-// gets all 16 bytes of the first place, the odd lane those of the second.
-__device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
-    const bool odd = threadIdx.x & 1;
-    const uint2 kept = odd ? b : a, given = odd ? a : b;
-    const u32 x = __shfl_xor_sync(0xFFFFFFFFu, given.x, 1);
-    const u32 y = __shfl_xor_sync(0xFFFFFFFFu, given.y, 1);
-    return odd ? make_uint4(x, y, kept.x, kept.y) : make_uint4(kept.x, kept.y, x, y);
-}
 
 __device__ __forceinline__ void store_16(Q* p, uint4 x) { *reinterpret_cast<uint4*>(p) = x; }
 
@@ -82,75 +84,96 @@ quantize(Q* __restrict__ q, f32* __restrict__ scale, const T* __restrict__ x,
 #pragma unroll
     for (int i = 0; i < OCTETS; i += 2) {
         const uint4 joined =
-            join_pair(loaded[i].quantized(factor), loaded[i + 1].quantized(factor));
+            join_pair(quantized(loaded[i], factor), quantized(loaded[i + 1], factor));
         const i64 at = first + (i + odd) * STEP - odd * 8;
         if (at < n) { store_16(q + at, joined); }
     }
 }
 
-// row[i]: four neighbours of row i. column[j] becomes the four of column j.
-__device__ __forceinline__ void transpose_bytes(u32 (&column)[4], const u32 (&row)[4]) {
-    const u32 left01 = __byte_perm(row[0], row[1], 0x5140);   // columns 0, 0, 1, 1
-    const u32 right01 = __byte_perm(row[0], row[1], 0x7362);  // columns 2, 2, 3, 3
-    const u32 left23 = __byte_perm(row[2], row[3], 0x5140);
-    const u32 right23 = __byte_perm(row[2], row[3], 0x7362);
-    column[0] = __byte_perm(left01, left23, 0x5410);
-    column[1] = __byte_perm(left01, left23, 0x7632);
-    column[2] = __byte_perm(right01, right23, 0x5410);
-    column[3] = __byte_perm(right01, right23, 0x7632);
+// A thread's codes go to q and, turned, to q_t; either may be null. All threads of a block call it.
+__device__ __forceinline__ void store_tile(Q* q, Q* q_t, const uint2 (&codes)[4],
+                                           const OctetPlace& place, i64 rows, i32 cols) {
+    __shared__ OctetTile tile;
+    if (q != nullptr) {
+        OctetTile::store_rows(q, place.row, place.column, cols, codes, place.inside);
+    }
+    if (q_t != nullptr) {
+        tile.put(codes);
+        __syncthreads();
+        tile.store(q_t, place.first_row, place.first_column, rows, cols);
+    }
 }
 
-// A thread quantizes 4 rows of 8 columns, a warp 16 rows of the tile. The tile in shared memory has
-// a line of 128 bytes for each column; the 16 bytes of warp w lie in its place w ^ (column / 8). So
-// 32 lanes write 4 bytes each, and 8 lanes read 16 bytes each, in different banks.
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantize_transpose(Q* __restrict__ q, Q* __restrict__ q_t, f32* __restrict__ scale,
                    const T* __restrict__ x, const f32* __restrict__ abs_max, i64 rows, i32 cols) {
-    constexpr int PLACES = TILE_ROWS / 16;
-    __shared__ uint4 tile[TILE_COLUMNS][PLACES];
-    const i64 tile_row = (i64)blockIdx.y * TILE_ROWS;
-    const int tile_column = blockIdx.x * TILE_COLUMNS;
-
-    const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, octet = threadIdx.x & 7;
-    const i64 row = tile_row + warp * 16 + four_rows * 4;
-    const int column = tile_column + octet * 8;
-    const bool inside = row < rows && column < cols;
-    Octet loaded[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) { loaded[i].load(x + (row + i) * cols + column, inside); }
+    const OctetPlace place(rows, cols);
+    OctetRows<T> loaded;
+    loaded.load(x + place.row * cols + place.column, cols, place.there);
     const float factor = scale_factor(scale, abs_max);
-    u32 left[4], right[4];
+    uint2 codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { codes[i] = quantized(loaded.row(i), factor); }
+    store_tile(q, q_t, codes, place, rows, cols);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+quantize_scaled(const T* __restrict__ x, i64 rows, i32 cols, f32* abs_max, Q* __restrict__ codes,
+                Q* __restrict__ transposed, const f32* __restrict__ scale, i32* saturated) {
+    const OctetPlace place(rows, cols);
+    OctetRows<T> loaded;
+    loaded.load(x + place.row * cols + place.column, cols, place.there);
+    Fp8Encoder<Q, true> encoder(scale);
+    u32 largest = 0;
+    uint2 result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint2 words = loaded[i].quantized(factor);
-        left[i] = words.x;
-        right[i] = words.y;
+        const Pack<T, 8> eight = loaded.row(i);
+        largest = max(largest, abs_max_bits(eight));
+        result[i] = encoder.encode(eight);
     }
-    if (q != nullptr) {
-        const int odd = threadIdx.x & 1;
+    store_tile(codes, transposed, result, place, rows, cols);
+    encoder.finish(saturated);
+    finish_abs_max<ABS_MAX>(abs_max, largest);
+}
+
+// A thread turns 4 rows of 16 columns. Shared memory as in OctetTile, but for place
+// w ^ (column / 16).
+extern "C" __global__ void __launch_bounds__(THREADS)
+transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols) {
+    constexpr int PLACES = CODES_TILE / 16;
+    __shared__ uint4 tile[CODES_TILE][PLACES];
+    const i64 tile_row = (i64)blockIdx.y * CODES_TILE;
+    const int tile_column = blockIdx.x * CODES_TILE;
+
+    const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, group = threadIdx.x & 7;
+    const i64 row = tile_row + warp * 16 + four_rows * 4;
+    const int column = tile_column + group * 16;
+    uint4 loaded[4];
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const uint4 joined = join_pair(make_uint2(left[i], right[i]),
-                                           make_uint2(left[i + 1], right[i + 1]));
-            if (inside) { store_16(q + (row + i + odd) * cols + column - odd * 8, joined); }
+    for (int i = 0; i < 4; ++i) {
+        loaded[i] = make_uint4(0, 0, 0, 0);
+        if (row < rows && column < cols) {
+            loaded[i] = load_packed_stream(q + (row + i) * cols + column);
         }
     }
-
-    u32 turned[2][4];
-    transpose_bytes(turned[0], left);
-    transpose_bytes(turned[1], right);
+    u32 turned[4][4];
+    transpose_bytes(turned[0], {loaded[0].x, loaded[1].x, loaded[2].x, loaded[3].x});
+    transpose_bytes(turned[1], {loaded[0].y, loaded[1].y, loaded[2].y, loaded[3].y});
+    transpose_bytes(turned[2], {loaded[0].z, loaded[1].z, loaded[2].z, loaded[3].z});
+    transpose_bytes(turned[3], {loaded[0].w, loaded[1].w, loaded[2].w, loaded[3].w});
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        uint4* place = &tile[octet * 8 + i][warp ^ octet];
+    for (int i = 0; i < 16; ++i) {
+        uint4* place = &tile[group * 16 + i][warp ^ group];
         reinterpret_cast<u32*>(place)[four_rows] = turned[i / 4][i % 4];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < TILE_COLUMNS * PLACES / THREADS; ++i) {
+    for (int i = 0; i < CODES_TILE * PLACES / THREADS; ++i) {
         const u32 index = i * THREADS + threadIdx.x, line = index / PLACES, k = index % PLACES;
         const i64 first_row = tile_row + k * 16, c = tile_column + line;
         if (first_row < rows && c < cols) {
-            store_16(q_t + c * rows + first_row, tile[line][k ^ (line / 8)]);
+            store_16(q_t + c * rows + first_row, tile[line][k ^ (line / 16)]);
         }
     }
 }

@@ -7,19 +7,37 @@
 //          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out|, |d_up_gate|, as stored;
 //          else not touched, may be null.
+//          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of out or d_up_gate, which may
+//          be null; codes with CODES = 1, transposed with TRANSPOSED = 1.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
+//          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2;
 //          memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions per
-//          output element.
-// Needs    rows * F below 2^32 vectors.
+//          output element. _fp8: twice as many loads in flight, 40 (forward) or 60 instructions;
+//          codes in both layouts are as many bytes as BF16.
+// Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "common.cuh"
+#include "fp8.cuh"
 
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
+constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
 
 // exp overflows to infinity for x < -88, and 1 / infinity is the right result.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ T activation(T up, T gate) {
+    const float g = to_f32(gate);
+    return from_f32<T>(to_f32(up) * (g * sigmoid(g)));
+}
+
+__device__ __forceinline__ void gradients(T& d_up, T& d_gate, T d_out, T up, T gate) {
+    const float g = to_f32(gate), s = sigmoid(g), d = to_f32(d_out);
+    const float slope = ((1.0f - s) * g + 1.0f) * s;
+    d_up = from_f32<T>(g * s * d);
+    d_gate = from_f32<T>(slope * to_f32(up) * d);
+}
 
 // Element offsets of output vector i of this thread: in out, and in up_gate.
 struct Place {
@@ -54,10 +72,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float g = to_f32(gate_i[k]);
-            result[k] = from_f32<T>(to_f32(up_i[k]) * (g * sigmoid(g)));
-        }
+        for (int k = 0; k < N; ++k) { result[k] = activation(up_i[k], gate_i[k]); }
         store_vec(out + place.out, result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -87,15 +102,99 @@ swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float g = to_f32(gate_i[k]), s = sigmoid(g), d_k = to_f32(d_i[k]);
-            const float slope = ((1.0f - s) * g + 1.0f) * s;
-            d_up[k] = from_f32<T>(g * s * d_k);
-            d_gate[k] = from_f32<T>(slope * to_f32(up_i[k]) * d_k);
-        }
+        for (int k = 0; k < N; ++k) { gradients(d_up[k], d_gate[k], d_i[k], up_i[k], gate_i[k]); }
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
+swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F,
+                   f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
+                   const f32* __restrict__ scale, i32* saturated) {
+#if CODES || TRANSPOSED
+    __shared__ OctetTile tile;
+    const OctetPlace place(rows, F);
+    OctetRows<T> up, gate;
+    up.load(up_gate + place.row * 2 * F + place.column, 2 * F, place.there);
+    gate.load(up_gate + place.row * 2 * F + F + place.column, 2 * F, place.there);
+    Fp8Encoder<Q, true> encoder(scale);
+    u32 largest = 0;
+    uint2 result[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Pack<T, 8> up_i = up.row(i), gate_i = gate.row(i);
+        Pack<T, 8> out_i;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) { out_i.set(k, activation(up_i.at(k), gate_i.at(k))); }
+        if (out != nullptr && place.inside) {
+            out_i.store(out + (place.row + i) * F + place.column);
+        }
+        largest = max(largest, abs_max_bits(out_i));
+        result[i] = encoder.encode(out_i);
+    }
+    if constexpr (CODES) {
+        tile.store_rows(codes, place.row, place.column, F, result, place.inside);
+    }
+    if constexpr (TRANSPOSED) {
+        tile.put(result);
+        __syncthreads();
+        tile.store(transposed, place.first_row, place.first_column, rows, F);
+    }
+    encoder.finish(saturated);
+    finish_abs_max<ABS_MAX>(abs_max, largest);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
+swiglu_backward_fp8(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64 rows, i32 F,
+                    f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
+                    const f32* __restrict__ scale, i32* saturated) {
+#if CODES || TRANSPOSED
+    __shared__ OctetTile up_tile, gate_tile;
+    const OctetPlace place(rows, F);
+    const i64 narrow = place.row * F + place.column, wide = narrow + place.row * F;
+    OctetRows<T> d, up, gate;
+    d.load(d_out + narrow, F, place.there);
+    up.load(up_gate + wide, 2 * F, place.there);
+    gate.load(up_gate + wide + F, 2 * F, place.there);
+    Fp8Encoder<Q, true> encoder(scale);
+    u32 largest = 0;
+    uint2 up_result[4], gate_result[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Pack<T, 8> d_i = d.row(i), up_i = up.row(i), gate_i = gate.row(i);
+        Pack<T, 8> d_up, d_gate;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            T d_up_k, d_gate_k;
+            gradients(d_up_k, d_gate_k, d_i.at(k), up_i.at(k), gate_i.at(k));
+            d_up.set(k, d_up_k);
+            d_gate.set(k, d_gate_k);
+        }
+        if (d_up_gate != nullptr && place.inside) {
+            d_up.store(d_up_gate + wide + (i64)i * 2 * F);
+            d_gate.store(d_up_gate + wide + (i64)i * 2 * F + F);
+        }
+        largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
+        up_result[i] = encoder.encode(d_up);
+        gate_result[i] = encoder.encode(d_gate);
+    }
+    const int wide_column = place.column + F;
+    if constexpr (CODES) {
+        OctetTile::store_rows(codes, place.row, place.column, 2 * F, up_result, place.inside);
+        OctetTile::store_rows(codes, place.row, wide_column, 2 * F, gate_result, place.inside);
+    }
+    if constexpr (TRANSPOSED) {
+        up_tile.put(up_result);
+        gate_tile.put(gate_result);
+        __syncthreads();
+        up_tile.store(transposed, place.first_row, place.first_column, rows, F);
+        gate_tile.store(transposed, place.first_row, place.first_column + F, rows, 2 * F);
+    }
+    encoder.finish(saturated);
+    finish_abs_max<ABS_MAX>(abs_max, largest);
+#endif
 }

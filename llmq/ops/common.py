@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from llmq.dtypes import BF16, F32
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32, DType
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -33,10 +34,16 @@ class RowLayout:
         """The layout as the kernels' compile-time constants."""
         return {"WARPS": self.warps, "VECTORS": self.vectors}
 
-    def launch(self, rows: int, block_warps: int, max_blocks: int) -> tuple[int, int]:
-        """(blocks, threads of one) to loop over this many rows, several at a time if they fit."""
+    def launch(
+        self, rows: int, block_warps: int, max_blocks: int, part_rows: int = 0
+    ) -> tuple[int, int]:
+        """(blocks, threads of one) to loop over this many rows, several at a time if they fit.
+
+        part_rows: the fewest that a block makes, if more than it works on at a time.
+        """
         block_rows = max(1, block_warps // self.warps)
-        return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
+        parts = ceil_div(rows, part_rows or block_rows)
+        return min(parts, max_blocks), WARP * self.warps * block_rows
 
 
 # For entries that do not depend on it: they are compiled once, not for every layout.
@@ -116,3 +123,153 @@ def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
     if abs_max is not None:
         expect(op, "abs_max", abs_max, F32, (1,))
     return {"ABS_MAX": int(abs_max is not None)}
+
+
+FP8_MULTIPLE = 16  # of the rows and features of FP8 matrices: one 16-byte access
+
+
+class Fp8Out(NamedTuple):
+    """Where an operation writes its result as FP8, with a scale that is known beforehand.
+
+    A value x, as the BF16 or F32 result holds it, becomes x * (1 / scale), rounded to nearest even
+    and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
+
+        codes       out    E4M3, E5M2 (rows, features)  or None; at least one of the two
+        transposed  out    the same   (features, rows)  or None
+        scale       in     F32        (1,)              positive
+        saturated   inout  I32        (1,)              += the number of |x| > MAX * scale
+    """
+
+    codes: Tensor | None
+    transposed: Tensor | None
+    scale: Tensor
+    saturated: Tensor
+
+
+# The end of the arguments of a kernel with an optional FP8 result; fp8_args() are the values.
+FP8_ARGS = "Q*? codes, Q*? transposed, const f32*? scale, inout i32*? saturated"
+
+
+def fp8_args(fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
+    """The arguments that FP8_ARGS declares."""
+    return (None,) * 4 if fp8 is None else tuple(fp8)
+
+
+def out_consts(
+    op: str, out: Tensor | None, dtype: DType, shape: tuple[int, ...], fp8: Fp8Out | None
+) -> dict[str, int]:
+    """The constant that switches a kernel's ordinary result, optional beside an FP8 one, on or off.
+
+    Raises TypeError or ValueError if out is not of this dtype and shape, or missing without fp8.
+    """
+    if out is not None or fp8 is None:
+        expect(op, "out", out, dtype, shape)
+    return {"OUT": int(out is not None)}
+
+
+def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[str, int]:
+    """The constants that switch a kernel's two optional FP8 results on or off.
+
+    Raises TypeError or ValueError if fp8 does not fit a result of (rows, features).
+    """
+    if fp8 is None:
+        return {"CODES": 0, "TRANSPOSED": 0}
+    if fp8.codes is None and fp8.transposed is None:
+        raise TypeError(f"{op}: fp8.codes or fp8.transposed must be a tensor, both are None")
+    dtype = None  # of both
+    for name, shape in (("codes", (rows, features)), ("transposed", (features, rows))):
+        if (tensor := getattr(fp8, name)) is not None:
+            expect(op, f"fp8.{name}", tensor, dtype, shape)
+            dtype = tensor.dtype
+            if dtype not in (E4M3, E5M2):
+                raise TypeError(f"{op}: fp8.{name} must be E4M3 or E5M2, got {dtype.label}")
+    expect(op, "fp8.scale", fp8.scale, F32, (1,))
+    expect(op, "fp8.saturated", fp8.saturated, I32, (1,))
+    if features % FP8_MULTIPLE or (fp8.transposed is not None and rows % FP8_MULTIPLE):
+        raise ValueError(
+            f"{op}: FP8 results have features, and transposed rows, in multiples of "
+            f"{FP8_MULTIPLE}, got ({rows}, {features})"
+        )
+    return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
+
+
+OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
+
+
+def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of a kernel that works in OctetTiles: across, down."""
+    if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+        raise ValueError(
+            f"{op}: FP8 results need rows and columns that are multiples of {FP8_MULTIPLE}, "
+            f"got {rows} and {columns}"
+        )
+    return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
+
+
+# -- Kernels whose blocks hold whole rows: a normalization and its FP8 result ---------------------
+
+SHARED_KIB = {80: 164, 90: 228, 100: 228}  # of an SM, by capability; others: at least 100
+TILE_WARPS = 8  # of a block that transposes rows; as in cu/rmsnorm.cu, cu/layernorm.cu
+# How many rows such a block holds as FP8, and for how many blocks an SM must then have room. In the
+# transposed result they are neighbouring bytes; memory is written in pieces of 32.
+TILE_CHOICES = ((32, 3), (16, 2), (8, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """Rows of FP8 codes in a block's shared memory, to be transposed there."""
+
+    lines: int  # 0: nothing is transposed
+    smem: int  # bytes
+
+
+def row_tile(features: int, capability: int) -> RowTile:
+    """The tile for rows of this many FP8 codes: as many rows as leave an SM enough blocks."""
+    shared = SHARED_KIB.get(capability, 100) << 10
+    for lines, blocks in TILE_CHOICES:
+        gaps = 128 if lines > 16 else 0  # between pieces of 16 rows: RowTile in cu/fp8.cuh
+        tile = RowTile(lines, lines * features + gaps)
+        if (tile.smem + 2048) * blocks <= shared:  # 2048: static and the system's own
+            break
+    return tile
+
+
+@dataclass(frozen=True, slots=True)
+class RowLaunch:
+    """How a kernel over rows is launched, and the end of its arguments: abs_max and FP8_ARGS."""
+
+    blocks: int
+    threads: int
+    smem: int
+    consts: dict[str, int]
+    args: tuple[Tensor | None, ...]
+
+
+def row_launch(
+    op: str,
+    dev: Device,
+    layout: RowLayout,
+    rows: int,
+    columns: int,
+    *,
+    block_warps: int,
+    blocks_per_sm: int,
+    abs_max: Tensor | None,
+    fp8: Fp8Out | None,
+) -> RowLaunch:
+    """Launch over `rows` rows whose results are (rows, columns); constant OUT is 1.
+
+    Raises TypeError or ValueError if abs_max or fp8 does not fit.
+    """
+    consts = layout.consts | {"OUT": 1} | abs_max_consts(op, abs_max)
+    consts |= fp8_consts(op, fp8, rows, columns)
+    tile = RowTile(0, 0)
+    if consts.pop("TRANSPOSED"):
+        tile, block_warps = row_tile(columns, dev.spec.capability), TILE_WARPS
+    grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms, tile.lines)
+    consts["TILE_LINES"] = tile.lines
+    return RowLaunch(*grid, tile.smem, consts, (abs_max, *fp8_args(fp8)))
+
+
+# For entries that depend neither on the layout of rows nor on their results.
+ANY_ROWS = ANY_LAYOUT.consts | {"ABS_MAX": 0, "OUT": 1, "CODES": 0, "TILE_LINES": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import F32, F64, I32, STATS
+from llmq.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -14,13 +14,17 @@ MAX_VECTORS = 19  # of a row that one thread holds: with 128 registers each, 512
 CLUSTER_ROWS = 4
 
 _ROW_ARGS = (
-    "inout T* logits, f32* losses, f32* lse, const i32* targets, "
-    "i64 rows, i32 vocab, i32 padded_vocab, f32 z_loss"
+    "T* logits, f32* losses, f32* lse, const i32* targets, Q*? codes, "
+    "i64 rows, i32 vocab, i32 padded_vocab, f32 z_loss, f32 code_factor"
 )
-FORWARD_BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_forward_backward", args=_ROW_ARGS)
+_NAME = "cross_entropy_forward_backward"
+FORWARD_BACKWARD = Kernel("cross_entropy.cu", _NAME, args="inout " + _ROW_ARGS)
 FORWARD_BACKWARD_REGISTERS = Kernel(
-    "cross_entropy.cu", "cross_entropy_forward_backward_registers", args=_ROW_ARGS
+    "cross_entropy.cu", f"{_NAME}_registers", args="inout " + _ROW_ARGS
 )
+# The same entries; declared apart because with codes they only read the logits.
+CODES = Kernel("cross_entropy.cu", _NAME, args="const " + _ROW_ARGS)
+CODES_REGISTERS = Kernel("cross_entropy.cu", f"{_NAME}_registers", args="const " + _ROW_ARGS)
 FORWARD = Kernel(
     "cross_entropy.cu",
     "cross_entropy_forward",
@@ -61,34 +65,41 @@ def forward_backward(
     targets: Tensor,
     vocab_size: int,
     z_loss: float,
+    *,
+    codes: Tensor | None = None,
+    code_scale: float = 1.0,
 ) -> None:
     """Replaces logits by d_logits = softmax(logits) * (1 + z_loss * lse) - onehot(target).
 
     That is the gradient of loss + z_loss / 2 * lse^2, not divided by any count of tokens.
 
-    Args (X is BF16 or F32):
+    Args (X is BF16 or F32; BF16 with codes):
         logits   inout  X   (rows, Vp)   Vp a multiple of 16 bytes; columns >= vocab_size are
                                          ignored on entry and 0 on return
         losses   out    F32 (rows,)      lse - logit of the target; 0 for masked rows
         lse      out    F32 (rows,)      log-sum-exp of the row, also for masked rows
         targets  in     I32 (rows,)      ids in [0, vocab_size); negative: masked, gradient 0
+        codes    out    FP8 (rows, Vp)   or None; E4M3 or E5M2: d_logits / code_scale, rounded to
+                                         nearest even and clamped, instead of d_logits in logits
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    Cost:    logits read once where registers hold a row, else twice; d_logits or codes written.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
     op = "cross_entropy.forward_backward"
     rows, padded_vocab = _check(op, logits, losses, lse, targets, vocab_size)
-    args = (logits, losses, lse, targets, rows, vocab_size, padded_vocab, z_loss)
+    kernels = (FORWARD_BACKWARD, FORWARD_BACKWARD_REGISTERS)
+    if codes is not None:
+        kernels = (CODES, CODES_REGISTERS)
+        _check_codes(op, codes, logits)
+    args = (logits, losses, lse, targets, codes, rows, vocab_size, padded_vocab)
+    args += (z_loss, 1.0 / code_scale)
+    consts = {"CODES": int(codes is not None)}
     layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
     if layout is None:
-        dev.launch(FORWARD_BACKWARD, rows, THREADS, args)
+        dev.launch(kernels[0], rows, THREADS, args, consts=consts)
     else:
-        dev.launch(
-            FORWARD_BACKWARD_REGISTERS,
-            ceil_div(rows, layout["ROWS"]) * layout["CLUSTER"],
-            layout["THREADS"],
-            args,
-            consts=layout,
-        )
+        blocks = ceil_div(rows, layout["ROWS"]) * layout["CLUSTER"]
+        dev.launch(kernels[1], blocks, layout["THREADS"], args, consts=layout | consts)
 
 
 def forward(
@@ -116,7 +127,7 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
     the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
     Args:
-        stats    inout  F64 (8,)     entries llmq.dtypes.STAT
+        stats    inout  F64 (9,)     entries llmq.dtypes.STAT
         losses   in     F32 (B, T)   0 where masked
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked
@@ -147,3 +158,11 @@ def _check(
     expect(op, "lse", lse, F32, (rows,))
     expect(op, "targets", targets, I32, (rows,))
     return rows, padded_vocab
+
+
+def _check_codes(op: str, codes: Tensor, logits: Tensor) -> None:
+    expect(op, "codes", codes, None, logits.shape)
+    if codes.dtype not in (E4M3, E5M2):
+        raise TypeError(f"{op}: codes must be E4M3 or E5M2, got {codes.dtype.label}")
+    if logits.dtype != BF16:
+        raise TypeError(f"{op}: logits must be BF16 with codes, got {logits.dtype.label}")

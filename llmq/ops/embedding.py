@@ -10,10 +10,12 @@ from llmq.runtime.tensor import Accumulator, Tensor
 
 THREADS = 256
 SORT_THREADS = 1024
-# Of cu/embedding.cu: channels per thread, channels and sorted tokens that one warp sums.
+# Of cu/embedding.cu: channels per thread, channels and sorted tokens that one warp sums, and chunks
+# of them for which one block finishes what it must.
 WIDTH = 8
 SLICE = 32 * WIDTH
 CHUNK = 32
+FINISH_CHUNKS = 4
 
 FORWARD = Kernel(
     "embedding.cu",
@@ -125,7 +127,7 @@ def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) 
         )
         dev.launch(
             FINISH,
-            (chunks, slices),
+            (ceil_div(chunks, FINISH_CHUNKS), slices),
             THREADS,
             (weight, partial, tokens, order, scalars, n, C, salt),
         )

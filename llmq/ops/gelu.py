@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from llmq.ops.common import VECTOR_BYTES, abs_max_consts, expect_float
+from llmq.ops.common import (
+    FP8_ARGS,
+    VECTOR_BYTES,
+    Fp8Out,
+    abs_max_consts,
+    expect_float,
+    fp8_args,
+    fp8_consts,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
@@ -16,6 +25,17 @@ BACKWARD = Kernel(
     "gelu_backward",
     args="T* d_x, const T* d_out, const T* x, i64 n, inout f32*? abs_max",
 )
+FORWARD_FP8 = Kernel(
+    "gelu.cu",
+    "gelu_forward_fp8",
+    args="T*? out, const T* x, i64 rows, i32 columns, inout f32*? abs_max, " + FP8_ARGS,
+)
+BACKWARD_FP8 = Kernel(
+    "gelu.cu",
+    "gelu_backward_fp8",
+    args="T*? d_x, const T* d_out, const T* x, i64 rows, i32 columns, inout f32*? abs_max, "
+    + FP8_ARGS,
+)
 
 
 def grid(size: int, itemsize: int) -> int:
@@ -23,53 +43,82 @@ def grid(size: int, itemsize: int) -> int:
     return ceil_div(size * itemsize, VECTOR_BYTES * THREADS * VECTORS)
 
 
-def forward(dev: Device, out: Tensor, x: Tensor, *, abs_max: Tensor | None = None) -> None:
+def forward(
+    dev: Device,
+    out: Tensor | None,
+    x: Tensor,
+    *,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
     """out = 0.5 * x * (1 + tanh(sqrt(2/pi) * (x + 0.044715 * x^3))), computed in F32.
 
     Args (T is BF16 or F32):
-        out      out    T (*S)     size a multiple of 16 bytes; may be x itself
+        out      out    T (*S)     size a multiple of 16 bytes; may be x itself; or None with fp8
         x        in     T (*S)
         abs_max  inout  F32 (1,)   or None; raised to the largest |out|
+        fp8      out    (rows, C)  or None; out in FP8, C = S[-1], rows and C multiples of 16
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape or size.
+    Cost:    one launch; with fp8 no more bytes than the codes.
+    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape or size.
     """
-    _check("gelu.forward", x)
-    expect("gelu.forward", "out", out, x.dtype, x.shape)
-    dev.launch(
-        FORWARD,
-        grid(x.size, x.dtype.itemsize),
-        THREADS,
-        (out, x, x.size, abs_max),
-        consts=abs_max_consts("gelu.forward", abs_max),
-    )
+    op = "gelu.forward"
+    _check(op, "out", out, x, fp8)
+    if fp8 is None:
+        _launch(dev, op, FORWARD, (out, x), abs_max)
+    else:
+        _launch_fp8(dev, op, FORWARD_FP8, (out, x), abs_max, fp8)
 
 
 def backward(
-    dev: Device, d_x: Tensor, d_out: Tensor, x: Tensor, *, abs_max: Tensor | None = None
+    dev: Device,
+    d_x: Tensor | None,
+    d_out: Tensor,
+    x: Tensor,
+    *,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """d_x = d_out * gelu'(x), computed in F32.
 
     Args (T is BF16 or F32):
-        d_x      out    T (*S)     size a multiple of 16 bytes; may be x or d_out itself
+        d_x      out    T (*S)     size a multiple of 16 bytes; may be x or d_out; or None with fp8
         d_out    in     T (*S)
         x        in     T (*S)     what forward was given
         abs_max  inout  F32 (1,)   or None; raised to the largest |d_x|
+        fp8      out    (rows, C)  or None; d_x in FP8, C = S[-1], rows and C multiples of 16
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape or size.
+    Cost:    as forward.
+    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape or size.
     """
-    _check("gelu.backward", x)
-    expect("gelu.backward", "d_x", d_x, x.dtype, x.shape)
-    expect("gelu.backward", "d_out", d_out, x.dtype, x.shape)
-    dev.launch(
-        BACKWARD,
-        grid(x.size, x.dtype.itemsize),
-        THREADS,
-        (d_x, d_out, x, x.size, abs_max),
-        consts=abs_max_consts("gelu.backward", abs_max),
-    )
+    op = "gelu.backward"
+    _check(op, "d_x", d_x, x, fp8)
+    expect(op, "d_out", d_out, x.dtype, x.shape)
+    if fp8 is None:
+        _launch(dev, op, BACKWARD, (d_x, d_out, x), abs_max)
+    else:
+        _launch_fp8(dev, op, BACKWARD_FP8, (d_x, d_out, x), abs_max, fp8)
 
 
-def _check(op: str, x: Tensor) -> None:
+def _check(op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None) -> None:
     expect_float(op, "x", x)
     if x.nbytes % VECTOR_BYTES:
         raise ValueError(f"{op}: x must have a multiple of 16 bytes, got {x.size} elements")
+    if result is not None or fp8 is None:
+        expect(op, name, result, x.dtype, x.shape)
+
+
+def _launch(dev: Device, op: str, kernel: Kernel, tensors: tuple, abs_max: Tensor | None) -> None:
+    x = tensors[-1]
+    args, consts = (*tensors, x.size, abs_max), abs_max_consts(op, abs_max)
+    dev.launch(kernel, grid(x.size, x.dtype.itemsize), THREADS, args, consts=consts)
+
+
+def _launch_fp8(
+    dev: Device, op: str, kernel: Kernel, tensors: tuple, abs_max: Tensor | None, fp8: Fp8Out
+) -> None:
+    columns = tensors[-1].shape[-1]
+    rows = tensors[-1].size // columns
+    args = (*tensors, rows, columns, abs_max, *fp8_args(fp8))
+    consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, rows, columns)
+    dev.launch(kernel, octet_tiles(op, rows, columns), THREADS, args, consts=consts)

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the scale that AdamW applies to them."""
+"""The norm of all gradients over all ranks, and the scale that AdamW applies to them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ SUM = Kernel(
     "global_norm_sum",
     args="inout f64* stats, const f64* partials, i32 num_partials",
 )
+COMBINE = Kernel(
+    "global_norm.cu",
+    "global_norm_combine",
+    args="f64* stats, const f64* gathered, i32 world_size",
+)
 FINISH = Kernel("global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars")
 
 
@@ -32,7 +37,7 @@ def squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
     """stats[norm_squared] += the sum of squares of all tensors; the same bits every time.
 
     Args (contiguous, 16-byte aligned):
-        stats   inout  F64 (8,)            llmq.dtypes.STAT
+        stats   inout  F64 (9,)            llmq.dtypes.STAT
         xs      in     F32 or BF16, any shape, at least one element each
 
     Cost:    one read of xs; one launch a tensor and one more; 8 bytes of scratch a block.
@@ -54,6 +59,22 @@ def squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
         dev.launch(SUM, 1, SUM_THREADS, (stats, partials, start))
 
 
+def combine(dev: Device, stats: Tensor, gathered: Tensor) -> None:
+    """The statistics of all ranks: sums, added in the order of the ranks; of lse_max the largest.
+
+    Args:
+        stats     out  F64 (9,)              llmq.dtypes.STAT
+        gathered  in   F64 (world_size, 9)   each rank's own
+
+    Cost:    one launch of 8 threads.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    world_size = gathered.shape[0]
+    expect("global_norm", "gathered", gathered, F64, (world_size, len(STATS)))
+    dev.launch(COMBINE, 1, len(STATS), (stats, gathered, world_size))
+
+
 def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
     """From the sum of squares to what AdamW needs.
 
@@ -65,7 +86,7 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
     Without tokens the norm is 0. A skipped update has grad_scale 0.
 
     Args:
-        stats    inout  F64 (8,)    tokens and norm_squared are final
+        stats    inout  F64 (9,)    tokens and norm_squared are final
         scalars  inout  I32 (16,)   StepScalars
 
     Cost:    one launch of one thread.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from llmq.dtypes import BF16, F32
 from llmq.ops.common import (
-    ANY_LAYOUT,
+    ANY_ROWS,
     BACKWARD_WARPS,
     FORWARD_WARPS,
-    abs_max_consts,
+    FP8_ARGS,
+    Fp8Out,
     expect_rows,
     finish_column_sum,
+    out_consts,
+    row_launch,
     row_layout,
 )
 from llmq.runtime.device import Device
@@ -19,20 +22,20 @@ from llmq.runtime.tensor import Accumulator, Tensor
 LAYERNORM_FORWARD = Kernel(
     "layernorm.cu",
     "layernorm_forward",
-    args="T* out, f32* mean, f32* rstd, const T* x, const T* weight, const T* bias, f32 eps, "
-    "i64 rows, i32 C, inout f32*? abs_max",
+    args="T*? out, f32* mean, f32* rstd, const T* x, const T* weight, const T* bias, f32 eps, "
+    "i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
 )
 LAYERNORM_FORWARD_RESIDUAL = Kernel(
     "layernorm.cu",
     "layernorm_forward_residual",
-    args="T* residual_out, T* out, f32* mean, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C, inout f32*? abs_max",
+    args="T* residual_out, T*? out, f32* mean, f32* rstd, const T* residual, const T* branch, "
+    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
 )
 LAYERNORM_BACKWARD = Kernel(
     "layernorm.cu",
     "layernorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* mean, "
-    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max",
+    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
 )
 LAYERNORM_BACKWARD_PARAMETER = Kernel(
     "layernorm.cu",
@@ -41,20 +44,19 @@ LAYERNORM_BACKWARD_PARAMETER = Kernel(
     "i32 accumulate, u32 salt",
 )
 
-ANY_CONSTS = ANY_LAYOUT.consts | abs_max_consts("layernorm", None)
 LANE_VECTORS = {
     BF16: 3,
     F32: 4,
 }  # as many as the backward kernel has registers for, two blocks on an SM
-# Forward: far more than run at a time, so that loads of new blocks fill the gaps of old ones.
+# Forward: far more blocks than run at a time, so that loads of new ones fill the gaps of old ones.
 # (32768, 768) BF16 on an H100: 84 % of a copy's bandwidth, 73 % with 8 blocks.
-FORWARD_BLOCKS_PER_SM = 64
-BACKWARD_BLOCKS_PER_SM = 2
+FORWARD = {"block_warps": FORWARD_WARPS, "blocks_per_sm": 64}
+BACKWARD = {"block_warps": BACKWARD_WARPS, "blocks_per_sm": 2}
 
 
 def forward(
     dev: Device,
-    out: Tensor,
+    out: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     x: Tensor,
@@ -63,42 +65,46 @@ def forward(
     eps: float,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """out = T((x - mean) * rstd * weight + bias), rstd = 1 / sqrt(variance(x) + eps).
 
     Args:
-        out      out    T   (rows,C)  F32 or BF16
+        out      out    T   (rows,C)  F32 or BF16; or None where fp8 is all that is wanted
         mean     out    F32 (rows,)
         rstd     out    F32 (rows,)
         x        in     T   (rows,C)  C a multiple of 8, at most 8192
         weight   in     T   (C,)
         bias     in     T   (C,)
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
+        fp8      out    Fp8Out        or None; out once more, as FP8
 
     Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward"
     rows, C = expect_rows(op, "x", x)
-    expect(op, "out", out, x.dtype, (rows, C))
+    consts = out_consts(op, out, x.dtype, (rows, C), fp8)
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
     dev.launch(
         LAYERNORM_FORWARD,
-        *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (out, mean, rstd, x, weight, bias, eps, rows, C, abs_max),
-        consts=layout.consts | abs_max_consts(op, abs_max),
+        launch.blocks,
+        launch.threads,
+        (out, mean, rstd, x, weight, bias, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+        smem=launch.smem,
     )
 
 
 def forward_residual(
     dev: Device,
     residual_out: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     residual: Tensor,
@@ -108,12 +114,13 @@ def forward_residual(
     eps: float,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """residual_out = T(residual + branch); out, mean, rstd = LayerNorm of the rounded sum.
 
     Args:
         residual_out  out    T   (rows,C)  may be residual
-        out           out    T   (rows,C)  F32 or BF16
+        out           out    T   (rows,C)  F32 or BF16; or None with fp8
         mean          out    F32 (rows,)
         rstd          out    F32 (rows,)
         residual      in     T   (rows,C)  C a multiple of 8, at most 8192
@@ -121,25 +128,29 @@ def forward_residual(
         weight        in     T   (C,)
         bias          in     T   (C,)
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
+        fp8           out    Fp8Out        or None; out once more, as FP8
 
     Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward_residual"
     rows, C = expect_rows(op, "residual", residual)
-    for name, tensor in (("residual_out", residual_out), ("out", out), ("branch", branch)):
+    consts = out_consts(op, out, residual.dtype, (rows, C), fp8)
+    for name, tensor in (("residual_out", residual_out), ("branch", branch)):
         expect(op, name, tensor, residual.dtype, (rows, C))
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS[residual.dtype])
-    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
     dev.launch(
         LAYERNORM_FORWARD_RESIDUAL,
-        *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, abs_max),
-        consts=layout.consts | abs_max_consts(op, abs_max),
+        launch.blocks,
+        launch.threads,
+        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+        smem=launch.smem,
     )
 
 
@@ -156,6 +167,7 @@ def backward(
     d_residual: Tensor | None,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """Gradients of the norm, with the gradient that reaches x past it added to d_x.
 
@@ -165,15 +177,14 @@ def backward(
 
     Args:
         d_x         out    T          (rows,C)  may be d_residual
-        d_weight    inout  F32, BF16  (C,)      added to when accumulating
-        d_bias      inout  F32, BF16  (C,)      added to when accumulating
+        d_weight, d_bias  inout  F32, BF16  (C,)  added to when accumulating
         d_out       in     T          (rows,C)
         x           in     T          (rows,C)  C a multiple of 8, at most 8192
         weight      in     T          (C,)
-        mean        in     F32        (rows,)
-        rstd        in     F32        (rows,)
+        mean, rstd  in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
+        fp8         out    Fp8Out               or None; d_x once more, as FP8
 
     Cost:    three reads and one write of (rows,C); three launches; workspace F32 (2, grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -182,24 +193,24 @@ def backward(
     rows, C = expect_rows(op, "x", x)
     for name, tensor in (("d_x", d_x), ("d_out", d_out)):
         expect(op, name, tensor, x.dtype, (rows, C))
-    expect(op, "d_weight", d_weight.tensor, None, (C,))
-    expect(op, "d_bias", d_bias.tensor, None, (C,))
+    for name, target in (("d_weight", d_weight), ("d_bias", d_bias)):
+        expect(op, name, target.tensor, None, (C,))
     expect(op, "weight", weight, x.dtype, (C,))
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
-    blocks, threads = layout.launch(rows, BACKWARD_WARPS, max_blocks)
-    with dev.scratch("layernorm_partial", (2, blocks, C), F32) as partial:
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
+    with dev.scratch("layernorm_partial", (2, launch.blocks, C), F32) as partial:
         dev.launch(
             LAYERNORM_BACKWARD,
-            blocks,
-            threads,
-            (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, abs_max),
-            consts=layout.consts | abs_max_consts(op, abs_max),
+            launch.blocks,
+            launch.threads,
+            (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, *launch.args),
+            consts=launch.consts,
+            smem=launch.smem,
         )
         for i, target in enumerate((d_weight, d_bias)):
-            sums = partial.rows(i, i + 1).view(blocks, C)
-            finish_column_sum(dev, LAYERNORM_BACKWARD_PARAMETER, target, sums, ANY_CONSTS)
+            sums = partial.rows(i, i + 1).view(launch.blocks, C)
+            finish_column_sum(dev, LAYERNORM_BACKWARD_PARAMETER, target, sums, ANY_ROWS)

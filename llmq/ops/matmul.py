@@ -94,9 +94,10 @@ def matmul_fp8(
         scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
         scale_b     in   F32           (1,)
         bias        in   BF16          (N,)    or None; added to every row; not with accumulate
-        fast_accumulation                      Ada and Hopper add products to sums of 14
-                                               significant bits; without it, sums of some of them
-                                               are added up in F32. Elsewhere it has no effect.
+        fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
+                                               add products to sums of 14 significant bits;
+                                               without it, sums of some of them are added up in
+                                               F32. Elsewhere it has no effect.
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.

@@ -1,16 +1,24 @@
-"""BF16 or F32 to FP8, with one scale for the whole tensor."""
+"""BF16 or F32 to FP8, with one scale for the whole tensor; and the transpose of FP8 matrices."""
 
 from __future__ import annotations
 
 from llmq.dtypes import E4M3, E5M2, F32
-from llmq.ops.common import expect_float
+from llmq.ops.common import (
+    FP8_ARGS,
+    Fp8Out,
+    abs_max_consts,
+    expect_float,
+    fp8_args,
+    fp8_consts,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_BLOCK = 4 * 8 * THREADS  # elements: four times eight per thread; OCTETS in cu/quantize.cu
-TILE_ROWS, TILE_COLUMNS = 128, 64  # as in cu/quantize.cu
+CODES_TILE = 128  # rows and columns of transpose_codes
 MULTIPLE = 16  # of rows and columns: one 16-byte access
 
 QUANTIZE = Kernel(
@@ -21,16 +29,19 @@ TRANSPOSE = Kernel(
     "quantize_transpose",
     args="Q*? q, Q* q_t, f32* scale, const T* x, const f32* abs_max, i64 rows, i32 cols",
 )
+SCALED = Kernel(
+    "quantize.cu",
+    "quantize_scaled",
+    args="const T* x, i64 rows, i32 cols, inout f32*? abs_max, " + FP8_ARGS,
+)
+TRANSPOSE_CODES = Kernel(
+    "quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
+)
 
 
 def grid(size: int) -> int:
     """Blocks to quantize this many elements in the order they lie in."""
     return ceil_div(size, PER_BLOCK)
-
-
-def tiles(rows: int, cols: int) -> tuple[int, int]:
-    """Blocks to quantize and transpose: across, down."""
-    return ceil_div(cols, TILE_COLUMNS), ceil_div(rows, TILE_ROWS)
 
 
 def quantize(
@@ -51,25 +62,66 @@ def quantize(
         q        out  Q (rows, cols)          or None; at least one of q and q_t
         q_t      out  Q (cols, rows)          or None
         scale    out  F32 (1,)
-        x        in   BF16 or F32 (rows, cols), both multiples of 16
+        x        in   BF16 or F32 (rows, cols), both multiples of 16; without q_t also (n,), a part
+                      of a matrix in the order it lies in, n a multiple of 16
         abs_max  in   F32 (1,)                largest |x|
 
     Cost:    x read once, q and q_t written; one launch.
     Raises:  TypeError for a wrong dtype or no output, ValueError for a wrong shape.
     """
     _check(q, q_t, scale, x, abs_max)
-    rows, cols = x.shape
     if q_t is None:
         dev.launch(QUANTIZE, grid(x.size), THREADS, (q, scale, x, abs_max, x.size))
     else:
-        args = (q, q_t, scale, x, abs_max, rows, cols)
-        dev.launch(TRANSPOSE, tiles(rows, cols), THREADS, args)
+        args = (q, q_t, scale, x, abs_max, *x.shape)
+        dev.launch(TRANSPOSE, octet_tiles("quantize", *x.shape), THREADS, args)
+
+
+def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None) -> None:
+    """x in FP8 with a scale that is known beforehand, as Fp8Out has it.
+
+    Args:
+        x        in     BF16 or F32 (rows, cols), both multiples of 16
+        fp8      out    (rows, cols)
+        abs_max  inout  F32 (1,)                  or None; raised to the largest |x|
+
+    Cost:    x read once, codes written; one launch.
+    Raises:  TypeError for a wrong dtype or no output, ValueError for a wrong shape.
+    """
+    expect_float("quantize", "x", x)
+    _check_shape("x", x, (2,))
+    fp8_consts("quantize", fp8, *x.shape)  # the kernel goes by null pointers
+    dev.launch(
+        SCALED,
+        octet_tiles("quantize", *x.shape),
+        THREADS,
+        (x, *x.shape, abs_max, *fp8_args(fp8)),
+        consts=abs_max_consts("quantize", abs_max),
+    )
+
+
+def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
+    """q_t = the transpose of q.
+
+    Args (Q is E4M3 or E5M2):
+        q_t  out  Q (cols, rows)
+        q    in   Q (rows, cols), both multiples of 16
+
+    Cost:    q read once, q_t written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    if q.dtype not in (E4M3, E5M2):
+        raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
+    _check_shape("q", q, (2,))
+    expect("quantize", "q_t", q_t, q.dtype, q.shape[::-1])
+    rows, cols = q.shape
+    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
+    dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
 
 
 def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor) -> None:
     expect_float("quantize", "x", x)
-    if len(x.shape) != 2 or any(n % MULTIPLE or n <= 0 for n in x.shape):
-        raise ValueError(f"quantize: x must have rows and cols multiples of 16, got {x.shape}")
+    _check_shape("x", x, (1, 2) if q_t is None else (2,))
     if q is None and q_t is None:
         raise TypeError("quantize: q or q_t must be a tensor, both are None")
     dtype = None  # of both
@@ -81,3 +133,10 @@ def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_m
                 raise TypeError(f"quantize: {name} must be E4M3 or E5M2, got {dtype.label}")
     expect("quantize", "scale", scale, F32, (1,))
     expect("quantize", "abs_max", abs_max, F32, (1,))
+
+
+def _check_shape(name: str, tensor: Tensor, dimensions: tuple[int, ...]) -> None:
+    shape = tensor.shape
+    if len(shape) not in dimensions or any(n % MULTIPLE or n <= 0 for n in shape):
+        wanted = " or ".join({1: "(n,)", 2: "(rows, cols)"}[n] for n in dimensions)
+        raise ValueError(f"quantize: {name} must be {wanted}, in multiples of 16, got {shape}")

@@ -1,4 +1,4 @@
-"""Add a tensor to a gradient."""
+"""Add tensors to a gradient."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from llmq.runtime.tensor import Accumulator, Tensor
 
 THREADS = 256
 PER_THREAD = 8  # elements
+MAX_PARTS = 8
+FIRST_MULTIPLE = 128  # elements, as everywhere that parts of slabs start
 
-REDUCE_ADD = Kernel(
+_PARTS = ", ".join(f"const T*? part{i}" for i in range(MAX_PARTS))
+REDUCE_SUM = Kernel(
     "reduce.cu",
-    "reduce_add",
-    args="inout G* d_sum, const T* x, const i32* scalars, i32 accumulate, u32 salt, i64 n",
+    "reduce_sum",
+    args=f"inout G* d_sum, {_PARTS}, "
+    "const i32* scalars, i32 accumulate, u32 salt, i64 first, i64 n",
 )
 
 
@@ -27,10 +31,44 @@ def add(dev: Device, acc: Accumulator, x: Tensor) -> None:
     Cost:    both read, one written, once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("reduce", "acc.tensor", acc.tensor, None, x.shape)
+    sum_parts(dev, acc, [x])
+
+
+def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0) -> None:
+    """acc.tensor = (acc.tensor if acc.accumulate else 0) + parts[0] + parts[1] + ...
+
+    Added in this order in F32 and rounded once: stochastically where acc.tensor is BF16 and there
+    is anything to add, else to nearest.
+
+    Args:
+        acc.tensor   inout  F32 or BF16, any shape; may be one of the parts
+        parts        in     1 to 8 tensors, all F32 or all BF16, of this shape; of any place, also
+                            pinned memory
+        first        a multiple of 128: where acc.tensor starts in the tensor that it is a part of;
+                     the random numbers are those of the whole
+
+    Cost:    all read, one written, once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, number of parts or first.
+    """
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"reduce: parts must be 1 to {MAX_PARTS} tensors, got {len(parts)}")
+    if first < 0 or first % FIRST_MULTIPLE:
+        raise ValueError(f"reduce: first must be a multiple of {FIRST_MULTIPLE}, got {first}")
+    shape = parts[0].shape
+    expect("reduce", "acc.tensor", acc.tensor, None, shape)
     expect("reduce", "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
-    for name, tensor in (("acc.tensor", acc.tensor), ("x", x)):
+    for name, tensor in (("acc.tensor", acc.tensor), ("parts[0]", parts[0])):
         if tensor.dtype not in (F32, BF16):
             raise TypeError(f"reduce: {name} must be F32 or BF16, got {tensor.dtype.label}")
-    args = (acc.tensor, x, acc.scalars, int(acc.accumulate), acc.salt, x.size)
-    dev.launch(REDUCE_ADD, ceil_div(x.size, THREADS * PER_THREAD), THREADS, args)
+    for i, part in enumerate(parts):
+        expect("reduce", f"parts[{i}]", part, parts[0].dtype, shape)
+    missing = [None] * (MAX_PARTS - len(parts))
+    n = acc.tensor.size
+    scalars = (acc.scalars, int(acc.accumulate), acc.salt, first, n)
+    dev.launch(
+        REDUCE_SUM,
+        ceil_div(n, THREADS * PER_THREAD),
+        THREADS,
+        (acc.tensor, *parts, *missing, *scalars),
+        consts={"PARTS": len(parts)},
+    )

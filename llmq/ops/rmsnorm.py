@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from llmq.dtypes import F32
 from llmq.ops.common import (
-    ANY_LAYOUT,
+    ANY_ROWS,
     BACKWARD_WARPS,
     FORWARD_WARPS,
-    abs_max_consts,
+    FP8_ARGS,
+    Fp8Out,
     expect_rows,
     finish_column_sum,
+    out_consts,
+    row_launch,
     row_layout,
 )
 from llmq.runtime.device import Device
@@ -19,20 +22,20 @@ from llmq.runtime.tensor import Accumulator, Tensor
 RMSNORM_FORWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward",
-    args="T* out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C, "
-    "inout f32*? abs_max",
+    args="T*? out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C, "
+    "inout f32*? abs_max, " + FP8_ARGS,
 )
 RMSNORM_FORWARD_RESIDUAL = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward_residual",
-    args="T* residual_out, T* out, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, f32 eps, i64 rows, i32 C, inout f32*? abs_max",
+    args="T* residual_out, T*? out, f32* rstd, const T* residual, const T* branch, "
+    "const T* weight, f32 eps, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
 )
 RMSNORM_BACKWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* rstd, "
-    "const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max",
+    "const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
 )
 RMSNORM_BACKWARD_WEIGHT = Kernel(
     "rmsnorm.cu",
@@ -41,54 +44,58 @@ RMSNORM_BACKWARD_WEIGHT = Kernel(
     "i32 accumulate, u32 salt",
 )
 
-ANY_CONSTS = ANY_LAYOUT.consts | abs_max_consts("rmsnorm", None)
 LANE_VECTORS = 4  # as many as the backward kernel has registers for, two blocks on an SM
-# Forward: far more than run at a time, so that loads of new blocks fill the gaps of old ones.
+# Forward: far more blocks than run at a time, so that loads of new ones fill the gaps of old ones.
 # (32768, 896) BF16 on an H100: 92 % of a copy's bandwidth, 80 % with 8 blocks.
-FORWARD_BLOCKS_PER_SM = 64
-BACKWARD_BLOCKS_PER_SM = 2
+FORWARD = {"block_warps": FORWARD_WARPS, "blocks_per_sm": 64}
+BACKWARD = {"block_warps": BACKWARD_WARPS, "blocks_per_sm": 2}
 
 
 def forward(
     dev: Device,
-    out: Tensor,
+    out: Tensor | None,
     rstd: Tensor,
     x: Tensor,
     weight: Tensor,
     eps: float,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """out = T(T(rstd * x) * weight), rstd = 1 / sqrt(mean(x^2) + eps): rounds as HF does.
 
     Args:
-        out      out    T   (rows,C)  F32 or BF16
+        out      out    T   (rows,C)  F32 or BF16; or None where fp8 is all that is wanted
         rstd     out    F32 (rows,)
         x        in     T   (rows,C)  C a multiple of 8, at most 8192
         weight   in     T   (C,)
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
+        fp8      out    Fp8Out        or None; out once more, as FP8
 
     Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    rows, C = expect_rows("rmsnorm.forward", "x", x)
-    expect("rmsnorm.forward", "out", out, x.dtype, (rows, C))
-    expect("rmsnorm.forward", "rstd", rstd, F32, (rows,))
-    expect("rmsnorm.forward", "weight", weight, x.dtype, (C,))
+    op = "rmsnorm.forward"
+    rows, C = expect_rows(op, "x", x)
+    consts = out_consts(op, out, x.dtype, (rows, C), fp8)
+    expect(op, "rstd", rstd, F32, (rows,))
+    expect(op, "weight", weight, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
     dev.launch(
         RMSNORM_FORWARD,
-        *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (out, rstd, x, weight, eps, rows, C, abs_max),
-        consts=layout.consts | abs_max_consts("rmsnorm.forward", abs_max),
+        launch.blocks,
+        launch.threads,
+        (out, rstd, x, weight, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+        smem=launch.smem,
     )
 
 
 def forward_residual(
     dev: Device,
     residual_out: Tensor,
-    out: Tensor,
+    out: Tensor | None,
     rstd: Tensor,
     residual: Tensor,
     branch: Tensor,
@@ -96,34 +103,39 @@ def forward_residual(
     eps: float,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """residual_out = T(residual + branch); out and rstd = RMSNorm of the rounded sum.
 
     Args:
         residual_out  out    T   (rows,C)  may be residual
-        out           out    T   (rows,C)  F32 or BF16
+        out           out    T   (rows,C)  F32 or BF16; or None with fp8
         rstd          out    F32 (rows,)
         residual      in     T   (rows,C)  C a multiple of 8, at most 8192
         branch        in     T   (rows,C)
         weight        in     T   (C,)
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
+        fp8           out    Fp8Out        or None; out once more, as FP8
 
     Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.forward_residual"
     rows, C = expect_rows(op, "residual", residual)
-    for name, tensor in (("residual_out", residual_out), ("out", out), ("branch", branch)):
+    consts = out_consts(op, out, residual.dtype, (rows, C), fp8)
+    for name, tensor in (("residual_out", residual_out), ("branch", branch)):
         expect(op, name, tensor, residual.dtype, (rows, C))
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS)
-    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
     dev.launch(
         RMSNORM_FORWARD_RESIDUAL,
-        *layout.launch(rows, FORWARD_WARPS, max_blocks),
-        (residual_out, out, rstd, residual, branch, weight, eps, rows, C, abs_max),
-        consts=layout.consts | abs_max_consts(op, abs_max),
+        launch.blocks,
+        launch.threads,
+        (residual_out, out, rstd, residual, branch, weight, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+        smem=launch.smem,
     )
 
 
@@ -138,6 +150,7 @@ def backward(
     d_residual: Tensor | None,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """Gradients of the norm, with the gradient that reaches x past it added to d_x.
 
@@ -153,6 +166,7 @@ def backward(
         rstd        in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
+        fp8         out    Fp8Out               or None; d_x once more, as FP8
 
     Cost:    three reads and one write of (rows,C); two launches; workspace F32 (grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -167,14 +181,14 @@ def backward(
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
-    blocks, threads = layout.launch(rows, BACKWARD_WARPS, max_blocks)
-    with dev.scratch("rmsnorm_partial", (blocks, C), F32) as partial:
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
+    with dev.scratch("rmsnorm_partial", (launch.blocks, C), F32) as partial:
         dev.launch(
             RMSNORM_BACKWARD,
-            blocks,
-            threads,
-            (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C, abs_max),
-            consts=layout.consts | abs_max_consts(op, abs_max),
+            launch.blocks,
+            launch.threads,
+            (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C, *launch.args),
+            consts=launch.consts,
+            smem=launch.smem,
         )
-        finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_CONSTS)
+        finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_ROWS)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from llmq.dtypes import BF16, F32
-from llmq.ops.common import VECTOR_BYTES, abs_max_consts, expect_head_dim
+from llmq.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.ops.common import (
+    FP8_ARGS,
+    OCTET_TILE,
+    VECTOR_BYTES,
+    Fp8Out,
+    abs_max_consts,
+    expect_float,
+    expect_head_dim,
+    finish_column_sum,
+    fp8_args,
+    fp8_consts,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
+from llmq.runtime.tensor import Accumulator, Tensor
 
 ROPE_FORWARD = Kernel(
     "rope.cu",
@@ -24,10 +38,27 @@ ROPE_BACKWARD = Kernel(
     args="inout T* d_qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
     "i32 num_kv_heads, inout f32*? abs_max",
 )
+ROPE_BACKWARD_FUSED = Kernel(
+    "rope.cu",
+    "rope_backward_fused",
+    args="T*? out, const T* d_qkv, f32*? partial, const f32* table, i64 tokens, i32 seq_length, "
+    "i32 num_heads, i32 num_kv_heads, i32 block_tiles, inout f32*? abs_max, " + FP8_ARGS,
+)
+ROPE_BACKWARD_BIAS = Kernel(
+    "rope.cu",
+    "rope_backward_bias",
+    args="inout G* d_bias, const f32* partial, const i32* scalars, i32 num_partials, "
+    "i32 features, i32 accumulate, u32 salt",
+)
 
 THREADS = 128
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
 HEADS_PER_THREAD = 4  # share one load of the angles
+FUSED_THREADS = 256
+TILE_ROWS, TILE_COLUMNS = OCTET_TILE[0], 2 * OCTET_TILE[1]  # of the fused kernel: both halves
+BLOCK_TILES = 4  # at most, side by side; share one load of the angles from L2
+# For the entry that depends on none of them.
+ANY_CONSTS = {"HEAD_DIM": 64, "HEADS_PER_THREAD": HEADS_PER_THREAD, "ABS_MAX": 0}
 
 
 class Scaling(Protocol):
@@ -68,21 +99,32 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None) ->
     raise ValueError(f"rope.make_table: scaling kind {scaling.kind!r} is unknown")
 
 
+@lru_cache(maxsize=4)  # a search plans hundreds of steps, and long tables take longer than these
 def make_table(
     num_positions: int, head_dim: int, theta: float, scaling: Scaling | None
 ) -> np.ndarray:
     """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency.
 
     The angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
+    Read-only.
     """
     inv_freq = inverse_frequencies(head_dim, theta, scaling)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
-    return np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    table.setflags(write=False)
+    return table
 
 
 def grid(tokens: int, heads: int, half_vectors: int) -> int:
     """Blocks for one thread per token, 16 bytes of half a head, and HEADS_PER_THREAD heads."""
     return ceil_div(tokens * ceil_div(heads, HEADS_PER_THREAD) * half_vectors, THREADS)
+
+
+def fused_grid(tokens: int, features: int) -> tuple[tuple[int, int], int]:
+    """Blocks (across, down) of the fused kernel, and how many tiles each has side by side."""
+    tiles = ceil_div(features, TILE_COLUMNS)
+    across = ceil_div(tiles, BLOCK_TILES)
+    return (across, ceil_div(tokens, TILE_ROWS)), ceil_div(tiles, across)
 
 
 def _check(
@@ -153,18 +195,56 @@ def backward(
     num_kv_heads: int,
     *,
     abs_max: Tensor | None = None,
+    d_bias: Accumulator | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """Rotate the gradients back, by the opposite angles, in place; positions begin at 0.
 
-    Args as forward, and
-        abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
+    With d_bias or fp8, what follows is done in the same pass over d_qkv: the gradient of a bias
+    that was added to qkv, and the rotated gradients in FP8. With fp8 d_qkv itself does not change.
 
-    Cost:    as forward; with abs_max one read of the value heads too.
+    Args as forward (T and G are BF16 or F32), and
+        abs_max  inout  F32 (1,)  or None; raised to the largest |d_qkv|, value heads included
+        d_bias   inout  Accumulator G (Q,), Q = (Hq+2Hkv)*Hd, or None; sums over B and T, in F32 in
+                        a fixed order, which is not that of bias.backward
+        fp8      out    (B*T, Q)  or None; the rotated gradients, value heads included; B*T a
+                        multiple of 16
+
+    Cost:    as forward; with abs_max one read of the value heads too. With d_bias or fp8 one read
+             of d_qkv and one write of the query and key heads or of the codes.
+    Workspace: with d_bias Q F32 for each 128 tokens.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.backward"
     _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0)
-    B, T, all_heads, _ = d_qkv.shape
-    heads = num_heads + num_kv_heads if abs_max is None else all_heads
-    args = (d_qkv, table, B * T, T, num_heads, num_kv_heads, abs_max)
-    _launch(dev, ROPE_BACKWARD, heads, args, abs_max_consts(op, abs_max))
+    B, T, all_heads, head_dim = d_qkv.shape
+    sizes = (B * T, T, num_heads, num_kv_heads)
+    if d_bias is None and fp8 is None:
+        heads = num_heads + num_kv_heads if abs_max is None else all_heads
+        args = (d_qkv, table, *sizes, abs_max)
+        _launch(dev, ROPE_BACKWARD, heads, args, abs_max_consts(op, abs_max))
+        return
+    features = all_heads * head_dim
+    consts = {"HEAD_DIM": head_dim, "HEADS_PER_THREAD": HEADS_PER_THREAD}
+    consts |= {"BIAS": int(d_bias is not None)} | abs_max_consts(op, abs_max)
+    consts |= fp8_consts(op, fp8, B * T, features)
+    blocks, block_tiles = fused_grid(B * T, features)
+    if fp8 is not None:
+        octet_tiles(op, B * T, features)
+    with ExitStack() as temps:
+        partial = None
+        if d_bias is not None:
+            _check_bias(op, d_bias, features)
+            shape = (blocks[1], features)
+            partial = temps.enter_context(dev.scratch("rope bias partial sums", shape, F32))
+        out = d_qkv if fp8 is None else None
+        args = (out, d_qkv, partial, table, *sizes, block_tiles, abs_max, *fp8_args(fp8))
+        dev.launch(ROPE_BACKWARD_FUSED, blocks, FUSED_THREADS, args, consts=consts)
+        if d_bias is not None:
+            finish_column_sum(dev, ROPE_BACKWARD_BIAS, d_bias, partial, ANY_CONSTS)
+
+
+def _check_bias(op: str, d_bias: Accumulator, features: int) -> None:
+    expect_float(op, "d_bias", d_bias.tensor)
+    expect(op, "d_bias", d_bias.tensor, None, (features,))
+    expect(op, "scalars", d_bias.scalars, I32, (STEP_SCALARS_WORDS,))

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from llmq.ops.common import VECTOR_BYTES, abs_max_consts, expect_float
+from llmq.ops.common import (
+    FP8_ARGS,
+    VECTOR_BYTES,
+    Fp8Out,
+    abs_max_consts,
+    expect_float,
+    fp8_args,
+    fp8_consts,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
@@ -20,6 +29,17 @@ BACKWARD = Kernel(
     "swiglu_backward",
     args="T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max",
 )
+FORWARD_FP8 = Kernel(
+    "swiglu.cu",
+    "swiglu_forward_fp8",
+    args="T*? out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max, " + FP8_ARGS,
+)
+BACKWARD_FP8 = Kernel(
+    "swiglu.cu",
+    "swiglu_backward_fp8",
+    args="T*? d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, "
+    "inout f32*? abs_max, " + FP8_ARGS,
+)
 
 
 def grid(size: int, itemsize: int) -> int:
@@ -27,56 +47,78 @@ def grid(size: int, itemsize: int) -> int:
     return ceil_div(size * itemsize, VECTOR_BYTES * THREADS * VECTORS)
 
 
-def forward(dev: Device, out: Tensor, up_gate: Tensor, *, abs_max: Tensor | None = None) -> None:
+def forward(
+    dev: Device,
+    out: Tensor | None,
+    up_gate: Tensor,
+    *,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
     """out = up * gate * sigmoid(gate), computed in F32.
 
     Args (T is BF16 or F32):
-        out      out    T (*S, F)    F a multiple of 16 bytes
+        out      out    T (*S, F)    F a multiple of 16 bytes; may be None with fp8
         up_gate  in     T (*S, 2F)   [up | gate] along the last dimension
         abs_max  inout  F32 (1,)     or None; raised to the largest |out|
+        fp8      out    (rows, F)    or None; out in FP8, rows and F multiples of 16
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    Cost:    one launch; with fp8 no more bytes than the codes.
+    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
-    rows, F = _check("swiglu.forward", "out", out, up_gate)
-    dev.launch(
-        FORWARD,
-        grid(out.size, out.dtype.itemsize),
-        THREADS,
-        (out, up_gate, rows, F, abs_max),
-        consts=abs_max_consts("swiglu.forward", abs_max),
-    )
+    op = "swiglu.forward"
+    if out is None and fp8 is None:
+        raise TypeError(f"{op}: out or fp8 must be given, both are None")
+    rows, F = _check(op, "out", out, up_gate)
+    args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
+    if fp8 is None:
+        dev.launch(FORWARD, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
+    else:
+        consts |= fp8_consts(op, fp8, rows, F)
+        blocks = octet_tiles(op, rows, F)
+        dev.launch(FORWARD_FP8, blocks, THREADS, args + fp8_args(fp8), consts=consts)
 
 
 def backward(
     dev: Device,
-    d_up_gate: Tensor,
+    d_up_gate: Tensor | None,
     d_out: Tensor,
     up_gate: Tensor,
     *,
     abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
 ) -> None:
     """The gradient of forward: d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate).
 
     Args (T is BF16 or F32):
-        d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself
+        d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself; or None with fp8
         d_out      in     T (*S, F)
         up_gate    in     T (*S, 2F)
         abs_max    inout  F32 (1,)     or None; raised to the largest |d_up_gate|
+        fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 16
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    Cost:    as forward.
+    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
-    rows, F = _check("swiglu.backward", "d_out", d_out, up_gate)
-    expect("swiglu.backward", "d_up_gate", d_up_gate, up_gate.dtype, up_gate.shape)
-    dev.launch(
-        BACKWARD,
-        grid(d_out.size, d_out.dtype.itemsize),
-        THREADS,
-        (d_up_gate, d_out, up_gate, rows, F, abs_max),
-        consts=abs_max_consts("swiglu.backward", abs_max),
-    )
+    op = "swiglu.backward"
+    rows, F = _check(op, "d_out", d_out, up_gate)
+    if d_up_gate is not None or fp8 is None:
+        expect(op, "d_up_gate", d_up_gate, up_gate.dtype, up_gate.shape)
+    args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
+    if fp8 is None:
+        blocks = grid(d_out.size, d_out.dtype.itemsize)
+        dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
+    else:
+        consts |= fp8_consts(op, fp8, rows, 2 * F)
+        blocks = octet_tiles(op, rows, F)
+        dev.launch(BACKWARD_FP8, blocks, THREADS, args + fp8_args(fp8), consts=consts)
 
 
-def _check(op: str, name: str, narrow: Tensor, up_gate: Tensor) -> tuple[int, int]:
+def _check(op: str, name: str, narrow: Tensor | None, up_gate: Tensor) -> tuple[int, int]:
+    """rows and F. narrow: the tensor (*S, F), None if there is none."""
+    if narrow is None:
+        expect_float(op, "up_gate", up_gate)
+        return up_gate.size // up_gate.shape[-1], up_gate.shape[-1] // 2
     expect_float(op, name, narrow)
     F = narrow.shape[-1]
     if F * narrow.dtype.itemsize % VECTOR_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.dtypes import E4M3
 from llmq.ref.common import BF16, mix_seed, random_bits, round_stochastic, step_scalars
 
 # name: ends of the parameters in the slab, in elements; every second one decays.
@@ -16,6 +17,9 @@ CASES = {
 }
 
 BLOCK = 1 << 16  # elements at a time: few calls, and what a block needs stays in the L2 cache
+SCALE_BLOCK = 128  # elements that share a scale, as in llmq/ops/adamw.py
+LEAST_EXPONENT = 27  # of a scale, with F32's bias of 127, so that 1 / scale exists
+NUMBERS = np.arange(256, dtype=np.uint8).view(E4M3.numpy).astype(np.float32)  # by code
 
 
 def adamw(
@@ -24,6 +28,8 @@ def adamw(
     grad: np.ndarray,
     m: np.ndarray,
     v: np.ndarray,
+    m_scale: np.ndarray | None,
+    v_scale: np.ndarray | None,
     segments: np.ndarray,
     num_segments: int,
     scalars: np.ndarray,
@@ -32,6 +38,7 @@ def adamw(
     epsilon: float,
     weight_decay: float,
     salt: int,
+    first: int,
     n: int,
 ) -> None:
     """One step of AdamW on a slab; see llmq.ops.adamw for the arguments and the formula."""
@@ -50,18 +57,24 @@ def adamw(
     }
     seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
     temporaries = np.empty((2, min(BLOCK, n)), real)
-    start = 0
+    start = first
     for end, decays in segments.tolist():
+        end = min(end, first + n)
         decay = lr * real(weight_decay) if decays else real(0)
         for low in range(start, end, BLOCK):
-            part = slice(low, min(low + BLOCK, end))
-            stored = (param[part], m[part], v[part])
-            values = [x.astype(real, copy=False) for x in stored]  # BF16: copies
+            part = slice(low - first, min(low + BLOCK, end) - first)
+            scales = slice(part.start // SCALE_BLOCK, part.stop // SCALE_BLOCK)
+            stored = [Stored(param[part]), Stored(m[part]), Stored(v[part])]
+            if m_scale is not None:
+                stored[1] = Scaled(m[part], m_scale[scales], root=False)
+            if v_scale is not None:
+                stored[2] = Scaled(v[part], v_scale[scales], root=True)
+            values = [x.load(real) for x in stored]
             _update(*values, grad[part].astype(real, copy=False), decay, constants, temporaries)
             _round(stored, values, seed, low)
             if work is not None:
                 work[part] = param[part]
-        start = end
+        start = max(start, end)
 
 
 def _update(
@@ -94,13 +107,66 @@ def _update(
     p -= u
 
 
-def _round(stored: tuple[np.ndarray, ...], values: list[np.ndarray], seed: int, first: int) -> None:
-    """Write back what is BF16, each element with 16 random bits of its own for p, m and v."""
-    if all(x.dtype != BF16 for x in stored):
+class Stored:
+    """Numbers as the state has them: F32 (or F64), which need no rounding, or BF16."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.rounds = array.dtype == BF16
+
+    def load(self, real: type) -> np.ndarray:
+        """As `real` numbers: the array itself if it has them."""
+        return self.array.astype(real, copy=False)
+
+    def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
+        """Store values, by the low or the high half of the bits."""
+        self.array[...] = round_stochastic(value, bits >> np.uint32(16) if high else bits)
+
+
+class Scaled(Stored):
+    """E4M3 codes with a scale for SCALE_BLOCK neighbours, of numbers or of their roots."""
+
+    def __init__(self, array: np.ndarray, scale: np.ndarray, root: bool):
+        self.codes, self.scale, self.root = array.view(np.uint8), scale, root
+        self.rounds = True
+
+    def load(self, real: type) -> np.ndarray:
+        x = NUMBERS.take(self.codes).reshape(-1, SCALE_BLOCK)
+        x *= self.scale[:, None]
+        if self.root:
+            x *= x
+        return x.reshape(-1).astype(real, copy=False)
+
+    def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
+        """Store codes, by the high 20 bits, and scales.
+
+        The bits of an E4M3 number, moved 20 places to the left, are those of an F32 number 2^-120
+        times as large, subnormal numbers included.
+        """
+        x = value.astype(np.float32, copy=False).reshape(-1, SCALE_BLOCK)
+        size = np.sqrt(x) if self.root else np.abs(x)
+        # 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
+        raised = size.max(axis=1).view(np.uint32) + np.uint32(0x1FFFFF)
+        exponent = np.maximum((raised >> np.uint32(23)).astype(np.int32) - 8, LEAST_EXPONENT)
+        self.scale[...] = (exponent << 23).view(np.float32)
+        size *= ((254 - exponent) << 23).view(np.float32)[:, None]
+        size *= np.float32(2.0**-120)
+        raw = size.view(np.uint32) + (bits >> np.uint32(12)).reshape(x.shape)
+        raw >>= np.uint32(20)
+        if self.root:
+            np.maximum(raw, 1, out=raw)  # does not become zero
+        else:
+            raw |= x.view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
+        self.codes[...] = raw.reshape(-1)
+
+
+def _round(stored: list[Stored], values: list[np.ndarray], seed: int, first: int) -> None:
+    """Write back what is rounded, each element with random bits of its own for p, m and v."""
+    if not any(x.rounds for x in stored):
         return
-    index = np.arange(first, first + stored[0].size, dtype=np.uint64)
+    index = np.arange(first, first + values[0].size, dtype=np.uint64)
     shared = random_bits(seed, index)  # two halves: p takes the low one, v the high one
-    bits = (shared, random_bits(mix_seed(seed), index), shared >> np.uint32(16))
-    for array, value, b in zip(stored, values, bits, strict=True):
-        if array.dtype == BF16:
-            array[...] = round_stochastic(value, b)
+    bits = (shared, random_bits(mix_seed(seed), index), shared)
+    for one, value, b, high in zip(stored, values, bits, (False, False, True), strict=True):
+        if one.rounds:
+            one.round(value, b, high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.dtypes import STAT
-from llmq.ref.common import compute, row_blocks
+from llmq.ref.common import compute, encode_fp8, row_blocks
 
 # rows, V, Vp
 CASES = {
@@ -44,11 +44,14 @@ def cross_entropy_forward_backward(
     losses: np.ndarray,
     lse: np.ndarray,
     targets: np.ndarray,
+    codes: np.ndarray | None,
     rows: int,
     vocab: int,
     padded_vocab: int,
     z_loss: float,
+    code_factor: float,
 ) -> None:
+    """The gradient goes to codes, as d * code_factor, where there are codes; else to logits."""
     for block in row_blocks(rows, padded_vocab):
         x = compute(logits[block, :vocab])
         sums, counted, picked = _softmax(x, losses[block], lse[block], targets[block])
@@ -58,9 +61,16 @@ def cross_entropy_forward_backward(
         x[counted, picked] -= 1
         if len(counted) < len(x):
             x[targets[block] < 0] = 0
-        if logits.dtype != x.dtype:
+        if codes is not None:
+            encoded = np.empty(x.shape, np.uint8)
+            encode_fp8(encoded, x, np.float32(code_factor), codes.dtype)
+            codes.view(np.uint8)[block, :vocab] = encoded
+        elif logits.dtype != x.dtype:
             logits[block, :vocab] = x
-    logits[:, vocab:] = 0
+    if codes is not None:
+        codes.view(np.uint8)[:, vocab:] = 0
+    else:
+        logits[:, vocab:] = 0
 
 
 cross_entropy_forward_backward_registers = cross_entropy_forward_backward

@@ -9,12 +9,14 @@ import math
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks, sigmoid, update_abs_max
+from llmq.ref.common import compute, emit_fp8, row_blocks, sigmoid, update_abs_max
 
 # shape of x
 CASES = {
     "one_vector": (8,),
     "ragged_block": (3, 1016),
+    "one_tile": (128, 64),
+    "ragged_tiles": (2, 72, 80),
     "gpt2": (32 * 1024, 3072),
     "gpt2_xl": (8 * 1024, 6400),
 }
@@ -51,6 +53,43 @@ def gelu_backward(
             slope *= compute(d_out[block])
             d_x[block] = slope
             update_abs_max(abs_max, d_x[block])
+
+
+def gelu_forward_fp8(
+    out: np.ndarray | None,
+    x: np.ndarray,
+    rows: int,
+    columns: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray,
+    saturated: np.ndarray,
+) -> None:
+    """gelu_forward, and the result in FP8."""
+    if out is None:
+        out = np.empty_like(x)
+    gelu_forward(out, x, x.size, abs_max)
+    emit_fp8(codes, transposed, scale, saturated, out.reshape(rows, columns))
+
+
+def gelu_backward_fp8(
+    d_x: np.ndarray | None,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    rows: int,
+    columns: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray,
+    saturated: np.ndarray,
+) -> None:
+    """gelu_backward, and the result in FP8."""
+    if d_x is None:
+        d_x = np.empty_like(x)
+    gelu_backward(d_x, d_out, x, x.size, abs_max)
+    emit_fp8(codes, transposed, scale, saturated, d_x.reshape(rows, columns))
 
 
 def _argument(x: np.ndarray) -> np.ndarray:

@@ -35,6 +35,14 @@ def global_norm_sum(stats: np.ndarray, partials: np.ndarray, num_partials: int) 
     stats[STAT["norm_squared"]] += partials[:num_partials].sum()
 
 
+def global_norm_combine(stats: np.ndarray, gathered: np.ndarray, world_size: int) -> None:
+    """stats = sums over the ranks in their order; of lse_max the largest."""
+    stats[:] = 0
+    for one in gathered:
+        stats += one
+    stats[STAT["lse_max"]] = np.fmax.reduce(gathered[:, STAT["lse_max"]])
+
+
 def global_norm_finish(stats: np.ndarray, scalars: np.ndarray) -> None:
     """Norm of the mean gradient, clip factor over token count, and whether to skip the update."""
     s = step_scalars(scalars)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient, update_abs_max
+from llmq.ref.common import compute, emit_fp8, store_gradient, update_abs_max
 
 # name: (rows, C)
 CASES = {
@@ -21,7 +21,7 @@ BLOCK = 1 << 17  # elements of the rows worked on at a time, so that temporaries
 
 
 def _normalise(
-    out: np.ndarray,
+    out: np.ndarray | None,
     mean: np.ndarray,
     rstd: np.ndarray,
     x: np.ndarray,
@@ -46,7 +46,7 @@ def _normalise(
 
 
 def layernorm_forward(
-    out: np.ndarray,
+    out: np.ndarray | None,
     mean: np.ndarray,
     rstd: np.ndarray,
     x: np.ndarray,
@@ -56,15 +56,21 @@ def layernorm_forward(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """rstd = 1 / sqrt(variance(x) + eps); out = T((x - mean) * rstd * weight + bias)."""
+    out = np.empty_like(x) if out is None else out
     _normalise(out, mean, rstd, compute(x), weight, bias, eps)
     update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)
 
 
 def layernorm_forward_residual(
     residual_out: np.ndarray,
-    out: np.ndarray,
+    out: np.ndarray | None,
     mean: np.ndarray,
     rstd: np.ndarray,
     residual: np.ndarray,
@@ -75,14 +81,20 @@ def layernorm_forward_residual(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
         np.add(residual, branch, out=residual_out)
     else:
         residual_out[...] = compute(residual) + compute(branch)
+    out = np.empty_like(residual_out) if out is None else out
     _normalise(out, mean, rstd, compute(residual_out), weight, bias, eps)
     update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)
 
 
 def layernorm_backward(
@@ -97,6 +109,10 @@ def layernorm_backward(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """d_x from d_out; partial (2, any, C) adds up to the gradients of weight and bias."""
     weight = compute(weight)
@@ -109,6 +125,7 @@ def layernorm_backward(
         for total, value in zip(partial, _input_gradient(d_x[part], *inputs), strict=True):
             total[0] += value
         update_abs_max(abs_max, d_x[part])
+    emit_fp8(codes, transposed, scale, saturated, d_x)
 
 
 def _input_gradient(

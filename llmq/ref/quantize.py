@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from llmq.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX
-from llmq.ref.common import row_blocks
+from llmq.ref.common import FP8_MAX, emit_fp8, encode_fp8, row_blocks, update_abs_max
 
 # rows, columns
 CASES = {
@@ -24,45 +21,14 @@ CASES = {
     "qwen15b_mlp": (32 * 1024, 8960),
 }
 
-LARGEST = {E4M3.numpy: np.float32(E4M3_MAX), E5M2.numpy: np.float32(E5M2_MAX)}
 LEAST_ABS_MAX = np.float32(1e-10)  # so that all-zero tensors have a finite factor
-NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
 
 
 def _factor(scale: np.ndarray, abs_max: np.ndarray, dtype: np.dtype) -> np.float32:
     """Writes the scale; returns what x is multiplied by."""
-    if not np.isfinite(abs_max[0]):
-        scale[0] = 1
-        return np.float32(1)
-    m = max(abs_max[0], LEAST_ABS_MAX)
-    scale[0] = m / LARGEST[dtype]
-    return LARGEST[dtype] / m
-
-
-@functools.cache
-def _codes(dtype: np.dtype) -> np.ndarray:
-    """What the F32 numbers whose lower 16 bits are zero become, by their upper 16 bits; uint8."""
-    numbers = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # of NaN
-        codes = numbers.clip(-LARGEST[dtype], LARGEST[dtype]).astype(dtype).view(np.uint8)
-    codes[np.isnan(numbers)] = NAN
-    return codes
-
-
-def _encode(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.dtype) -> None:
-    """codes = x * factor in dtype, rounded to nearest even, clamped to the largest finite values.
-
-    Of its lower 16 bits, rounding a number to 8 needs to know only whether they are all zero: they
-    become one bit, which is not the one that decides a tie, and a table has the rest. That is
-    several times as fast as ml_dtypes' conversion.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        bits = (x.astype(np.float32, copy=False) * factor).view(np.uint32)
-    lower = bits & np.uint32(0xFFFF)
-    bits >>= 16
-    bits |= np.minimum(lower, 1, out=lower)
-    # "wrap", of which these have no need, writes to `out` without a buffer in between.
-    _codes(dtype).take(bits, out=codes, mode="wrap")
+    finite = np.isfinite(abs_max[0])
+    scale[0] = max(abs_max[0], LEAST_ABS_MAX) / FP8_MAX[dtype] if finite else 1
+    return np.float32(1) / scale[0]
 
 
 def quantize(q: np.ndarray, scale: np.ndarray, x: np.ndarray, abs_max: np.ndarray, n: int) -> None:
@@ -70,7 +36,7 @@ def quantize(q: np.ndarray, scale: np.ndarray, x: np.ndarray, abs_max: np.ndarra
     factor = _factor(scale, abs_max, q.dtype)
     codes, x = q.reshape(-1).view(np.uint8), x.reshape(-1)
     for block in row_blocks(n, 1):
-        _encode(codes[block], x[block], factor, q.dtype)
+        encode_fp8(codes[block], x[block], factor, q.dtype)
 
 
 def quantize_transpose(
@@ -86,5 +52,26 @@ def quantize_transpose(
     factor = _factor(scale, abs_max, q_t.dtype)
     codes = np.empty(x.shape, np.uint8) if q is None else q.view(np.uint8)
     for block in row_blocks(rows, cols):
-        _encode(codes[block], x[block], factor, q_t.dtype)
+        encode_fp8(codes[block], x[block], factor, q_t.dtype)
         q_t.view(np.uint8)[:, block] = codes[block].T
+
+
+def quantize_scaled(
+    x: np.ndarray,
+    rows: int,
+    cols: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray,
+    saturated: np.ndarray,
+) -> None:
+    """Codes of x with a given scale."""
+    emit_fp8(codes, transposed, scale, saturated, x)
+    update_abs_max(abs_max, x)
+
+
+def transpose_codes(q_t: np.ndarray, q: np.ndarray, rows: int, cols: int) -> None:
+    """q_t = the transpose of q."""
+    for block in row_blocks(rows, cols):
+        q_t.view(np.uint8)[:, block] = q.view(np.uint8)[block].T

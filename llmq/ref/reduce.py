@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import BF16, compute, gradient_seed, random_bits, round_stochastic, row_blocks
 
 CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b": (14912384,)}
 
 
-def reduce_add(
-    d_sum: np.ndarray, x: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int, n: int
-) -> None:
-    """d_sum += x (or = x), rounded as llmq.runtime.tensor.Accumulator says."""
-    store_gradient(d_sum, compute(x), scalars, bool(accumulate), salt)
+def reduce_sum(d_sum: np.ndarray, *args: np.ndarray | int | None) -> None:
+    """args: eight parts, None after the last; scalars, accumulate, salt, first, n. See the op."""
+    parts = [x.reshape(-1) for x in args[:8] if x is not None]
+    scalars, accumulate, salt, first, n = args[8:]
+    seed = gradient_seed(scalars, salt)
+    flat = d_sum.reshape(-1)
+    for block in row_blocks(n, 1):
+        addends = [flat[block]] * bool(accumulate) + [x[block] for x in parts]
+        total = compute(addends[0])
+        for addend in addends[1:]:
+            total = np.add(total, compute(addend), out=None if total is addends[0] else total)
+        if flat.dtype == BF16 and len(addends) > 1:
+            index = np.arange(first + block.start, first + block.stop, dtype=np.uint64)
+            total = round_stochastic(total, random_bits(seed, index))
+        flat[block] = total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient, update_abs_max
+from llmq.ref.common import compute, emit_fp8, store_gradient, update_abs_max
 
 # name: (rows, C)
 CASES = {
@@ -40,7 +40,7 @@ def _normalise(
 
 
 def rmsnorm_forward(
-    out: np.ndarray,
+    out: np.ndarray | None,
     rstd: np.ndarray,
     x: np.ndarray,
     weight: np.ndarray,
@@ -48,15 +48,21 @@ def rmsnorm_forward(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """rstd = 1 / sqrt(mean(x^2) + eps); out = T(T(rstd * x) * weight)."""
+    out = np.empty_like(x) if out is None else out
     _normalise(out, rstd, compute(x), weight, eps)
     update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)
 
 
 def rmsnorm_forward_residual(
     residual_out: np.ndarray,
-    out: np.ndarray,
+    out: np.ndarray | None,
     rstd: np.ndarray,
     residual: np.ndarray,
     branch: np.ndarray,
@@ -65,14 +71,20 @@ def rmsnorm_forward_residual(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
         np.add(residual, branch, out=residual_out)
     else:
         residual_out[...] = compute(residual) + compute(branch)
+    out = np.empty_like(residual_out) if out is None else out
     _normalise(out, rstd, compute(residual_out), weight, eps)
     update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)
 
 
 def rmsnorm_backward(
@@ -86,6 +98,10 @@ def rmsnorm_backward(
     rows: int,
     C: int,
     abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
 ) -> None:
     """d_x from d_out; the rows of partial (any number, C) add up to the weight's gradient."""
     weight = compute(weight)
@@ -97,6 +113,7 @@ def rmsnorm_backward(
         inputs = (compute(d_out[part]), compute(x[part]), weight, rstd[part], past)
         partial[0] += _input_gradient(d_x[part], *inputs)
         update_abs_max(abs_max, d_x[part])
+    emit_fp8(codes, transposed, scale, saturated, d_x)
 
 
 def _input_gradient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, update_abs_max
+from llmq.ref.common import compute, emit_fp8, store_gradient, update_abs_max
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -13,10 +13,16 @@ CASES = {
     "head_80": (1, 7, 3, 1, 80),
     "head_96": (1, 3, 5, 5, 96),
     "head_128": (3, 4, 6, 2, 128),
+    "tiles_16": (16, 9, 5, 2, 16),
+    "tiles_64": (3, 80, 3, 1, 64),
+    "tiles_80": (1, 144, 2, 1, 80),
+    "tiles_128": (1, 160, 3, 1, 128),
     "qwen05b": (32, 1024, 14, 2, 64),
     "qwen15b": (32, 1024, 12, 2, 128),
     "qwen7b": (16, 1024, 28, 4, 128),
 }
+
+TILE_ROWS = 128  # of one partial sum
 
 
 def _rotate(
@@ -79,3 +85,43 @@ def rope_backward(
     cos, sin = _table(d_qkv, table, 0)
     _rotate(d_qkv, cos, -sin, num_heads, num_kv_heads)
     update_abs_max(abs_max, d_qkv)
+
+
+def rope_backward_fused(
+    out: np.ndarray | None,
+    d_qkv: np.ndarray,
+    partial: np.ndarray | None,
+    table: np.ndarray,
+    tokens: int,
+    seq_length: int,
+    num_heads: int,
+    num_kv_heads: int,
+    block_tiles: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray | None,
+    saturated: np.ndarray | None,
+) -> None:
+    """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
+    if out is None:
+        out = d_qkv.copy()
+    rope_backward(out, table, tokens, seq_length, num_heads, num_kv_heads, abs_max)
+    rows = out.reshape(tokens, -1)
+    emit_fp8(codes, transposed, scale, saturated, rows)
+    if partial is not None:
+        for first, sums in zip(range(0, tokens, TILE_ROWS), partial, strict=True):
+            np.add.reduce(compute(rows[first : first + TILE_ROWS]), axis=0, out=sums)
+
+
+def rope_backward_bias(
+    d_bias: np.ndarray,
+    partial: np.ndarray,
+    scalars: np.ndarray,
+    num_partials: int,
+    features: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    """Finishes the column sums of rope_backward_fused."""
+    store_gradient(d_bias, partial.sum(axis=0), scalars, bool(accumulate), salt)

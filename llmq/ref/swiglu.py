@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks, sigmoid, update_abs_max
+from llmq.ref.common import compute, emit_fp8, row_blocks, sigmoid, update_abs_max
 
 # rows, F
 CASES = {
     "one_vector": (1, 8),
     "ragged_block": (5, 24),
     "several_blocks": (37, 344),
+    "one_tile": (128, 64),
+    "ragged_tiles": (144, 80),
     "qwen05b": (32 * 1024, 4864),
     "qwen15b": (32 * 1024, 8960),
 }
@@ -60,3 +62,40 @@ def swiglu_backward(
             d_up_gate[block, :F] = silu
             d_up_gate[block, F:] = slope
             update_abs_max(abs_max, d_up_gate[block])
+
+
+def swiglu_forward_fp8(
+    out: np.ndarray | None,
+    up_gate: np.ndarray,
+    rows: int,
+    F: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray,
+    saturated: np.ndarray,
+) -> None:
+    """swiglu_forward, and the result in FP8."""
+    if out is None:
+        out = np.empty((rows, F), up_gate.dtype)
+    swiglu_forward(out, up_gate, rows, F, abs_max)
+    emit_fp8(codes, transposed, scale, saturated, out.reshape(rows, F))
+
+
+def swiglu_backward_fp8(
+    d_up_gate: np.ndarray | None,
+    d_out: np.ndarray,
+    up_gate: np.ndarray,
+    rows: int,
+    F: int,
+    abs_max: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray,
+    saturated: np.ndarray,
+) -> None:
+    """swiglu_backward, and the result in FP8."""
+    if d_up_gate is None:
+        d_up_gate = np.empty_like(up_gate)
+    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max)
+    emit_fp8(codes, transposed, scale, saturated, d_up_gate.reshape(rows, 2 * F))

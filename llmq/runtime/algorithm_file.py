@@ -9,8 +9,9 @@ from pathlib import Path
 
 from llmq.runtime.compile import write_file
 
-FORMAT = 1
+FORMAT = 2
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
+CHOICE_BYTES = ALGORITHM_BYTES + 1  # and whether FP8 products accumulate fast: 0 or 1
 
 
 class AlgorithmFile:
@@ -55,7 +56,7 @@ class AlgorithmFile:
             known = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
-        return {k: v for k, v in known.items() if len(v) == ALGORITHM_BYTES}
+        return {k: v for k, v in known.items() if len(v) == CHOICE_BYTES}
 
     def _write(self) -> None:
         algorithms = {k: v.hex() for k, v in sorted(self._known.items())}

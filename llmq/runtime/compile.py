@@ -14,20 +14,20 @@ import os
 import re
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmq.dtypes import DType
+from llmq.dtypes import DTYPES, DType
 from llmq.errors import LlmqError
-from llmq.runtime.kernel import TYPE_VARIABLES
+from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
 DEFAULT_TYPE = "f32"  # of a type variable that only other entry points of the same file use
 FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 
-_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+_locks: dict[Path, threading.Lock] = {}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
@@ -182,12 +182,26 @@ def compile_kernels(
     headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
     key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.getVersion())])
     path = cache_dir() / f"{file.removesuffix('.cu')}-{key}.cubin"
-    with _locks[path]:  # ranks start with the same kernels: one compiles, the others read
+    # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
+    with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
             cached = _compile(nvrtc, file, text, flags)
             _write(path, cached)
     return cached
+
+
+def compile_ahead(sources: Iterable[Source], capability: int) -> None:
+    """Start to fill the cache in threads, which NVRTC lets run side by side; returns at once.
+
+    Whoever needs one of these kernels earlier waits for it, or compiles it. Errors are left to
+    them, too.
+    """
+    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
+    for file, types, consts in sorted(sources):
+        dtypes = {variable: DTYPES[name] for variable, name in types}
+        pool.submit(compile_kernels, file, dtypes, dict(consts), capability)
+    pool.shutdown(wait=False)
 
 
 def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:

@@ -40,7 +40,7 @@ class Product(NamedTuple):
     bias: bool
     accumulate: bool
     workspace: int  # bytes that the library may use
-    fast_accumulation: bool = False  # of FP8 only
+    fast_accumulation: bool = False  # may be used; of FP8 only
 
     @property
     def fp8(self) -> bool:
@@ -75,16 +75,32 @@ class Operands(NamedTuple):
     scale_b: Tensor | None = None
 
 
-class Plan:
-    """cuBLASLt's description of one product, and the algorithm that computes it."""
+class Choice(NamedTuple):
+    """How a product is computed: algorithm uint8 (64,), and whether it accumulates fast (FP8)."""
 
-    __slots__ = ("address", "algorithm", "beta", "desc", "layouts", "product")
+    algorithm: np.ndarray
+    fast: bool
+
+    def tobytes(self) -> bytes:
+        """As it is kept in the file of tuned algorithms."""
+        return self.algorithm.tobytes() + bytes([self.fast])
+
+    @classmethod
+    def frombytes(cls, content: bytes) -> Choice:
+        """The inverse of tobytes."""
+        return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))
+
+
+class Plan:
+    """cuBLASLt's description of one product, and how it is computed."""
+
+    __slots__ = ("address", "beta", "choice", "desc", "layouts", "product")
 
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
         self.layouts = layouts  # of b, a, out
-        self.algorithm: np.ndarray | None = None  # uint8 (64,)
+        self.choice: Choice | None = None
         self.beta = np.array([1.0 if product.accumulate else 0.0], np.float32)
         self.address = np.zeros(1, np.int64)  # on its way into desc
 
@@ -136,7 +152,7 @@ class CublasLt:
         for one that would have to be tuned first.
         """
         plan = self.prepare(stream, *args)
-        self._run(stream, plan, plan.algorithm, Operands(*args[:5]))
+        self._run(stream, plan, plan.choice.algorithm, Operands(*args[:5]))
 
     def fp8(
         self,
@@ -156,6 +172,7 @@ class CublasLt:
     ) -> None:
         """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ out] on the stream.
 
+        fast_accumulation: may be used; tuning takes what is faster, not tuning takes it.
         Raises RuntimeError as matmul does; no GPU before Ada can compute it.
         """
         types = (a.dtype, b.dtype, out.dtype)
@@ -163,7 +180,7 @@ class CublasLt:
         product = Product(M, N, K, False, True, *types, *flags)
         operands = Operands(out, a, b, bias, workspace, scale_a, scale_b)
         plan = self._plan(stream, product, operands)
-        self._run(stream, plan, plan.algorithm, operands)
+        self._run(stream, plan, plan.choice.algorithm, operands)
 
     def prepare(
         self,
@@ -203,7 +220,8 @@ class CublasLt:
         plan = self._plans.get(product)
         if plan is None:
             plan = self._describe(product)
-            plan.algorithm = self._choose(stream, plan, operands)
+            plan.choice = self._choose(stream, plan, operands)
+            self._accumulate_fast(plan, plan.choice.fast)
             self._plans[product] = plan
         return plan
 
@@ -220,7 +238,6 @@ class CublasLt:
         if product.fp8:
             # Not addresses yet. One scale a tensor is the default mode.
             values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
-            values[attribute.FAST_ACCUM] = product.fast_accumulation
             if product.bias:
                 values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
         for name, value in values.items():
@@ -233,23 +250,31 @@ class CublasLt:
         )
         return Plan(product, desc, layouts)
 
-    def _choose(self, stream: int, plan: Plan, operands: Operands) -> np.ndarray:
-        """The algorithm to run, uint8 (64,): remembered, or tuned, or the heuristic's first."""
+    def _choose(self, stream: int, plan: Plan, operands: Operands) -> Choice:
+        """What to run: remembered, or tuned, or the heuristic's first."""
         if not self._tune_new:
-            return self._candidates(plan, 1)[0]
+            return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
         remembered = self._file.get(key)
         if remembered is not None:
-            algorithm = np.frombuffer(remembered, np.uint8)
-            if self._accepts(plan, algorithm):
-                return algorithm
+            choice = Choice.frombytes(remembered)
+            if self._accepts(plan, choice):
+                return choice
         fastest = self._tune(stream, plan, operands)
         chosen = self._file.publish(key, fastest.tobytes(), instead_of=remembered)
-        return np.frombuffer(chosen, np.uint8)
+        return Choice.frombytes(chosen)
 
-    def _candidates(self, plan: Plan, count: int) -> list[np.ndarray]:
-        """Up to `count` algorithms, best first by the heuristic's estimate."""
+    def _accumulate_fast(self, plan: Plan, fast: bool) -> None:
+        """Describe an FP8 product as one that accumulates fast, or not."""
+        if plan.product.fp8:
+            name = self._lt.MatmulDescAttribute.FAST_ACCUM
+            buffer = np.array([fast], self._lt.get_matmul_desc_attribute_dtype(name))
+            self._lt.matmul_desc_set_attribute(plan.desc, name, buffer.ctypes.data, buffer.nbytes)
+
+    def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Choice]:
+        """Up to `count` ways to compute it, best first by the heuristic's estimate."""
         lt = self._lt
+        self._accumulate_fast(plan, fast)
         attribute = lt.MatmulPreferenceAttribute
         values = {
             attribute.MAX_WORKSPACE_BYTES: plan.product.workspace,
@@ -285,9 +310,9 @@ class CublasLt:
         usable = [r["algo"].tobytes() for r in results[: found[0]] if r["state"] == 0]
         if not usable:
             raise RuntimeError(self._no_algorithm(plan))
-        return [np.frombuffer(algorithm, np.uint8) for algorithm in usable]
+        return [Choice(np.frombuffer(algorithm, np.uint8), fast) for algorithm in usable]
 
-    def _tune(self, stream: int, plan: Plan, operands: Operands) -> np.ndarray:
+    def _tune(self, stream: int, plan: Plan, operands: Operands) -> Choice:
         """The fastest of the heuristic's candidates, each timed on the operands of this call."""
         cuda, out = self._cuda, operands.out
         if cuda.streamIsCapturing(stream):
@@ -298,14 +323,15 @@ class CublasLt:
         if plan.product.accumulate:
             saved = np.empty(out.nbytes, np.uint8)
             cuda.memcpyAsync(saved.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
-        candidates = self._candidates(plan, CANDIDATES)
-        best = fastest(
-            cuda,
-            stream,
-            candidates,
-            lambda algorithm: self._run(stream, plan, algorithm, operands),
-            self._lt.cuBLASLtError,
-        )
+        candidates = self._candidates(plan, CANDIDATES, False)  # first: they win if equally fast
+        if plan.product.fast_accumulation:
+            candidates += self._candidates(plan, CANDIDATES, True)
+
+        def run(choice: Choice) -> None:
+            self._accumulate_fast(plan, choice.fast)
+            self._run(stream, plan, choice.algorithm, operands)
+
+        best = fastest(cuda, stream, candidates, run, self._lt.cuBLASLtError)
         if plan.product.accumulate:
             cuda.memcpyAsync(out.ptr, saved.ctypes.data, out.nbytes, HOST_TO_DEVICE, stream)
         cuda.streamSynchronize(stream)
@@ -313,16 +339,17 @@ class CublasLt:
             raise RuntimeError(self._no_algorithm(plan))
         return best
 
-    def _accepts(self, plan: Plan, algorithm: np.ndarray) -> bool:
-        """Whether cuBLASLt accepts a remembered algorithm for this product and workspace."""
+    def _accepts(self, plan: Plan, choice: Choice) -> bool:
+        """Whether cuBLASLt accepts a remembered choice for this product and workspace."""
         lt = self._lt
+        self._accumulate_fast(plan, choice.fast)
         result = np.zeros(1, lt.matmul_heuristic_result_dtype)
         try:
             lt.matmul_algo_check(
                 self._handle,
                 plan.desc,
                 *self._all_layouts(plan),
-                algorithm.ctypes.data,
+                choice.algorithm.ctypes.data,
                 result.ctypes.data,
             )
         except lt.cuBLASLtError:

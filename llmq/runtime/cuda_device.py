@@ -20,7 +20,7 @@ from llmq.errors import LlmqError
 from llmq.runtime.arena import align_up
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import cache_dir, compile_kernels
-from llmq.runtime.device import Device, DeviceSpec, MemorySizes
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspace
 from llmq.runtime.graph import CudaEvent, Graphs
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory
@@ -28,16 +28,20 @@ from llmq.runtime.tensor import Storage, Tensor
 
 MIB = 1 << 20
 MIN_CAPABILITY = 80
-STREAMS = ("main", "copy", "comm")
+STREAMS = ("main", "comm", "copy", "store", "stage")  # stage: the comm's own
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+BOUNCE_BYTES = 4 * MIB
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
 
 
 @functools.cache
 def _api() -> SimpleNamespace:
     """CuPy's bindings of the CUDA runtime and driver, without CuPy's own allocators and streams."""
+    # Hardware queues per GPU, 8 by default. Streams that share one, of ours and NCCL's, block each
+    # other: a stream that waits for another GPU could hold up what that GPU waits for.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         from cupy_backends.cuda.api import driver, runtime
         from cupy_backends.cuda.libs import nvtx
@@ -79,8 +83,7 @@ def device_spec(index: int) -> DeviceSpec:
         capability=capability,
         num_sms=properties["multiProcessorCount"],
         memory=properties["totalGlobalMem"],
-        # What NVIDIA advises for its matrix products: 32 MiB on Hopper and later, 4 MiB before.
-        library_workspace=(32 if capability >= 90 else 4) * MIB,
+        library_workspace=library_workspace(capability),
     )
 
 
@@ -130,11 +133,14 @@ class CudaDevice(Device):
         self._runtime.setDevice(index)
         stack_offset = align_up(sizes.device)
         self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
-        self._pinned = PinnedMemory(self._runtime, sizes.pinned)
+        self._host_memory = [
+            PinnedMemory(self._runtime, getattr(sizes, place), place)
+            for place in ("pinned", "write_combined")
+        ]
         storages = {
             "device": Storage("device", self._memory),
             "stack": Storage("stack", self._memory + stack_offset),
-            "pinned": self._pinned.storage,
+            **{memory.storage.place: memory.storage for memory in self._host_memory},
         }
         super().__init__(spec, storages, sizes, rank=rank, world_size=world_size)
         self.sync_calls = 0
@@ -167,6 +173,11 @@ class CudaDevice(Device):
                 f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB in one piece cannot be "
                 f"had ({error}); another program may have just taken it, see nvidia-smi"
             ) from error
+
+    @property
+    def api(self) -> Any:
+        """CuPy's CUDA runtime module."""
+        return self._runtime
 
     @property
     def stream(self) -> int:
@@ -255,8 +266,11 @@ class CudaDevice(Device):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        kind = self._runtime.memcpyDefault
-        self._runtime.memcpyAsync(dst.ptr, src.ptr, dst.nbytes, kind, self._stream)
+        self.copy_bytes(dst.ptr, src.ptr, dst.nbytes)
+
+    def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
+        """Enqueue a copy between addresses in pinned memory or on GPUs that have access."""
+        self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
     def zero(self, tensor: Tensor) -> None:
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
@@ -274,8 +288,22 @@ class CudaDevice(Device):
     def download(self, src: Tensor) -> np.ndarray:
         array = np.empty(src.shape, src.dtype.numpy)
         self.synchronize()
-        self._runtime.memcpy(array.ctypes.data, src.ptr, src.nbytes, self._runtime.memcpyDefault)
+        if src.storage.place == "write_combined":
+            self._download_write_combined(array.ctypes.data, src)
+        else:
+            kind = self._runtime.memcpyDefault
+            self._runtime.memcpy(array.ctypes.data, src.ptr, src.nbytes, kind)
         return array
+
+    def _download_write_combined(self, target: int, src: Tensor) -> None:
+        """By way of the GPU: the CPU reads such memory at a hundredth of the speed of other."""
+        api, size = self._runtime, min(src.nbytes, BOUNCE_BYTES)
+        bounce = api.malloc(size)
+        for start in range(0, src.nbytes, size):
+            count = min(size, src.nbytes - start)
+            api.memcpy(bounce, src.ptr + start, count, api.memcpyDefault)
+            api.memcpy(target + start, bounce, count, api.memcpyDeviceToHost)
+        api.free(bounce)
 
     # -- order --
 
@@ -308,8 +336,25 @@ class CudaDevice(Device):
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         if self.use_graphs:
             self._graphs.run(key, fn, self.stack.used)
-        else:
+        elif not self._capture_only:
             fn()
+
+    @contextmanager
+    def capture_only(self) -> Iterator[None]:
+        with super().capture_only():
+            self._graphs.capture_only = True
+            try:
+                yield
+            finally:
+                self._graphs.capture_only = False
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        before, self.use_graphs = self.use_graphs, False
+        try:
+            yield
+        finally:
+            self.use_graphs = before
 
     def _count_sync(self) -> None:
         if self._graphs.capturing is not None:
@@ -338,13 +383,15 @@ class CudaDevice(Device):
         for library in self._libraries.values():
             library.close()
         self._graphs.close()
+        self.comm.close()
         for module in self._modules.values():
             self._driver.moduleUnload(module)
         for event in self._events:
             self._runtime.eventDestroy(event)
         for stream in self._streams.values():
             self._runtime.streamDestroy(stream)
-        self._pinned.free()
+        for memory in self._host_memory:
+            memory.free()
         self._runtime.free(self._memory)
 
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from llmq.dtypes import DType
 from llmq.runtime.arena import Arena, Stack
+from llmq.runtime.comm import Comm, SingleComm
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.tensor import Storage, Tensor
 
-PLACES = ("device", "pinned")
+PLACES = ("device", "pinned", "write_combined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +39,30 @@ class DeviceSpec:
     library_workspace: int
 
 
+def library_workspace(capability: int) -> int:
+    """Bytes that NVIDIA advises for its matrix products: 32 MiB on Hopper and later, 4 before."""
+    return (32 if capability >= 90 else 4) << 20
+
+
 HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_workspace=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySizes:
-    """Bytes of each memory that one rank needs: the result of a plan, the input of a device."""
+    """Bytes of each memory that one rank needs: the result of a plan, the input of a device.
+
+    pinned, write_combined: host memory; the latter is fast for GPUs and slow for the CPU to read.
+    """
 
     device: int
     stack: int
     pinned: int
+    write_combined: int = 0
+
+    @property
+    def host(self) -> int:
+        """Of both kinds of host memory."""
+        return self.pinned + self.write_combined
 
 
 class Event(ABC):
@@ -72,13 +87,15 @@ class Device(ABC):
         rank: int = 0,
         world_size: int = 1,
     ):
-        """storages: "device", "stack" and "pinned". sizes None: unlimited (plan)."""
+        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan)."""
         self.spec = spec
         self.rank = rank
         self.world_size = world_size
         capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))
+        self._capture_only = False
+        self.comm: Comm = SingleComm(self)  # comm.connect replaces it
 
     @property
     def num_sms(self) -> int:
@@ -139,7 +156,10 @@ class Device(ABC):
 
     @abstractmethod
     def on(self, stream: str) -> AbstractContextManager[None]:
-        """Make "main", "copy" or "comm" the current stream within the `with` block."""
+        """Make a stream the current one within the `with` block.
+
+        "main": compute. "comm": collectives. "copy": host to device. "store": device to host.
+        """
 
     @abstractmethod
     def event(self, name: str) -> Event:
@@ -159,6 +179,23 @@ class Device(ABC):
 
         Everything that may differ between two calls of one key is in device memory.
         """
+
+    @contextmanager
+    def capture_only(self) -> Iterator[None]:
+        """Within the block `graph` captures what it has not yet, and runs nothing.
+
+        Every kernel must have run before.
+        """
+        self._capture_only = True
+        try:
+            yield
+        finally:
+            self._capture_only = False
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Within the block `graph` runs its function, and remembers nothing of it."""
+        yield
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -29,6 +29,20 @@ class GpuInfo:
     cuda_runtime: int
 
 
+def gpu_count() -> int:
+    """GPUs that this process sees; there must be a usable one."""
+    from cupy_backends.cuda.api import runtime
+
+    return runtime.getDeviceCount()
+
+
+def bus_id(index: int) -> str:
+    """The place of GPU `index` in the machine, such as 0000:19:00.0."""
+    from cupy_backends.cuda.api import runtime
+
+    return runtime.deviceGetPCIBusId(index)
+
+
 def gpu_info(index: int) -> GpuInfo:
     """GPU `index`, which must be usable and the calling thread's current one."""
     from cupy_backends.cuda.api import runtime

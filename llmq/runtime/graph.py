@@ -59,15 +59,23 @@ class Graphs:
         self._start = new_event()
         self._side = new_event()
         self.capturing: Capture | None = None
+        self.capture_only = False
 
     def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
         """Run fn's launches: at first as they are, then from a graph.
 
         Everything is loaded, tuned and allocated when fn runs for the first time, because
-        capturing forbids it. Raises RuntimeError when a replay would use other addresses.
+        capturing forbids it. With capture_only nothing runs, and everything must have been loaded.
+        Raises RuntimeError when a replay would use other addresses.
         """
         if self.capturing is not None:
             fn()  # a part of the graph being captured
+            return
+        if self.capture_only:
+            self._ran.add(key)
+            if key not in self._captured:
+                captured = self._captured[key] = self._capture(key, fn, stack_used)
+                self._api.graphUpload(captured.executable, self._main)
             return
         if key not in self._ran:
             self._ran.add(key)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmq.dtypes import DType
-from llmq.runtime.device import HOST_SPEC, Device, Event, MemorySizes
+from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.tensor import Storage, Tensor
 
@@ -46,7 +46,7 @@ class HostDevice(Device):
         self, sizes: MemorySizes, *, rank: int = 0, world_size: int = 1, poison: bool = False
     ):
         storages = {}
-        for place in ("device", "stack", "pinned"):
+        for place in ("stack", *PLACES):
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
             raw = np.empty(getattr(sizes, place) + 256, np.uint8)
             skip = -raw.ctypes.data % 256
@@ -121,7 +121,8 @@ class HostDevice(Device):
         pass
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
-        fn()
+        if not self._capture_only:
+            fn()
 
     def synchronize(self) -> None:
         pass

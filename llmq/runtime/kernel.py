@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmq.dtypes import DTYPES, DType
 from llmq.runtime.tensor import Tensor
@@ -116,6 +117,28 @@ class Kernel:
             v.nbytes * (a.reads + a.writes)
             for a, v in pairs
             if isinstance(v, Tensor) and a.name != "workspace"
+        )
+
+
+class Source(NamedTuple):
+    """What one compilation makes machine code of: a file of llmq/cu with types and constants.
+
+    types: names by type variable. consts: -DNAME=value. Both sorted.
+    """
+
+    file: str
+    types: tuple[tuple[str, str], ...]
+    consts: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None) -> Source:
+        """Of a launch with these types of its variables."""
+        names = tuple(sorted((variable, dtype.name) for variable, dtype in types.items()))
+        return cls(kernel.file, names, tuple(sorted((consts or {}).items())))
+
+    def __str__(self) -> str:
+        return " ".join(
+            [self.file, *(f"{name}={value}" for name, value in self.types + self.consts)]
         )
 
 

@@ -1,35 +1,73 @@
-"""The device that runs nothing: it checks arguments, hands out offsets and counts."""
+"""The device that runs nothing: it checks arguments, hands out offsets, counts and takes notes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.runtime.device import Device, DeviceSpec, Event, MemorySizes
+from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, MemorySizes
 from llmq.runtime.host_device import HostEvent
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.tensor import Storage, Tensor
+
+
+class Work(NamedTuple):
+    """One launch, copy, fill or collective.
+
+    part: name of the outermost `range` around it, or "". file, entry, args: of the kernel; file is
+    "" for what is none. Bytes: device_bytes of the GPU's own memory, read and written; loaded and
+    stored are host memory's, which the GPU reads and writes over its bus; received are those from
+    other GPUs.
+    """
+
+    stream: str
+    part: str
+    file: str
+    entry: str
+    args: tuple
+    flops: int
+    device_bytes: int
+    loaded: int = 0
+    stored: int = 0
+    received: int = 0
+
+
+class Mark(NamedTuple):
+    """A stream records an event, or (wait) goes on only after what was recorded last."""
+
+    stream: str
+    event: Event
+    wait: bool
+
+
+Trace = list[Work | Mark]
 
 
 class PlanDevice(Device):
     """Unlimited memory that does not exist.
 
     After a run: `sizes()`, the arenas' categories, the stack's high-water mark, and per entry
-    point `launches`, `bytes` (memory traffic) and `flops`.
+    point `launches`, `bytes` (memory traffic) and `flops`; `sources`, all that it would compile;
+    graphs: the key and the trace of every graph that was run, in order.
     """
 
     kind = "plan"
 
     def __init__(self, spec: DeviceSpec, *, rank: int = 0, world_size: int = 1):
-        storages = {place: Storage(place) for place in ("device", "stack", "pinned")}
+        storages = {place: Storage(place) for place in ("stack", *PLACES)}
         super().__init__(spec, storages, None, rank=rank, world_size=world_size)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
+        self.sources: set[Source] = set()
+        self.graphs: list[tuple[tuple, Trace]] = []
+        self._trace: Trace | None = None  # of the graph that is being run
+        self._stream = "main"
+        self._part = ""
 
     def sizes(self) -> MemorySizes:
         """What a real device needs to repeat this run."""
@@ -37,6 +75,7 @@ class PlanDevice(Device):
             device=self.arenas["device"].used,
             stack=self.stack.high_water_mark,
             pinned=self.arenas["pinned"].used,
+            write_combined=self.arenas["write_combined"].used,
         )
 
     def launch(
@@ -50,20 +89,39 @@ class PlanDevice(Device):
         smem: int = 0,
         flops: int = 0,
     ) -> None:
-        kernel.bind(args)
-        self.launches[kernel.entry] += 1
-        self.bytes[kernel.entry] += kernel.traffic(args)
-        self.flops[kernel.entry] += flops
+        types = kernel.bind(args)
+        if kernel.file.endswith(".cu"):
+            self.sources.add(Source.of(kernel, types, consts))
+        total, loaded, stored = kernel.traffic(args), 0, 0
+        for index, value in enumerate(args):
+            if isinstance(value, Tensor) and _on_host(value):
+                loaded += value.nbytes * kernel.declared[index].reads
+                stored += value.nbytes * kernel.declared[index].writes
+        sizes = (total - loaded - stored, loaded, stored)
+        self._note(kernel.file, kernel.entry, args, flops, *sizes)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        self.launches["copy"] += 1
-        self.bytes["copy"] += dst.nbytes + src.nbytes
+        loaded, stored = (t.nbytes * _on_host(t) for t in (src, dst))
+        sizes = (dst.nbytes + src.nbytes - loaded - stored, loaded, stored)
+        self._note("", "copy", (dst, src), 0, *sizes)
 
     def zero(self, tensor: Tensor) -> None:
-        self.launches["zero"] += 1
-        self.bytes["zero"] += tensor.nbytes
+        stored = tensor.nbytes * _on_host(tensor)
+        self._note("", "zero", (tensor,), 0, tensor.nbytes - stored, 0, stored)
+
+    def collective(self, kind: str, device_bytes: int, loaded: int, received: int) -> None:
+        """Count an exchange with other GPUs; the bytes are those of `Work`."""
+        self._note("", kind, (), 0, device_bytes, loaded, 0, received)
+
+    def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
+        self.launches[entry] += 1
+        self.bytes[entry] += sum(sizes[:3])
+        self.flops[entry] += flops
+        if self._trace is not None:
+            where = (self._stream, self._part)
+            self._trace.append(Work(*where, file, entry, args, flops, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:
@@ -74,19 +132,45 @@ class PlanDevice(Device):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        yield
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        before = self._part
+        self._part = before or name
+        try:
+            yield
+        finally:
+            self._part = before
 
     def event(self, name: str) -> Event:
         return HostEvent()
 
     def record(self, event: Event) -> None:
-        pass
+        self._mark(event, wait=False)
 
     def wait(self, event: Event) -> None:
-        pass
+        self._mark(event, wait=True)
+
+    def _mark(self, event: Event, *, wait: bool) -> None:
+        if self._trace is not None:
+            self._trace.append(Mark(self._stream, event, wait))
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
-        fn()
+        self._trace = []
+        self.graphs.append((key, self._trace))
+        try:
+            fn()
+        finally:
+            self._trace = None
 
     def synchronize(self) -> None:
         pass
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.storage.place not in ("device", "stack")

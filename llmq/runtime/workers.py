@@ -1,12 +1,28 @@
-"""One thread per rank; the first exception stops them all."""
+"""One thread per rank for the life of a run; the first exception stops them all."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from llmq.errors import LlmqError
+
+POLL = 0.1  # seconds after which a waiting caller looks for signals
+PATIENCE = 4.0  # seconds that ranks have to end what they do when they are stopped
+QUEUE = 8  # commands that a rank may be behind the caller
+PACKAGE = str(Path(__file__).parents[1])
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -42,48 +58,257 @@ class Workers:
         self._barrier.abort()
 
 
-def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
-    """fn(rank, workers) in one thread per rank; the results by rank.
+class Command(Generic[T]):
+    """A function that some ranks run. results: by rank, as far as they have; waiting: the rest."""
 
-    The first exception stops the others and is raised here; it names the rank, in its message (an
-    LlmqError) or in a note. One rank runs in the calling thread. While the ranks run, the calling
-    thread only waits: an exception that a signal handler raises in it stops the ranks, too.
+    def __init__(self, name: str, fn: Callable[[int], T], ranks: Iterable[int]):
+        self.name, self.fn = name, fn
+        self.results: dict[int, T] = {}
+        self.waiting = set(ranks)
+
+
+class RankPool:
+    """Runs commands on the ranks, on each in the order in which they were given.
+
+    Every rank has a thread and goes at its own pace: `post` waits for none, `run` for all of them.
+    A single rank has no thread: its commands run in the calling one, at once.
+
+    The first exception that a command raises stops all ranks. Every further call raises it: it
+    names the rank, in its message (an LlmqError) or in a note. So does an exception that a signal
+    handler raises while the caller waits. Commands that have not begun are dropped; those that
+    cannot be ended within PATIENCE are left alone, and do not keep the process from ending.
+
+    workers: stop flag and barrier of the ranks.
     """
-    workers = Workers(world_size)
-    if world_size == 1:
-        return [fn(0, workers)]
-    results: list[Any] = [None] * world_size
-    failures: list[tuple[int, BaseException]] = []
 
-    def work(rank: int) -> None:
-        try:
-            results[rank] = fn(rank, workers)
-        except Stopped:
-            workers.stop()
-        except BaseException as error:
-            failures.append((rank, error))
-            workers.stop()
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        watchdog: float = 0.0,
+        on_stop: Callable[[], None] | None = None,
+        describe: Callable[[int], str] | None = None,
+    ):
+        """watchdog: seconds without `beat` or the end of a command after which commands that are
+        under way are taken to hang; 0: never. on_stop: called once when the ranks are stopped, in a
+        thread of its own, to end what they wait for. describe: more on what a rank is doing.
+        """
+        self.world_size = world_size
+        self.workers = Workers(world_size)
+        self._watchdog, self._on_stop, self._describe = watchdog, on_stop, describe
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._deadline: float | None = None  # of the patience, once the ranks are stopped
+        self._closed = threading.Event()
+        self._running: list[tuple[str, float] | None] = [None] * world_size  # since when
+        self._behind = [0] * world_size
+        self._progress = time.monotonic()
+        self._threads: list[threading.Thread] = []
+        if world_size == 1:
+            return
+        self._queues = [queue.SimpleQueue() for _ in range(world_size)]
+        self._threads = [self._start(f"rank {r}", self._work, r) for r in range(world_size)]
+        self._watcher = self._start("watchdog", self._watch) if watchdog > 0 else None
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank}")
-        for rank in range(world_size)
-    ]
-    for thread in threads:
+    def _start(self, name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
         thread.start()
-    try:
-        for thread in threads:
-            # A signal may be delivered to a rank's thread: look for it now and then.
-            while thread.is_alive():
-                thread.join(timeout=0.1)
-    except BaseException:
-        workers.stop()
-        for thread in threads:
-            thread.join()
-        raise
-    if failures:
-        rank, error = failures[0]
+        return thread
+
+    # -- commands --------------------------------------------------------------------------------
+
+    def run(self, name: str, fn: Callable[[int], T], ranks: Iterable[int] | None = None) -> list[T]:
+        """fn(rank) on these ranks, None for all; their results. name: for diagnosis."""
+        return self.wait(self.post(name, fn, ranks))
+
+    def post(
+        self, name: str, fn: Callable[[int], T], ranks: Iterable[int] | None = None
+    ) -> Command[T]:
+        """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
+        command = Command(name, fn, range(self.world_size) if ranks is None else ranks)
+        if self.world_size == 1:
+            command.results[0] = fn(0)
+            command.waiting.clear()
+            return command
+        self._wait_until(lambda: all(self._behind[rank] < QUEUE for rank in command.waiting))
+        with self._changed:
+            if not any(self._behind):
+                self._progress = time.monotonic()
+            for rank in command.waiting:
+                self._behind[rank] += 1
+                self._queues[rank].put(command)
+        return command
+
+    def wait(self, command: Command[T]) -> list[T]:
+        """The results of a command, by rank."""
+        self._wait_until(lambda: not command.waiting)
+        return [command.results[rank] for rank in sorted(command.results)]
+
+    def beat(self) -> None:
+        """Say, on any thread, that a long command goes on."""
+        self._progress = time.monotonic()
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until it is so. Raises what has stopped the ranks."""
+        try:
+            with self._changed:
+                while not ready() and not self.workers.stopped.is_set():
+                    self._changed.wait(POLL)
+        except BaseException:
+            self._settle()
+            raise
+        if self.workers.stopped.is_set():
+            self._settle()
+            raise self._error or Stopped("the ranks were stopped")
+
+    def _work(self, rank: int) -> None:
+        """A rank's thread."""
+        # Signals are for the main thread, which waits in a call that they interrupt.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        while (command := self._queues[rank].get()) is not None:
+            if not self.workers.stopped.is_set():
+                self._running[rank] = (command.name, time.monotonic())
+                try:
+                    command.results[rank] = command.fn(rank)
+                except Stopped:
+                    self.stop()
+                except BaseException as error:
+                    self._fail(self._named(error, rank))
+            with self._changed:
+                self._running[rank] = None
+                self._behind[rank] -= 1
+                self._progress = time.monotonic()
+                command.waiting.discard(rank)
+                self._changed.notify_all()
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def _named(self, error: BaseException, rank: int) -> BaseException:
+        """The error with its rank."""
         if isinstance(error, LlmqError):
-            raise type(error)(f"rank {rank}: {error}") from error
-        error.add_note(f"raised by rank {rank} of {world_size}")
-        raise error
-    return results
+            named = type(error)(f"rank {rank}: {error}")
+            named.__cause__ = error
+            return named
+        error.add_note(f"raised by rank {rank} of {self.world_size}")
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop all ranks. Once more changes nothing."""
+        with self._changed:
+            first = self._deadline is None
+            if first:
+                self._deadline = time.monotonic() + PATIENCE
+        self.workers.stop()
+        if first and self._on_stop is not None:  # which may hang
+            self._start("stop", self._on_stop)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _settle(self) -> bool:
+        """Stop, and wait for commands that are under way to end; whether they have."""
+        self.stop()
+        with self._changed:
+            while any(self._running) and (left := self._deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, POLL))
+            return not any(self._running)
+
+    def _watch(self) -> None:
+        """The watchdog's thread."""
+        while not self._closed.wait(min(1.0, self._watchdog / 4)):
+            idle = time.monotonic() - self._progress
+            if idle < self._watchdog or not any(self._running) or self.workers.stopped.is_set():
+                continue
+            for rank in range(self.world_size):
+                print(f"rank {rank}: {self._doing(rank)}", file=sys.stderr, flush=True)
+            self._fail(
+                LlmqError(
+                    f"no rank has made progress for {idle:.0f} seconds; what they wait for is "
+                    "above; raise --watchdog if this is not a hang, 0 switches it off"
+                )
+            )
+
+    def _doing(self, rank: int) -> str:
+        """What a rank does, for how long, and where."""
+        running = self._running[rank]
+        parts = ["idle"] if running is None else [f"{running[0]} for {_seconds_since(running[1])}"]
+        if running is not None:
+            parts.append(f"at {_place(self._threads[rank])}")
+        if self._describe is not None:
+            parts.append(self._describe(rank))
+        return ", ".join(parts)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self, cleanup: Callable[[int], None] | None = None) -> None:
+        """End the threads, after cleanup(rank) in each of them.
+
+        Where ranks were stopped, cleanup is tried if none of them hangs, and its errors are
+        swallowed.
+        """
+        if self.world_size == 1:
+            if cleanup is not None:
+                cleanup(0)
+            return
+        try:
+            if cleanup is not None and not self.workers.stopped.is_set():
+                self.run("close", cleanup)
+            elif cleanup is not None and self._settle():
+                self._clean_up(cleanup)
+        finally:
+            self._closed.set()
+            for tasks in self._queues:
+                tasks.put(None)
+            deadline = self._deadline or time.monotonic() + PATIENCE
+            for thread in self._threads:
+                thread.join(max(deadline - time.monotonic(), POLL))
+            if self._watcher is not None:
+                self._watcher.join(POLL)
+            if any(thread.is_alive() for thread in self._threads):
+                atexit.register(_end_process, self._threads)
+
+    def _clean_up(self, cleanup: Callable[[int], None]) -> None:
+        """Clean up after a failure. The ranks' threads drop commands now: take others."""
+
+        def clean(rank: int) -> None:
+            with contextlib.suppress(Exception):
+                cleanup(rank)
+
+        threads = [self._start(f"close {rank}", clean, rank) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.join(POLL + max(self._deadline - time.monotonic(), 0.0))
+
+
+def _seconds_since(start: float) -> str:
+    return f"{time.monotonic() - start:.0f} s"
+
+
+def _place(thread: threading.Thread) -> str:
+    """The innermost line of this package that a thread is in."""
+    frame = sys._current_frames().get(thread.ident)
+    stack = [] if frame is None else traceback.extract_stack(frame)
+    ours = [entry for entry in stack if entry.filename.startswith(PACKAGE)] or stack
+    if not ours:
+        return "an unknown place"
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} ({ours[-1].name})"
+
+
+def _end_process(threads: list[threading.Thread]) -> None:
+    """At exit: libraries' own clean-up would wait for ever for what these threads are in."""
+    if any(thread.is_alive() for thread in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
+    """fn(rank, workers) once on every rank of a pool of its own; the results by rank."""
+    pool = RankPool(world_size)
+    try:
+        return pool.run("run", lambda rank: fn(rank, pool.workers))
+    finally:
+        pool.close()

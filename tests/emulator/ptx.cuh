@@ -153,4 +153,5 @@ static inline float2 load_cluster(const float2* p, unsigned rank) {
 }
 
 static inline void forget(uint4&) {}
+static inline void forget(uint2&) {}
 static inline void forget(int&) {}

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
 from llmq.ops import abs_max
 from llmq.ref.abs_max import CASES
+from llmq.ref.quantize import quantize
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run
@@ -55,6 +56,46 @@ def test_grid(nbytes):
     blocks = abs_max.grid(nbytes, 132)
     assert 1 <= blocks <= 8 * 132
     assert blocks == 8 * 132 or (blocks - 1) * 16384 < nbytes <= blocks * 16384
+
+
+@pytest.mark.parametrize("world_size, n", [(1, 1), (2, 300), (8, 7)])
+def test_combine(dev, rng, world_size, n):
+    gathered = np.abs(rng.normal(size=(world_size, n))).astype(np.float32)
+    gathered[0, 0], gathered[-1, n // 2] = np.nan, np.inf
+    gathered[:, -1] *= n == 1
+    arrays = {"out": np.full(n, -1, np.float32), "gathered": gathered.reshape(-1)}
+    for device in (dev, host_device()):
+        got = run(device, abs_max.combine, arrays)["out"]
+        np.testing.assert_array_equal(got, gathered.max(axis=0))  # NaN is the largest for NumPy too
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_scales_are_those_of_quantize(dev, dtype):
+    values = np.array([0, 1e-30, 3e-10, 0.37, 448, 1e9, np.inf, np.nan], np.float32)
+    arrays = {"scales": np.zeros(len(values), np.float32), "abs_maxes": values}
+    largest = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}[dtype]
+    for device in (dev, host_device()):
+        got = run(device, lambda d, **a: abs_max.scales(d, **a, largest=largest), arrays)["scales"]
+        for value, scale in zip(values, got, strict=True):
+            alone = np.zeros(1, np.float32)
+            quantize(np.zeros(16, dtype.numpy), alone, np.zeros(16, np.float32), value[None], 16)
+            assert scale == alone[0], value
+
+
+def test_wrong_arguments_of_combine():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype=F32):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    with pytest.raises(TypeError, match=r"abs_max\.combine: out must be F32, got BF16"):
+        abs_max.combine(dev, make((3,), BF16), make((6,)))
+    with pytest.raises(ValueError, match=r"abs_max\.combine: gathered must have shape \(6,\)"):
+        abs_max.combine(dev, make((3,)), make((2, 3)))
+    with pytest.raises(
+        ValueError, match=r"gathered must have world_size \* 3 elements, got \(7,\)"
+    ):
+        abs_max.combine(dev, make((3,)), make((7,)))
 
 
 def test_wrong_arguments():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, F64, I32, STAT
+from llmq.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, STATS
 from llmq.ops import cross_entropy as op
 from llmq.ref.cross_entropy import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -68,12 +68,65 @@ def test_two_pass_kernel(dev, rng, rows, vocab, padded_vocab, dtype):
     arrays = _arrays(rng, rows, vocab, padded_vocab, dtype)
 
     def call(dev, logits, losses, lse, targets):
-        args = (logits, losses, lse, targets, rows, vocab, padded_vocab, 1e-2)
+        args = (logits, losses, lse, targets, None, rows, vocab, padded_vocab, 1e-2, 1.0)
         dev.launch(op.FORWARD_BACKWARD, rows, op.THREADS, args)
 
     got = run(dev, call, arrays)
     _compare(got, run(host_device(), call, arrays), dtype)
     assert not got["logits"][:, vocab:].astype(np.float32).any()
+
+
+# Of what a code stands for: half the distance of two codes, and the error of a gradient.
+CODE = {E4M3: {"rtol": 2**-4 + 2**-17}, E5M2: {"rtol": 2**-3 + 2**-17}}
+LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the distance of codes around 0
+
+
+@pytest.mark.parametrize("two_passes", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("rows, vocab, padded_vocab", SMALL.values(), ids=SMALL)
+def test_codes(dev, rng, rows, vocab, padded_vocab, dtype, two_passes, monkeypatch):
+    arrays = _arrays(rng, rows, vocab, padded_vocab, BF16)
+    arrays["codes"] = np.full((rows, padded_vocab), 0xA5, np.uint8).view(dtype.numpy)
+    scale = 2.0**-7
+
+    def call(dev, codes, **tensors):
+        args = {"vocab_size": vocab, "z_loss": 1e-2, "codes": codes, "code_scale": scale}
+        op.forward_backward(dev, **tensors, **args)
+
+    if two_passes:
+        monkeypatch.setattr(op, "register_layout", lambda *args: None)
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    exact = {name: a for name, a in arrays.items() if name != "codes"}
+    exact["logits"] = exact["logits"].astype(np.float32)
+    gradient = run(host_device(), _call(vocab, 1e-2), exact)["logits"]
+    for result in (got, want):
+        decoded = result["codes"].astype(np.float32) * np.float32(scale)
+        np.testing.assert_allclose(decoded, gradient, **CODE[dtype], atol=LEAST[dtype] * scale / 2)
+        assert not result["codes"][:, vocab:].view(np.uint8).any()
+        assert not result["codes"][want["targets"] < 0].view(np.uint8).any()
+        assert result["logits"].tobytes() == arrays["logits"].tobytes()
+    np.testing.assert_allclose(got["lse"], want["lse"], **LSE)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0, **LOSS)
+
+
+def test_codes_of_extremes(dev):
+    """NaN stays NaN; what exceeds the largest code becomes it."""
+    x = np.zeros((3, 64), BF16.numpy)
+    x[0, 7], x[2, 5] = np.nan, 100
+    arrays = {
+        "logits": x,
+        "losses": np.zeros(3, np.float32),
+        "lse": np.zeros(3, np.float32),
+        "targets": np.array([3, 9, 1], np.int32),
+        "codes": np.zeros((3, 64), E5M2.numpy),
+    }
+
+    def call(dev, codes, **tensors):
+        op.forward_backward(dev, **tensors, vocab_size=64, z_loss=0, codes=codes, code_scale=2**-17)
+
+    codes = run(dev, call, arrays)["codes"].astype(np.float32)
+    assert np.isnan(codes[0]).all() and np.isfinite(codes[1:]).all()
+    assert codes[2, 5] == 57344 and codes[2, 1] == -57344 and not codes[2, 10:].any()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -122,7 +175,7 @@ def test_nan_is_not_hidden(dev):
 def test_stats(dev, rng, B, T):
     targets = rng.integers(-2, 5, (B, T)).astype(np.int32)
     arrays = {
-        "stats": np.arange(8, dtype=np.float64),
+        "stats": np.arange(len(STATS), dtype=np.float64),
         # Multiples of 1/64: exact in any order.
         "losses": (rng.integers(0, 640, (B, T)) / 64 * (targets >= 0)).astype(np.float32),
         "lse": (rng.integers(0, 640, (B, T)) / 64).astype(np.float32),
@@ -135,12 +188,12 @@ def test_stats(dev, rng, B, T):
 
 def test_stats_of_masked_rows_change_nothing(dev):
     arrays = {
-        "stats": np.arange(8, dtype=np.float64),
+        "stats": np.arange(len(STATS), dtype=np.float64),
         "losses": np.zeros((2, 40), np.float32),
         "lse": np.full((2, 40), 50, np.float32),
         "targets": np.full((2, 40), -100, np.int32),
     }
-    np.testing.assert_array_equal(run(dev, op.stats, arrays)["stats"], np.arange(8))
+    np.testing.assert_array_equal(run(dev, op.stats, arrays)["stats"], arrays["stats"])
 
 
 @pytest.mark.parametrize(
@@ -184,4 +237,25 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"cross_entropy\.forward: lse must have shape \(4,\)"):
         op.forward(dev, row, make((5,), F32), x, targets, 60)
     with pytest.raises(ValueError, match=r"cross_entropy\.stats: targets must have shape"):
-        op.stats(dev, make((8,), F64), row, row, targets)
+        op.stats(dev, make((len(STATS),), F64), row, row, targets)
+    with pytest.raises(ValueError, match=name + r"codes must have shape \(4, 64\)"):
+        op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=make((4, 60), E4M3))
+    with pytest.raises(TypeError, match=name + "codes must be E4M3 or E5M2, got BF16"):
+        op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=x)
+    with pytest.raises(TypeError, match=name + "logits must be BF16 with codes, got F32"):
+        x32, codes = make((4, 64), F32), make((4, 64), E4M3)
+        op.forward_backward(dev, x32, row, row, targets, 60, 0.0, codes=codes)
+
+
+def test_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    x, row, targets = make((4, 64), BF16), make((4,), F32), make((4,), I32)
+    op.forward_backward(dev, x, row, row, targets, 60, 0.0)
+    in_place = sum(dev.bytes.values())
+    assert in_place == 2 * 4 * 64 * 2 + 3 * 4 * 4
+    op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=make((4, 64), E5M2))
+    assert sum(dev.bytes.values()) - in_place == 4 * 64 * (2 + 1) + 3 * 4 * 4

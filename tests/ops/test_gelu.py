@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops import gelu
+from llmq.ops.common import Fp8Out
 from llmq.ref.gelu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
+from tests.fp8_out import check_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("gpt2")}
@@ -62,6 +64,28 @@ def test_abs_max(dev, rng, shape, dtype):
     check_abs_max(dev, gelu.backward, arrays, stored="d_x", spoiled="d_out")
 
 
+@pytest.mark.parametrize(
+    "name, dtype, format, layout",
+    [
+        ("one_tile", BF16, E4M3, "both"),
+        ("ragged_tiles", BF16, E4M3, "both"),
+        ("ragged_tiles", BF16, E4M3, "codes"),
+        ("ragged_tiles", BF16, E5M2, "transposed"),
+        ("ragged_tiles", F32, E4M3, "both"),
+    ],
+    ids=str,
+)
+def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
+    shape = CASES[name]
+    x, d_out = _inputs(rng, shape, dtype)
+    x.reshape(-1, shape[-1])[-2:, -1] = [np.inf, np.nan]
+    empty = np.full(shape, np.nan, dtype.numpy)
+    for device in (dev, host_device()):
+        check_fp8(device, gelu.forward, {"out": empty, "x": x}, "out", format, layout)
+        arrays = {"d_x": empty, "d_out": d_out, "x": x}
+        check_fp8(device, gelu.backward, arrays, "d_x", format, layout)
+
+
 def test_grid():
     assert gelu.grid(8, 2) == 1
     assert gelu.grid(512 * 8, 2) == 1
@@ -82,3 +106,24 @@ def test_wrong_arguments():
         gelu.forward(dev, make((12,), BF16), make((12,), BF16))
     with pytest.raises(ValueError, match=r"gelu\.backward: d_out must have shape \(8,\)"):
         gelu.backward(dev, make((8,), F32), make((4,), F32), make((8,), F32))
+
+
+def test_wrong_fp8_arguments_and_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def fp8(rows, columns):
+        codes, transposed = make((rows, columns), E4M3), make((columns, rows), E4M3)
+        return Fp8Out(codes, transposed, make((1,), F32), make((1,), I32))
+
+    x = make((2, 16, 48), BF16)
+    gelu.backward(dev, None, x, x, fp8=fp8(32, 48))
+    assert dev.bytes == {"gelu_backward_fp8": 32 * 48 * 6 + 4 + 8}
+    with pytest.raises(TypeError, match=r"gelu\.forward: out must be a tensor, got None"):
+        gelu.forward(dev, None, x)
+    with pytest.raises(ValueError, match=r"gelu\.forward: fp8\.codes must have shape \(32, 48\)"):
+        gelu.forward(dev, None, x, fp8=fp8(16, 48))
+    with pytest.raises(ValueError, match=r"gelu\.forward: .*multiples of 16"):
+        gelu.forward(dev, None, make((32, 40), BF16), fp8=fp8(32, 40))

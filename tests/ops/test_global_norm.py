@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, F64, I32, STAT
+from llmq.dtypes import BF16, F32, F64, I32, STAT, STATS
 from llmq.ops import global_norm
 from llmq.ref.global_norm import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -20,13 +20,13 @@ def squared(dev, stats, **xs):
 @pytest.mark.parametrize("case", SMALL)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_squared(dev, rng, case, dtype):
-    arrays = {f"x{i}": rng.normal(size=n).astype(dtype.numpy) for i, n in enumerate(SMALL[case])}
-    arrays["stats"] = np.arange(8, dtype=np.float64)
+    xs = {f"x{i}": rng.normal(size=n).astype(dtype.numpy) for i, n in enumerate(SMALL[case])}
+    arrays = xs | {"stats": np.arange(len(STATS), dtype=np.float64)}
     got, again = run(dev, squared, arrays)["stats"], run(dev, squared, arrays)["stats"]
     np.testing.assert_array_equal(got, again)
     # F32 sums of 16 to 64 squares on the device, of up to 64k by the host's BLAS; then F64.
     np.testing.assert_allclose(got, run(host_device(), squared, arrays)["stats"], rtol=1e-5)
-    exact = 6 + sum(np.square(x.astype(np.float64)).sum() for x in arrays.values() if x.size != 8)
+    exact = STAT["norm_squared"] + sum(np.square(x.astype(np.float64)).sum() for x in xs.values())
     # Each of at most 32 additions rounds by half of 2^-23 of a partial sum that is positive.
     np.testing.assert_allclose(got[STAT["norm_squared"]], exact, rtol=32 * 2**-24)
 
@@ -35,8 +35,8 @@ def test_infinity_and_nan_reach_the_sum(dev):
     for value in (np.inf, np.nan):
         x = np.ones(5000, np.float32)
         x[4999] = value
-        got = run(dev, squared, {"stats": np.zeros(8), "x": x})["stats"][STAT["norm_squared"]]
-        np.testing.assert_equal(got, value)
+        got = run(dev, squared, {"stats": np.zeros(len(STATS)), "x": x})["stats"]
+        np.testing.assert_equal(got[STAT["norm_squared"]], value)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,26 @@ def test_infinity_and_nan_reach_the_sum(dev):
     ],
 )
 def test_finish(dev, norm_squared, tokens, clip):
-    stats = np.arange(8, dtype=np.float64)
+    stats = np.arange(len(STATS), dtype=np.float64)
     stats[STAT["norm_squared"]], stats[STAT["tokens"]] = norm_squared, tokens
     arrays = {"stats": stats, "scalars": step_scalars(grad_clip=clip, lr=3, skip_update=7)}
     got = run(dev, global_norm.finish, arrays)
     want = run(host_device(), global_norm.finish, arrays)
     np.testing.assert_array_equal(got["stats"], want["stats"])
     np.testing.assert_array_equal(got["scalars"], want["scalars"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_combine(dev, rng, world_size):
+    shape = (world_size, len(STATS))
+    gathered = rng.normal(size=shape) * 10.0 ** rng.uniform(-8, 8, shape)
+    arrays = {"stats": np.full(len(STATS), np.nan), "gathered": gathered}
+    want = np.zeros(len(STATS))
+    for one in gathered:  # in this order: F64 sums of such numbers depend on it
+        want += one
+    want[STAT["lse_max"]] = gathered[:, STAT["lse_max"]].max()
+    for device in (dev, host_device()):
+        np.testing.assert_array_equal(run(device, global_norm.combine, arrays)["stats"], want)
 
 
 def test_grid():
@@ -64,7 +77,7 @@ def test_grid():
 
 def test_wrong_arguments():
     dev = PlanDevice(HOST_SPEC)
-    stats = dev.alloc("stats", (8,), F64, "Gradients")
+    stats = dev.alloc("stats", (len(STATS),), F64, "Gradients")
     scalars = dev.alloc("scalars", (16,), I32, "Gradients")
     tokens = dev.alloc("tokens", (16,), I32, "Gradients")
     x = dev.alloc("x", (5,), F32, "Gradients")
@@ -76,3 +89,7 @@ def test_wrong_arguments():
         global_norm.finish(dev, stats.rows(0, 4), scalars)
     with pytest.raises(TypeError, match="global_norm: scalars must be I32"):
         global_norm.finish(dev, stats, dev.alloc("scalars", (16,), F32, "Gradients"))
+    with pytest.raises(TypeError, match="global_norm: gathered must be F64, got F32"):
+        global_norm.combine(dev, stats, dev.alloc("gathered", (2, len(STATS)), F32, "Gradients"))
+    with pytest.raises(ValueError, match="global_norm: gathered must have shape"):
+        global_norm.combine(dev, stats, dev.alloc("gathered", (2, 7), F64, "Gradients"))

@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
+from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, I32
 from llmq.ops import quantize
-from llmq.ref.quantize import CASES, NAN
+from llmq.ops.common import Fp8Out
+from llmq.ref.common import FP8_NAN as NAN
+from llmq.ref.quantize import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from tests.fp8_out import LAYOUTS, check_codes, outputs, with_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
@@ -46,11 +49,9 @@ def check_bits(got, codes, scale):
 def expected(x, abs_max, dtype):
     """Codes and scale by ml_dtypes."""
     m = np.maximum(np.float32(abs_max), np.float32(1e-10))
-    scale, factor = m / LARGEST[dtype], LARGEST[dtype] / m
-    if not np.isfinite(abs_max):
-        scale = factor = np.float32(1)
+    scale = m / LARGEST[dtype] if np.isfinite(abs_max) else np.float32(1)
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = x.astype(np.float32) * factor
+        scaled = x.astype(np.float32) * (np.float32(1) / scale)
         # Formats without infinity, or with: neither is wanted.
         codes = scaled.clip(-LARGEST[dtype], LARGEST[dtype]).astype(dtype.numpy).view(np.uint8)
     return np.where(np.isnan(scaled), np.uint8(NAN), codes), scale
@@ -98,14 +99,71 @@ def test_ties_in_f32_go_to_even(dev, dtype):
     check_bits(run(dev, quantize.quantize, arrays), codes, 1)
 
 
+@pytest.mark.parametrize("source", [F32, BF16], ids=str)
+@pytest.mark.parametrize("first, size", [(0, 128), (128, 8320), (8448, 2 * 8192)])
+def test_part_of_a_matrix(dev, rng, first, size, source):
+    x = rng.normal(size=(96, 304)).astype(source.numpy)
+    abs_max = np.abs(x.astype(np.float32)).max()
+    codes, scale = expected(x, abs_max, E4M3)
+    part = x.reshape(-1)[first : first + size]
+    for device in (dev, host_device()):
+        got = run(device, quantize.quantize, arrays_of(part, abs_max, E4M3, "q"))
+        check_bits(got, codes.reshape(-1)[first : first + size], scale)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("rows, cols", [*SMALL.values(), (272, 384)], ids=[*SMALL, "tiles"])
+def test_transpose(dev, rng, rows, cols, dtype):
+    q = rng.integers(0, 256, (rows, cols), np.uint8).view(dtype.numpy)
+    arrays = {"q_t": np.full((cols, rows), UNTOUCHED, np.uint8).view(dtype.numpy), "q": q}
+    for device in (dev, host_device()):
+        got = run(device, quantize.transpose, arrays)["q_t"]
+        np.testing.assert_array_equal(got.view(np.uint8), q.view(np.uint8).T)
+
+
 @pytest.mark.parametrize("rows, cols", [*SMALL.values(), (32768, 8960)])
 def test_grids_cover_everything(rows, cols):
     assert (
         (quantize.grid(rows * cols) - 1) * 8192 < rows * cols <= quantize.grid(rows * cols) * 8192
     )
-    across, down = quantize.tiles(rows, cols)
-    assert (across - 1) * 64 < cols <= across * 64
-    assert (down - 1) * 128 < rows <= down * 128
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [F32, BF16], ids=str)
+@pytest.mark.parametrize("rows, cols", SMALL.values(), ids=SMALL)
+def test_scaled(dev, rng, rows, cols, source, dtype, layout):
+    x = rng.normal(size=(rows, cols)) * 10.0 ** rng.uniform(-3, 3, (rows, cols))
+    x = x.astype(source.numpy)
+    largest = np.abs(x.astype(np.float32)).max()
+    call = with_fp8(quantize.scaled)
+    for factor in (2.0, 0.1):  # without and with saturation
+        scale = np.float32(factor) * largest / LARGEST[dtype]
+        arrays = {"x": x, "abs_max": np.full(1, 1e-6, np.float32)}
+        arrays |= outputs(x.shape, dtype, layout, scale)
+        for device in (dev, host_device()):
+            got = run(device, call, arrays)
+            assert (check_codes(got, x, dtype, layout) > 0) == (factor < 1)
+            assert got["abs_max"] == largest
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 3e-3])
+def test_scaled_without_abs_max_of_all_bf16_numbers(dev, dtype, scale):
+    arrays = {"x": ALL_BF16} | outputs(ALL_BF16.shape, dtype, "both", np.float32(scale))
+    for device in (dev, host_device()):
+        check_codes(run(device, with_fp8(quantize.scaled), arrays), ALL_BF16, dtype, "both")
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("abs_max", ABS_MAX)
+def test_scaled_as_quantize_does_it(dev, dtype, abs_max):
+    """So that what is recomputed with the scale of the first time has the same codes."""
+    want = run(dev, quantize.quantize, arrays_of(ALL_BF16, abs_max, dtype, "both"))
+    arrays = {"x": ALL_BF16} | outputs(ALL_BF16.shape, dtype, "both", want["scale"][0])
+    got = run(dev, with_fp8(quantize.scaled), arrays)
+    for name, same in (("codes", "q"), ("transposed", "q_t")):
+        np.testing.assert_array_equal(got[name].view(np.uint8), want[same].view(np.uint8))
 
 
 def test_traffic_and_wrong_arguments():
@@ -128,11 +186,40 @@ def test_traffic_and_wrong_arguments():
         quantize.quantize(dev, q, make((48, 32), E5M2), one, x, one)
     with pytest.raises(ValueError, match=r"quantize: q_t must have shape \(48, 32\)"):
         quantize.quantize(dev, None, q, one, x, one)
-    with pytest.raises(ValueError, match=r"multiples of 16, got \(32, 40\)"):
+    with pytest.raises(ValueError, match=r"x must be \(n,\) or .*multiples of 16, got \(32, 40\)"):
         quantize.quantize(dev, make((32, 40), E4M3), None, one, make((32, 40), BF16), one)
+    with pytest.raises(ValueError, match=r"x must be \(rows, cols\), in .* got \(48,\)"):
+        quantize.quantize(dev, None, q_t, one, make((48,), BF16), one)
     with pytest.raises(TypeError, match=r"quantize: x must be F32 or BF16, got F8_E4M3"):
         quantize.quantize(dev, q, None, one, q, one)
     with pytest.raises(ValueError, match=r"quantize: scale must have shape \(1,\)"):
         quantize.quantize(dev, q, None, make((2,), F32), x, one)
     with pytest.raises(TypeError, match=r"quantize: abs_max must be F32, got BF16"):
         quantize.quantize(dev, q, None, one, x, make((1,), BF16))
+    count = make((1,), I32)
+    quantize.scaled(dev, x, Fp8Out(q, q_t, one, count))
+    assert dev.bytes["quantize_scaled"] == 32 * 48 * 4 + 4 + 2 * 4
+    with pytest.raises(ValueError, match=r"quantize: fp8.codes must have shape \(32, 48\)"):
+        quantize.scaled(dev, x, Fp8Out(q_t, None, one, count))
+    with pytest.raises(ValueError, match=r"multiples of 16, got \(32, 40\)"):
+        quantize.scaled(dev, make((32, 40), BF16), Fp8Out(q, None, one, count))
+
+
+def test_traffic_and_wrong_arguments_of_transpose():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype=E4M3):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    quantize.transpose(dev, make((48, 32)), make((32, 48)))
+    assert dev.bytes == {"transpose_codes": 32 * 48 * 2}
+    with pytest.raises(TypeError, match=r"quantize: q must be E4M3 or E5M2, got BF16"):
+        quantize.transpose(dev, make((48, 32)), make((32, 48), BF16))
+    with pytest.raises(TypeError, match=r"quantize: q_t must be F8_E4M3, got F8_E5M2"):
+        quantize.transpose(dev, make((48, 32), E5M2), make((32, 48)))
+    with pytest.raises(ValueError, match=r"quantize: q_t must have shape \(48, 32\)"):
+        quantize.transpose(dev, make((32, 48)), make((32, 48)))
+    with pytest.raises(
+        ValueError, match=r"q must be \(rows, cols\), in multiples of 16, got \(32, 40\)"
+    ):
+        quantize.transpose(dev, make((40, 32)), make((32, 40)))

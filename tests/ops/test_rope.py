@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
-from llmq.ops import rope
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.ops import bias, rope
+from llmq.ops.common import Fp8Out
 from llmq.ref.rope import CASES
 from llmq.runtime.plan_device import PlanDevice
-from tests.abs_max import check_abs_max
-from tests.exact import run_exact
-from tests.harness import GPU_SPEC, run
+from llmq.runtime.tensor import Accumulator
+from tests.abs_max import bits, check_abs_max
+from tests.exact import coarse, run_exact
+from tests.fp8_out import LARGEST, check_codes, outputs, with_fp8
+from tests.harness import GPU_SPEC, host_device, run, step_scalars
 
-SMALL = [name for name in CASES if not name.startswith("qwen")]
+SMALL = [name for name in CASES if not name.startswith(("qwen", "tiles"))]
 BOTH = ["head_80", "head_128"]
 SHAPES = pytest.mark.parametrize(
     "shape, dtype",
@@ -73,6 +76,143 @@ def test_abs_max_includes_the_value_heads(dev, rng, name, dtype):
         operands = {"d_qkv": alone, "table": arrays["table"], "abs_max": np.zeros(1, np.float32)}
         got = run(dev, call, operands)
         assert got["abs_max"] == np.abs(got["d_qkv"].astype(np.float32)).max() > 2
+
+
+def fused_call(shape, accumulate=False):
+    """The backward pass and the bias gradient in one call."""
+
+    def call(dev, d_qkv, table, d_bias, scalars, abs_max=None, fp8=None):
+        acc = Accumulator(d_bias, accumulate, scalars, salt=4)
+        rope.backward(dev, d_qkv, table, *shape[2:4], abs_max=abs_max, d_bias=acc, fp8=fp8)
+
+    return call
+
+
+def two_calls(shape, accumulate=False):
+    """The same in two calls."""
+
+    def call(dev, d_qkv, table, d_bias, scalars, abs_max):
+        rope.backward(dev, d_qkv, table, *shape[2:4], abs_max=abs_max)
+        packed = d_qkv.view(shape[0] * shape[1], d_bias.size)
+        bias.backward(dev, Accumulator(d_bias, accumulate, scalars, salt=4), packed)
+
+    return call
+
+
+def fused_arrays(rng, shape, dtype, target) -> dict:
+    arrays = inputs(rng, shape, dtype, shape[1])
+    arrays["d_qkv"] = arrays.pop("qkv")
+    start = rng.normal(size=(shape[2] + 2 * shape[3]) * shape[4])
+    arrays["d_bias"] = start.astype(target.numpy)
+    arrays["scalars"] = step_scalars(seed=1, step=2, micro_step=3)
+    arrays["abs_max"] = np.zeros(1, np.float32)
+    return arrays
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "name, dtype, target",
+    [
+        ("tiles_16", BF16, BF16),
+        ("tiles_64", BF16, BF16),
+        ("tiles_80", F32, F32),
+        ("tiles_128", BF16, F32),
+    ],
+    ids=str,
+)
+def test_bias_gradient_equals_two_calls(dev, rng, name, dtype, target, accumulate):
+    shape = CASES[name]
+    arrays = fused_arrays(rng, shape, dtype, target)
+    # Multiples of 1/8 up to 4: F32 sums of them are exact in any order.
+    arrays["d_qkv"] = coarse(rng, arrays["d_qkv"].shape, dtype)
+    arrays["table"] = rng.integers(-2, 3, arrays["table"].shape).astype(np.float32) / 2
+    got = run_exact(dev, fused_call(shape, accumulate), arrays)
+    want = run(dev, two_calls(shape, accumulate), arrays)
+    for result in ("d_qkv", "d_bias", "abs_max"):
+        np.testing.assert_array_equal(got[result], want[result], err_msg=result)
+
+
+@pytest.mark.parametrize("name", ["tiles_64", "tiles_128"])
+def test_bias_gradient_of_any_numbers(dev, rng, name):
+    shape = CASES[name]
+    arrays = fused_arrays(rng, shape, BF16, F32)
+    plain, got = run(dev, two_calls(shape), arrays), run(dev, fused_call(shape), arrays)
+    np.testing.assert_array_equal(got["d_qkv"], plain["d_qkv"])
+    want = plain["d_qkv"].reshape(-1, got["d_bias"].size).astype(np.float64).sum(axis=0)
+    # 240 terms of size 1, at most 4 + 2 + 8 + 2 of them in sequence.
+    np.testing.assert_allclose(got["d_bias"], want, rtol=0, atol=1e-5)
+    # In a fixed order, with codes or without.
+    fp8 = outputs((shape[0] * shape[1], want.size), E4M3, "both", np.float32(1))
+    again = run(dev, with_fp8(fused_call(shape)), arrays | fp8)
+    assert bits(again["d_bias"]) == bits(got["d_bias"])
+
+
+@pytest.mark.parametrize(
+    "name, dtype, format, layout",
+    [
+        ("tiles_16", BF16, E4M3, "both"),
+        ("tiles_64", BF16, E5M2, "both"),
+        ("tiles_64", BF16, E4M3, "transposed"),
+        ("tiles_80", BF16, E4M3, "both"),
+        ("tiles_80", F32, E4M3, "codes"),
+        ("tiles_128", BF16, E4M3, "both"),
+    ],
+    ids=str,
+)
+def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
+    shape = CASES[name]
+    arrays = inputs(rng, shape, dtype, shape[1]) | {"abs_max": np.zeros(1, np.float32)}
+    arrays["d_qkv"] = arrays.pop("qkv")
+
+    def call(dev, d_qkv, table, abs_max, fp8=None):
+        rope.backward(dev, d_qkv, table, *shape[2:4], abs_max=abs_max, fp8=fp8)
+
+    for value in (None, np.inf, np.nan):
+        if value is not None:
+            arrays["d_qkv"][-1, -1, 0, -1] = arrays["d_qkv"][-1, -1, -1, -1] = value
+        for device in (dev, host_device()):
+            with np.errstate(invalid="ignore"):  # inf - inf, in the reference
+                plain = run(device, call, arrays)
+                rotated = plain["d_qkv"].reshape(shape[0] * shape[1], -1)
+                # A number in 20 is larger than 2.
+                fp8 = outputs(rotated.shape, format, layout, 2 / LARGEST[format])
+                got = run(device, with_fp8(call), arrays | fp8)
+            assert check_codes(got, rotated, format, layout) > rotated.size / 50
+            assert bits(got["abs_max"]) == bits(plain["abs_max"])
+            assert bits(got["d_qkv"]) == bits(arrays["d_qkv"])  # not written
+
+
+@pytest.mark.parametrize("features, across, tiles", [(2048, 4, 4), (1152, 3, 3), (16, 1, 1)])
+def test_fused_grid(features, across, tiles):
+    assert rope.fused_grid(32768, features) == ((across, 256), tiles)
+    assert rope.fused_grid(129, features) == ((across, 2), tiles)
+    assert across * tiles * 128 >= features
+
+
+def test_fused_traffic_and_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    d_qkv, table = make((2, 16, 8, 64), BF16), make((16, 32, 2), F32)
+    one, count, scalars = make((1,), F32), make((1,), I32), make((16,), I32)
+
+    def accumulator(shape, dtype):
+        return Accumulator(make(shape, dtype), True, scalars, 1)
+
+    fp8 = Fp8Out(make((32, 512), E4M3), make((512, 32), E4M3), one, count)
+    rope.backward(dev, d_qkv, table, 4, 2, fp8=fp8)
+    assert dev.bytes == {"rope_backward_fused": 32 * 512 * 4 + 16 * 64 * 4 + 12}
+    with pytest.raises(ValueError, match=r"rope\.backward: d_bias must have shape \(512,\)"):
+        rope.backward(dev, d_qkv, table, 4, 2, d_bias=accumulator((64,), F32))
+    with pytest.raises(TypeError, match=r"rope\.backward: d_bias must be F32 or BF16, got I32"):
+        rope.backward(dev, d_qkv, table, 4, 2, d_bias=accumulator((512,), I32))
+    with pytest.raises(ValueError, match=r"rope\.backward: fp8\.codes must have shape \(30, 512\)"):
+        rope.backward(dev, make((2, 15, 8, 64), BF16), table, 4, 2, fp8=fp8)
+    ragged = Fp8Out(make((30, 512), E4M3), None, one, count)
+    with pytest.raises(ValueError, match=r"rope\.backward: .*multiples of 16"):
+        rope.backward(dev, make((2, 15, 8, 64), BF16), table, 4, 2, fp8=ragged)
 
 
 def test_backward_undoes_forward(dev, rng):

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops import swiglu
+from llmq.ops.common import Fp8Out
 from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
+from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
@@ -73,6 +75,48 @@ def test_abs_max(dev, rng, name, dtype):
         check_abs_max(dev, swiglu.backward, arrays, stored="d_up_gate", spoiled="d_out")
 
 
+@pytest.mark.parametrize(
+    "name, dtype, format, layout",
+    [
+        ("one_tile", BF16, E4M3, "both"),
+        ("ragged_tiles", BF16, E4M3, "both"),
+        ("ragged_tiles", BF16, E4M3, "codes"),
+        ("ragged_tiles", BF16, E5M2, "transposed"),
+        ("ragged_tiles", F32, E4M3, "both"),
+    ],
+    ids=str,
+)
+def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
+    rows, F = CASES[name]
+    up_gate, d_out = _inputs(rng, rows, F, dtype)
+    # Each in the last row and column, of which the first tiles see nothing.
+    up_gate[-1, F - 1], up_gate[-2, F - 1] = np.nan, np.inf
+    forward = {"out": np.full((rows, F), np.nan, dtype.numpy), "up_gate": up_gate}
+    backward = {
+        "d_up_gate": np.full((rows, 2 * F), np.nan, dtype.numpy),
+        "d_out": d_out,
+        "up_gate": up_gate,
+    }
+    for device in (dev, host_device()):
+        check_fp8(device, swiglu.forward, forward, "out", format, layout)
+        check_fp8(device, swiglu.backward, backward, "d_up_gate", format, layout)
+
+
+def test_fp8_in_place(dev, rng):
+    rows, F = CASES["ragged_tiles"]
+    up_gate, d_out = _inputs(rng, rows, F, BF16)
+
+    def in_place(dev, d_out, up_gate, fp8=None):
+        swiglu.backward(dev, up_gate, d_out, up_gate, fp8=fp8)
+
+    arrays = {"d_out": d_out, "up_gate": up_gate}
+    plain = run(dev, in_place, arrays)["up_gate"]
+    operands = arrays | outputs(up_gate.shape, E4M3, "both", np.float32(0.25))
+    got = run(dev, with_fp8(in_place), operands)
+    np.testing.assert_array_equal(got["up_gate"], plain)
+    assert check_codes(got, plain, E4M3, "both") > 0
+
+
 def test_leading_dimensions_are_rows(dev, rng):
     up_gate, _ = _inputs(rng, 6, 16, F32)
     flat = run(dev, swiglu.forward, {"out": np.empty((6, 16), np.float32), "up_gate": up_gate})
@@ -103,3 +147,29 @@ def test_wrong_arguments():
         swiglu.forward(dev, make((2, 12), BF16), make((2, 24), BF16))
     with pytest.raises(ValueError, match=r"swiglu\.backward: d_up_gate must have shape"):
         swiglu.backward(dev, make((2, 8), F32), make((2, 8), F32), make((2, 16), F32))
+
+
+def test_wrong_fp8_arguments_and_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def fp8(codes, transposed):
+        return Fp8Out(codes, transposed, make((1,), F32), make((1,), I32))
+
+    up_gate, codes = make((32, 96), BF16), make((32, 48), E4M3)
+    both = fp8(codes, make((48, 32), E4M3))
+    swiglu.forward(dev, None, up_gate, fp8=both)
+    assert dev.bytes == {"swiglu_forward_fp8": 32 * 48 * 6 + 4 + 8}
+    with pytest.raises(TypeError, match=r"swiglu\.forward: out or fp8 must be given"):
+        swiglu.forward(dev, None, up_gate)
+    with pytest.raises(TypeError, match=r"swiglu\.backward: d_up_gate must be a tensor, got None"):
+        swiglu.backward(dev, None, make((32, 48), BF16), up_gate)
+    with pytest.raises(ValueError, match=r"swiglu\.backward: fp8\.codes must have shape"):
+        swiglu.backward(dev, None, make((32, 48), BF16), up_gate, fp8=fp8(codes, None))
+    with pytest.raises(ValueError, match=r"multiples of 16, got 32 and 24"):
+        up_gate, d_up_gate = make((32, 48), BF16), make((32, 48), E4M3)
+        swiglu.backward(dev, None, make((32, 24), BF16), up_gate, fp8=fp8(d_up_gate, None))
+    with pytest.raises(ValueError, match=r"multiples of 16, got 24 and 48"):
+        swiglu.forward(dev, None, make((24, 96), BF16), fp8=fp8(make((24, 48), E4M3), None))

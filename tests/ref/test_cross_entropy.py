@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, STAT
+from llmq.dtypes import BF16, E4M3, E5M2, STAT
 from llmq.ref import cross_entropy as ref
 
 
@@ -32,7 +32,8 @@ def test_loss_and_gradient_equal_torch(rows, V, Vp, z_loss):
 
     losses, lse, only_losses, only_lse = (np.full(rows, np.nan) for _ in range(4))
     ref.cross_entropy_forward(only_losses, only_lse, logits, targets, rows, V, Vp)
-    ref.cross_entropy_forward_backward(logits, losses, lse, targets, rows, V, Vp, z_loss)
+    args = (targets, None, rows, V, Vp, z_loss, 1.0)
+    ref.cross_entropy_forward_backward(logits, losses, lse, *args)
     # F64 on both sides: rounding in another order; p - 1 cancels, hence the absolute part.
     np.testing.assert_allclose(losses, want_losses.detach().numpy(), rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(lse, want_lse.detach().numpy(), rtol=1e-13)
@@ -48,7 +49,8 @@ def test_huge_logits_do_not_overflow():
     logits = np.array([[1e4, -1e4, 1e4, 0]], np.float32)
     losses, lse = np.empty(1, np.float32), np.empty(1, np.float32)
     with np.errstate(all="raise", under="ignore"):
-        ref.cross_entropy_forward_backward(logits, losses, lse, np.zeros(1, np.int32), 1, 4, 4, 0.0)
+        args = (np.zeros(1, np.int32), None, 1, 4, 4, 0.0, 1.0)
+        ref.cross_entropy_forward_backward(logits, losses, lse, *args)
     np.testing.assert_array_equal(logits, [[-0.5, 0, 0.5, 0]])
     # log 2, rounded where F32 has a spacing of 2^-10.
     assert abs(losses[0] - np.log(2)) <= 2**-10
@@ -61,10 +63,22 @@ def test_bf16_gradient_is_the_rounded_f32_gradient():
     results = []
     for x in (wide, narrow):
         losses, lse = np.empty(5, np.float32), np.empty(5, np.float32)
-        ref.cross_entropy_forward_backward(x, losses, lse, targets, 5, 61, 64, 0.1)
+        ref.cross_entropy_forward_backward(x, losses, lse, targets, None, 5, 61, 64, 0.1, 1.0)
         results.append((losses, lse))
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(narrow, wide.astype(BF16.numpy))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_codes_are_the_f32_gradient_in_fp8(dtype):
+    logits, targets = _rows(5, 61, 64)
+    wide, narrow = logits.astype(BF16.numpy).astype(np.float32), logits.astype(BF16.numpy)
+    losses, lse = np.empty(5, np.float32), np.empty(5, np.float32)
+    codes = np.full((5, 64), 0xA5, np.uint8).view(dtype.numpy)
+    ref.cross_entropy_forward_backward(wide, losses, lse, targets, None, 5, 61, 64, 0.1, 1.0)
+    ref.cross_entropy_forward_backward(narrow, losses, lse, targets, codes, 5, 61, 64, 0.1, 256.0)
+    np.testing.assert_array_equal(codes, (wide * np.float32(256)).astype(dtype.numpy))
+    assert narrow.tobytes() == logits.astype(BF16.numpy).tobytes()
 
 
 def test_stats_add_and_take_the_maximum():

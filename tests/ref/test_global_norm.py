@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, STAT
+from llmq.dtypes import BF16, STAT, STATS
 from llmq.ref import global_norm as ref
 from tests.harness import step_scalars
 
@@ -12,7 +12,7 @@ from tests.harness import step_scalars
 @pytest.mark.parametrize("dtype", [np.float32, BF16.numpy])
 def test_partials_add_up_to_torchs_norm(rng, dtype):
     xs = [rng.normal(size=shape).astype(dtype) for shape in ((3,), (300, 500))]
-    stats = np.zeros(8)
+    stats = np.zeros(len(STATS))
     for x in xs:
         partials = np.full(6, np.nan)
         ref.global_norm_partials(partials, x, x.size)
@@ -36,7 +36,7 @@ def test_partials_add_up_to_torchs_norm(rng, dtype):
     ],
 )
 def test_finish(squared, tokens, clip, norm, scale, skip):
-    stats = np.zeros(8)
+    stats = np.zeros(len(STATS))
     stats[STAT["norm_squared"]], stats[STAT["tokens"]] = squared, tokens
     words = step_scalars(grad_clip=clip, lr=7, skip_update=1 - skip, grad_scale=9)
     ref.global_norm_finish(stats, words)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
-from llmq.ref.quantize import NAN, quantize, quantize_transpose
+from llmq.ref.common import FP8_NAN as NAN
+from llmq.ref.quantize import quantize, quantize_transpose
 
 LARGEST = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -31,7 +32,7 @@ def test_equals_torch(rng, dtype, abs_max):
     largest = np.float32(LARGEST[dtype])
     assert scale == m / largest
     # Torch does not saturate.
-    scaled = torch.from_numpy(x * (largest / m)).clamp(-float(largest), float(largest))
+    scaled = torch.from_numpy(x * (np.float32(1) / scale)).clamp(-float(largest), float(largest))
     want = scaled.to(TORCH[dtype]).view(torch.uint8).numpy()
     np.testing.assert_array_equal(q.view(np.uint8), want)
 

@@ -3,8 +3,12 @@
 import numpy as np
 
 from llmq.dtypes import BF16
-from llmq.ref.reduce import reduce_add
+from llmq.ref.reduce import reduce_sum
 from tests.harness import step_scalars
+
+
+def reduce_add(d_sum, x, scalars, accumulate, salt, n):
+    reduce_sum(d_sum, x, *[None] * 7, scalars, accumulate, salt, 0, n)
 
 
 def test_f32_adds_or_overwrites_exactly(rng):
@@ -26,3 +30,13 @@ def test_small_additions_to_bf16_are_not_lost(rng):
     # has a standard deviation of sqrt(1/8 * 7/8) steps; 5 sigma of the mean of their sums.
     sigma = np.sqrt(times * 7 / 64 / n) * 2**-7
     assert abs(d_sum.astype(np.float64).mean() - 1.064) < 5 * sigma
+
+
+def test_sums_are_rounded_once(rng):
+    n, count = 8192, 8
+    parts = [np.full(n, 2.0**-11, BF16.numpy) for _ in range(count)]
+    d_sum = np.ones(n, BF16.numpy)
+    reduce_sum(d_sum, *parts, step_scalars(), 1, 3, 0, n)
+    # 1 + 8 / 2^11 = 1 + 2^-8, in the middle of two BF16 numbers: one rounding, half of them up.
+    assert set(np.unique(d_sum).tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert abs((d_sum > 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(n)  # 5 sigma

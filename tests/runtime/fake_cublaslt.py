@@ -32,7 +32,8 @@ class Refused(Exception):
 class FakeCublasLt:
     """The used part of nvmath.bindings.cublasLt, over host memory.
 
-    costs: what each of its algorithms adds to the clock; None: it is refused when run.
+    costs: what each of its algorithms adds to the clock; None: it is refused when run. fast_costs:
+    that of FP8 products with fast accumulation, the same if not given.
     """
 
     cuBLASLtError = Refused
@@ -58,8 +59,9 @@ class FakeCublasLt:
     ReductionScheme = SimpleNamespace(COMPUTE_TYPE=2)
     matmul_heuristic_result_dtype = RESULT
 
-    def __init__(self, costs=(1.0,), version=130100):
+    def __init__(self, costs=(1.0,), version=130100, fast_costs=None):
         self.costs = costs
+        self.fast_costs = fast_costs or costs
         self.version = version
         self.clock = 0.0
         self.runs = []  # the algorithm of each product
@@ -134,10 +136,11 @@ class FakeCublasLt:
     def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
         assert (c, c_, *rest[1:]) == (d, d_, WORKSPACE, STREAM)  # rest[0]: its address
         index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
-        if self.costs[index] is None:
+        cost = (self.fast_costs if self.alive[desc].get(25) else self.costs)[index]
+        if cost is None:
             raise Refused("not supported")
         self.runs.append(index)
-        self.clock += self.costs[index]
+        self.clock += cost
 
         def columns(address, layout):
             dtype, rows, columns = self.alive[layout]

@@ -174,6 +174,9 @@ class FakeRuntime:
         for action in self.graphs[executable]:
             self.work(stream, action)
 
+    def graphUpload(self, executable, stream):
+        self.calls.append("graphUpload")
+
     def graphDestroy(self, graph):
         self.live.remove(graph)
 

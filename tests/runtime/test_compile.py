@@ -9,7 +9,7 @@ from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
 from llmq.runtime import compile
 from llmq.runtime.compile import Resources, compile_kernels
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, Source
 
 FILE = "compiled.cu"
 SOURCE = """
@@ -148,6 +148,35 @@ def test_threads_that_want_the_same_kernel_compile_it_once(folder, compilations)
         thread.join()
     assert len(compilations) == 1
     assert len(results) == 4 and len(set(results)) == 1
+
+
+@needs_nvrtc
+def test_kernels_are_compiled_ahead_once_and_side_by_side(folder, monkeypatch):
+    factors, calls, original = (32, 64), [], compile._compile
+    together = threading.Barrier(len(factors), timeout=30)
+
+    def compiled(nvrtc, file, text, flags):
+        calls.append(text)
+        together.wait()  # passes only where both are under way at the same time
+        return original(nvrtc, file, text, flags)
+
+    monkeypatch.setattr(compile, "_compile", compiled)
+    monkeypatch.setattr(compile.os, "cpu_count", lambda: len(factors))
+    kernel = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
+    sources = {Source.of(kernel, TYPES, {"FACTOR": factor}) for factor in factors}
+    assert str(min(sources)) == "compiled.cu T=bf16 FACTOR=32"
+    compile.compile_ahead(sources, 90)
+    for factor in factors:  # as launches do, which wait for what is under way
+        assert compile_kernels(FILE, TYPES, {"FACTOR": factor}, 90).resources["scale"]
+    assert len(calls) == len(factors)
+
+
+@needs_nvrtc
+def test_errors_of_kernels_compiled_ahead_are_those_of_their_first_use(folder):
+    (compile.KERNEL_DIR / FILE).write_text("nonsense")
+    compile.compile_ahead([Source(FILE, (("T", "bf16"),), (("FACTOR", 32),))], 90)
+    with pytest.raises(RuntimeError, match="does not compile"):
+        compile_kernels(FILE, TYPES, CONSTS, 90)
 
 
 @needs_nvrtc

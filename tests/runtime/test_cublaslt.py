@@ -186,6 +186,51 @@ def test_fp8_is_tuned_as_the_others_are():
     np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
 
 
+@pytest.mark.parametrize(
+    "allowed, costs, fast_costs, fast, best",
+    [
+        (1, (3, 2), (2.5, 1), 1, 1),
+        (1, (3, 1), (2, 1.5), 0, 1),
+        (1, (3, 2), (2, 1.99), 0, 1),  # a gain too small to give up bits for
+        (0, (3, 2), (1, 1), 0, 1),
+    ],
+)
+def test_the_faster_accumulation_is_taken_where_both_are_permitted(
+    tmp_path, allowed, costs, fast_costs, fast, best
+):
+    def runs(costs, fast_costs):
+        """How a new process accumulates, and by which algorithms."""
+        files._files.clear()
+        library = FakeCublasLt(costs, fast_costs=fast_costs)
+        lt = CublasLt(
+            "GPU",
+            tune=True,
+            cache_path=tmp_path / "m.json",
+            library=library,
+            cuda=FakeCuda(library),
+        )
+        args = Fp8Arguments(*FP8_SHAPE, fast=allowed)
+        lt.fp8(*args)
+        lt.fp8(*args)
+        return library.fast, library.runs
+
+    tried, algorithms = runs(costs, fast_costs)
+    assert set(tried) == {0, allowed}
+    assert tried[-2:] == [fast, fast] and algorithms[-2:] == [best, best]
+    # The file remembers both parts of the choice, though now the other would be faster.
+    assert runs(fast_costs, costs) == ([fast, fast], [best, best])
+
+
+def test_permission_to_accumulate_fast_is_a_part_of_the_key(tmp_path):
+    path = tmp_path / "m.json"
+    library = FakeCublasLt((2,), fast_costs=(1,))
+    lt = CublasLt("GPU", tune=True, cache_path=path, library=library, cuda=FakeCuda(library))
+    for fast in (1, 0, 1):
+        lt.fp8(*Fp8Arguments(*FP8_SHAPE, fast=fast))
+        assert library.fast[-1] == fast
+    assert len(json.loads(path.read_text())["algorithms"]) == 2
+
+
 def test_preferences():
     lt, library = make()
     lt.matmul(*Arguments(*SHAPE))
@@ -279,8 +324,8 @@ def test_a_remembered_algorithm_that_is_refused_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"\xff\xfe", b'{"format": 1}', b'{"format": 1, "algorithms": []}'),
-        *(b'{"format": 1, "algorithms": {"k": 5}}', b'{"format": 2, "algorithms": {"k": "00"}}'),
+        *(b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"format": 2, "algorithms": []}'),
+        *(b'{"format": 2, "algorithms": {"k": 5}}', b'{"format": 1, "algorithms": {"k": "00"}}'),
     ],
 )
 def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
@@ -292,10 +337,10 @@ def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
 
 def test_algorithms_of_the_wrong_size_are_ignored(tmp_path):
     path = tmp_path / "m.json"
-    path.write_text(json.dumps({"format": 1, "algorithms": {"a": "00" * 63, "b": "00" * 64}}))
+    path.write_text(json.dumps({"format": 2, "algorithms": {"a": "00" * 64, "b": "00" * 65}}))
     file = AlgorithmFile(path)
     assert file.get("a") is None
-    assert file.get("b") == bytes(64)
+    assert file.get("b") == bytes(65)
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
@@ -308,7 +353,7 @@ def test_ranks_agree_on_the_first_published(tmp_path):
     path = tmp_path / "m.json"
     file = algorithm_file(path)
     assert algorithm_file(Path(str(path))) is file
-    first, second, third = (bytes([i]) * 64 for i in range(3))
+    first, second, third = (bytes([i]) * 65 for i in range(3))
     assert file.publish("k", first, instead_of=None) == first
     assert file.publish("k", second, instead_of=None) == first  # was tuning at the same time
     assert file.publish("k", third, instead_of=first) == third  # first was refused

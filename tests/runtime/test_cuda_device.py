@@ -229,6 +229,39 @@ def test_eager_then_captured_then_replayed(api, dev):
     assert calls == [False, True, False]
 
 
+def test_capture_only_runs_nothing(api, dev):
+    x, calls = tensor(dev), []
+    dev.launch(OTHER, 1, 32, (x,))
+
+    def fn():
+        calls.append(api.runtime.capture is not None)
+        dev.launch(OTHER, 1, 32, (x,))
+
+    with dev.capture_only():
+        for _ in range(2):
+            dev.graph(("step",), fn)
+    assert calls == [True]
+    assert len(api.driver.launches) == 1
+    assert "graphLaunch" not in api.runtime.calls
+    assert api.runtime.calls.count("graphUpload") == 1
+    for run in range(2):  # replayed from the start
+        dev.graph(("step",), fn)
+        assert len(api.driver.launches) == 2 + run
+    assert calls == [True]
+
+
+def test_without_graphs_nothing_is_remembered(api, dev):
+    x = tensor(dev)
+    with dev.without_graphs():
+        for _ in range(3):
+            dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+        with dev.capture_only():
+            dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+    assert len(api.driver.launches) == 3
+    dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
+    assert "graphLaunch" not in api.runtime.calls
+
+
 def test_nothing_is_loaded_while_capturing(api, dev):
     x = tensor(dev)
     dev.graph(("g",), lambda: None)

@@ -1,24 +1,87 @@
-"""Rank threads: results, failures, signals."""
+"""Rank threads: commands, failures, signals, hangs."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from llmq.errors import ConfigError
-from llmq.runtime.workers import Stopped, run_ranks
+from llmq.errors import ConfigError, LlmqError
+from llmq.runtime import workers as module
+from llmq.runtime.workers import QUEUE, RankPool, Stopped, run_ranks
 
 
-def test_each_rank_runs_in_its_own_thread():
-    results = run_ranks(3, lambda rank, workers: (rank, threading.current_thread().name))
-    assert results == [(r, f"rank {r}") for r in range(3)]
+@pytest.fixture
+def pool():
+    """Makes pools that are closed after the test."""
+    made = []
+
+    def make(world_size=3, **options):
+        made.append(RankPool(world_size, **options))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
 
 
-def test_one_rank_runs_in_the_calling_thread():
-    assert run_ranks(1, lambda rank, workers: threading.current_thread()) == [
-        threading.current_thread()
-    ]
+# -- commands --
+
+
+def test_every_rank_keeps_its_thread(pool):
+    ranks = pool()
+    first, second = (ranks.run("x", lambda r: (r, threading.get_ident())) for _ in range(2))
+    assert first == second
+    assert [rank for rank, _ in first] == [0, 1, 2]
+    assert len({thread for _, thread in first} | {threading.get_ident()}) == 4
+
+
+def test_one_rank_is_the_calling_thread(pool):
+    ranks = pool(1, watchdog=0.01)
+    count = threading.active_count()
+    assert ranks.run("x", lambda rank: threading.get_ident()) == [threading.get_ident()]
+    command = ranks.post("x", lambda rank: "done at once")
+    assert command.results == {0: "done at once"}
+    error = ValueError("mine")
+    with pytest.raises(ValueError) as caught:
+        ranks.run("x", lambda rank: (_ for _ in ()).throw(error))
+    assert caught.value is error
+    assert not hasattr(error, "__notes__"), "there is only one rank"
+    assert ranks.run("x", lambda rank: 7) == [7], "it is not the pool's failure"
+    assert threading.active_count() == count
+
+
+def test_commands_keep_their_order_and_wait_for_no_other_rank(pool):
+    ranks, done, go = pool(), [[], [], []], threading.Event()
+
+    def command(number):
+        def fn(rank):
+            if rank == 1:
+                go.wait(5)
+            done[rank].append(number)
+
+        return fn
+
+    posted = [ranks.post("x", command(number)) for number in range(QUEUE)]
+    assert ranks.run("x", lambda rank: list(done[rank]), [0, 2]) == [list(range(QUEUE))] * 2
+    assert done[1] == [], "rank 1 has not begun"
+    go.set()
+    ranks.wait(posted[-1])
+    assert done == [list(range(QUEUE))] * 3
+
+
+def test_a_rank_can_be_only_so_far_behind(pool):
+    ranks, go = pool(2), threading.Event()
+    for _ in range(QUEUE):
+        ranks.post("x", lambda rank: rank == 0 or go.wait(5))
+    threading.Timer(0.1, go.set).start()
+    start = time.monotonic()
+    ranks.post("one more", lambda rank: None)
+    assert time.monotonic() - start > 0.05
 
 
 def test_barrier():
@@ -32,10 +95,14 @@ def test_barrier():
     assert run_ranks(4, fn) == [4] * 4
 
 
+# -- failures --
+
+
 def test_a_failure_stops_the_others_and_names_the_rank():
-    ended = []
+    ended, started = [], threading.Barrier(3)
 
     def fn(rank, workers):
+        started.wait()
         if rank == 1:
             raise ValueError("broken")
         try:
@@ -64,6 +131,97 @@ def test_a_users_error_keeps_its_type_and_names_the_rank():
         run_ranks(2, fn)
 
 
+def test_a_posted_failure_is_raised_by_what_comes_next(pool):
+    ranks, ran = pool(2), []
+
+    def fail(rank):
+        if rank == 1:
+            raise LlmqError("no memory")
+
+    ranks.post("x", fail)
+    with pytest.raises(LlmqError, match=r"^rank 1: no memory$"):
+        for _ in range(100):  # it needs a moment
+            ranks.run("y", lambda rank: time.sleep(0.01))
+    with pytest.raises(LlmqError, match=r"^rank 1: no memory$"):
+        ranks.post("z", ran.append)
+    ranks.close()
+    assert ran == []
+
+
+def test_what_waits_for_a_peer_is_told_to_stop(pool):
+    """on_stop ends waits that the stop flag does not; it is called once."""
+    released, calls, started = threading.Event(), [], threading.Barrier(3)
+
+    def on_stop():
+        calls.append(threading.current_thread().name)
+        released.set()
+
+    ranks = pool(3, on_stop=on_stop)
+
+    def fn(rank):
+        started.wait()
+        if rank:
+            raise ValueError(f"rank {rank}")
+        assert released.wait(5)
+        raise RuntimeError("the peer has gone")  # a consequence, not the cause
+
+    with pytest.raises(ValueError, match=r"rank [12]"):
+        ranks.run("x", fn)
+    assert calls == ["stop"]
+
+
+def test_ranks_that_were_stopped_without_an_error(pool):
+    ranks = pool(2)
+    ranks.workers.stop()
+    with pytest.raises(Stopped, match="the ranks were stopped"):
+        ranks.run("x", lambda rank: ranks.workers.barrier())
+
+
+def test_a_rank_that_cannot_be_stopped_is_left_alone(pool, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.3)
+    ranks, release, cleaned = pool(2), threading.Event(), []
+    started = threading.Barrier(2)
+
+    def fn(rank):
+        started.wait()
+        if rank == 1:
+            raise ValueError("broken")
+        release.wait(10)
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="broken"):
+        ranks.run("x", fn)
+    ranks.close(cleaned.append)
+    assert 0.25 < time.monotonic() - start < 3
+    assert cleaned == [], "what a rank still uses is not freed"
+    release.set()
+
+
+def test_cleaning_up(pool):
+    cleaned = []
+
+    def cleanup(rank):
+        cleaned.append((rank, threading.current_thread().name))
+        raise OSError("swallowed after a failure")
+
+    ranks = pool(2)
+    with pytest.raises(OSError):
+        ranks.close(cleanup)
+    assert all(name == f"rank {rank}" for rank, name in cleaned)
+    cleaned.clear()
+    ranks = pool(2)
+    with pytest.raises(ValueError, match="broken"):
+        ranks.run("x", lambda rank: (_ for _ in ()).throw(ValueError("broken")))
+    ranks.close(cleanup)
+    assert sorted(rank for rank, _ in cleaned) == [0, 1]
+    one = pool(1)
+    one.close(lambda rank: cleaned.append((rank, threading.current_thread().name)))
+    assert cleaned[-1] == (0, threading.current_thread().name)
+
+
+# -- signals --
+
+
 def test_a_signal_stops_the_ranks():
     started = threading.Barrier(2)
 
@@ -71,10 +229,86 @@ def test_a_signal_stops_the_ranks():
         started.wait()
         time.sleep(0.05)  # the calling thread waits for the ranks by now
         if rank == 0:
-            signal.raise_signal(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
         while True:
             workers.check()
             time.sleep(0.001)
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(2, fn)
+
+
+def test_a_signal_that_is_only_noted_disturbs_nothing(pool):
+    ranks, noted = pool(2), []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: noted.append(signum))
+    try:
+        ranks.run("x", lambda rank: rank or os.kill(os.getpid(), signal.SIGINT))
+        assert ranks.run("y", lambda rank: rank) == [0, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert noted == [signal.SIGINT]
+
+
+# -- hangs --
+
+
+def test_watchdog_says_what_the_ranks_do_and_ends_them(pool, capsys):
+    release = threading.Event()
+    ranks = pool(2, watchdog=0.2, on_stop=release.set, describe=lambda r: f"micro-step {r}")
+
+    def fn(rank):
+        if rank == 0:
+            release.wait(10)
+
+    start = time.monotonic()
+    with pytest.raises(LlmqError, match=r"no rank has made progress for 0 seconds; .*--watchdog"):
+        ranks.run("step 7", fn)
+    assert time.monotonic() - start < 3
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("rank 0: step 7 for 0 s, at workers.py:")
+    assert first.endswith(", micro-step 0")
+    assert second == "rank 1: idle, micro-step 1"
+
+
+def test_watchdog_leaves_progress_and_idleness_alone(pool, capsys):
+    ranks = pool(2, watchdog=0.3)
+
+    def long(rank):
+        for _ in range(10):
+            time.sleep(0.06)
+            ranks.beat()
+
+    ranks.run("long", long)
+    time.sleep(0.5)
+    for _ in range(5):
+        ranks.run("short", lambda rank: time.sleep(0.12))
+    assert capsys.readouterr().err == ""
+
+
+HANGING = """
+import atexit, threading
+atexit.register(lambda: print("libraries wait here"))
+from llmq.runtime import workers
+workers.PATIENCE = 0.2
+pool, started = workers.RankPool(2), threading.Barrier(2)
+def fn(rank):
+    started.wait()
+    return threading.Event().wait() if rank else 1 / 0
+try:
+    pool.run("x", fn)
+except ZeroDivisionError:
+    print("raised")
+pool.close()
+"""
+
+
+def test_a_hanging_rank_does_not_keep_the_process_from_ending():
+    """What libraries do at exit, such as waiting for the GPU, is left out."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(Path(module.PACKAGE).parent)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "raised\n", "")

@@ -1,0 +1,342 @@
+// fp8.cuh -- results that a kernel also writes as FP8 codes, row-major, transposed, or both.
+//
+//   code = fp8(v * factor), factor = 1 / scale, v as the BF16 or F32 tensor holds it: the same codes
+//   as if the tensor had been written and then quantized. fp8() as to_fp8 in common.cuh.
+//   saturated += number of |v| > MAX * scale (a NaN does not count)
+//
+// Included after the type variables and constants of a launch are defined: no name in here may be
+// one of those, so template parameters have long names.
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+#include "ptx.cuh"
+
+// A thread's encoder: of one tensor, or of nothing with WANTED = false, when Format may be any type.
+template <class Format, bool IS_WANTED> struct Fp8Encoder {
+    float factor, limit;
+    u32 count = 0;  // saturated elements of this thread
+
+    __device__ __forceinline__ explicit Fp8Encoder(const float* scale) {
+        if constexpr (IS_WANTED) {
+            factor = 1.0f / *scale;
+            limit = Fp8<Format>::MAX * *scale;
+        }
+    }
+
+    // The codes of one 16-byte vector, in their order.
+    __device__ __forceinline__ uint2 encode(const Vec<bf16>& x) {
+        count_saturated(x);
+        return make_uint2(four(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3])),
+                          four(to_f32(x[4]), to_f32(x[5]), to_f32(x[6]), to_f32(x[7])));
+    }
+    __device__ __forceinline__ u32 encode(const Vec<float>& x) {
+        count_saturated(x);
+        return four(x[0], x[1], x[2], x[3]);
+    }
+    // The codes of eight neighbours.
+    __device__ __forceinline__ uint2 encode(const Pack<bf16, 8>& x) { return encode(x.part[0]); }
+    __device__ __forceinline__ uint2 encode(const Pack<float, 8>& x) {
+        const u32 low = encode(x.part[0]);
+        return make_uint2(low, encode(x.part[1]));
+    }
+
+    // All threads of a warp call it once, at the end. Nothing is added for nothing.
+    __device__ __forceinline__ void finish(i32* saturated) {
+        if constexpr (IS_WANTED) {
+            const u32 sum = __reduce_add_sync(0xFFFFFFFFu, count);
+            if ((threadIdx.x & 31) == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
+        }
+    }
+
+private:
+    __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
+        return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
+    }
+    // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
+    template <class Element> __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
+        if (abs_max_bits(x) > __float_as_uint(limit)) {
+#pragma unroll
+            for (int k = 0; k < Vec<Element>::N; ++k) { count += fabsf(to_f32(x[k])) > limit; }
+        }
+    }
+};
+
+// row[i]: four neighbours of row i. column[j] becomes the four of column j.
+__device__ __forceinline__ void transpose_bytes(u32 (&column)[4], const u32 (&row)[4]) {
+    const u32 left01 = __byte_perm(row[0], row[1], 0x5140);   // columns 0, 0, 1, 1
+    const u32 right01 = __byte_perm(row[0], row[1], 0x7362);  // columns 2, 2, 3, 3
+    const u32 left23 = __byte_perm(row[2], row[3], 0x5140);
+    const u32 right23 = __byte_perm(row[2], row[3], 0x7362);
+    column[0] = __byte_perm(left01, left23, 0x5410);
+    column[1] = __byte_perm(left01, left23, 0x7632);
+    column[2] = __byte_perm(right01, right23, 0x5410);
+    column[3] = __byte_perm(right01, right23, 0x7632);
+}
+
+// Lanes 2i and 2i + 1 hold neighbouring octets `a` of one place and `b` of another: the even lane
+// gets all 16 bytes of the first place, the odd lane those of the second.
+__device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
+    const bool odd = threadIdx.x & 1;
+    const uint2 kept = odd ? b : a, given = odd ? a : b;
+    const u32 x = __shfl_xor_sync(0xFFFFFFFFu, given.x, 1);
+    const u32 y = __shfl_xor_sync(0xFFFFFFFFu, given.y, 1);
+    return odd ? make_uint4(x, y, kept.x, kept.y) : make_uint4(kept.x, kept.y, x, y);
+}
+
+// -- For kernels that work element by element ----------------------------------------------------
+
+// A block of 256 threads makes the codes of 128 rows and 64 columns: a thread those of 4 rows and 8
+// columns from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column;
+// the 16 bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8
+// lanes read 16 bytes each, in different banks.
+struct OctetTile {
+    static constexpr int LINES = 128, COLUMNS = 64, PLACES = LINES / 16;  // LINES: rows
+    uint4 line[COLUMNS][PLACES];
+
+    static __device__ __forceinline__ int row() {
+        return (threadIdx.x >> 5) * 16 + (threadIdx.x >> 3 & 3) * 4;
+    }
+    static __device__ __forceinline__ int column() { return (threadIdx.x & 7) * 8; }
+
+    // Row-major: to codes (any rows, columns) from this thread's row and column of it. All threads
+    // of a warp call it; columns % 16 == 0.
+    template <class Format>
+    static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column, int columns,
+                                                      const uint2 (&four)[4], bool inside) {
+        const int odd = threadIdx.x & 1;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const uint4 joined = join_pair(four[i], four[i + 1]);
+            Format* place = codes + (row + i + odd) * columns + column - odd * 8;
+            if (inside) { *reinterpret_cast<uint4*>(place) = joined; }
+        }
+    }
+
+    // Put this thread's codes in; a barrier must follow.
+    __device__ __forceinline__ void put(const uint2 (&four)[4]) {
+        const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, octet = threadIdx.x & 7;
+        u32 turned[2][4];
+        transpose_bytes(turned[0], {four[0].x, four[1].x, four[2].x, four[3].x});
+        transpose_bytes(turned[1], {four[0].y, four[1].y, four[2].y, four[3].y});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint4* place = &line[octet * 8 + i][warp ^ octet];
+            reinterpret_cast<u32*>(place)[four_rows] = turned[i / 4][i % 4];
+        }
+    }
+
+    // To transposed (columns, rows) what lies inside of it; the tile's first row and column are
+    // given; rows % 16 == 0.
+    template <class Format>
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
+                                          i64 rows, int columns) const {
+        store(transposed, first_row, rows, columns, [=](int c) { return first_column + c; });
+    }
+
+    // The same of a tile whose column c is column place(c).
+    template <class Format, class Place>
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 rows, int columns,
+                                          const Place& place) const {
+#pragma unroll
+        for (int i = 0; i < COLUMNS * PLACES / 256; ++i) {
+            const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
+            const i64 row = first_row + k * 16, column = place(c);
+            if (row < rows && column < columns) {
+                *reinterpret_cast<uint4*>(transposed + column * rows + row) = line[c][k ^ (c / 8)];
+            }
+        }
+    }
+};
+
+// A thread's place in a matrix (rows, columns) that is cut into such blocks, in a grid (across,
+// down). rows % 16 == 0, columns % 16 == 0: all of its 4 rows and 8 columns are inside, or none.
+struct OctetPlace {
+    i64 first_row, row;
+    int first_column, column, there;  // there: rows inside, 4 or 0
+    bool inside;
+    __device__ __forceinline__ OctetPlace(i64 rows, int columns) {
+        first_row = (i64)blockIdx.y * OctetTile::LINES;
+        first_column = blockIdx.x * OctetTile::COLUMNS;
+        row = first_row + OctetTile::row();
+        column = first_column + OctetTile::column();
+        inside = row < rows && column < columns;
+        there = inside ? 4 : 0;
+    }
+};
+
+// What it loads there: BF16 stays packed, so that many fit in the registers.
+template <class Element> struct OctetRows {
+    static constexpr int PARTS = 8 / Vec<Element>::N;
+    uint4 part[4][PARTS];
+
+    // Row i is at p + i * stride; zeros where i >= there.
+    __device__ __forceinline__ void load(const Element* p, i64 stride, int there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < PARTS; ++k) {
+                part[i][k] = make_uint4(0, 0, 0, 0);
+                if (i < there) {
+                    part[i][k] = load_packed_stream(p + i * stride + k * Vec<Element>::N);
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ Pack<Element, 8> row(int i) {
+        Pack<Element, 8> out;
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+            forget(part[i][k]);  // else it may be unpacked long before, into twice the registers
+            out.part[k] = unpack<Element>(part[i][k]);
+        }
+        return out;
+    }
+};
+
+// The largest abs_bits of a pack.
+template <class Element, int COUNT>
+__device__ __forceinline__ u32 abs_max_bits(const Pack<Element, COUNT>& x) {
+    u32 largest = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT / Vec<Element>::N; ++k) {
+        largest = max(largest, abs_max_bits(x.part[k]));
+    }
+    return largest;
+}
+
+// -- For kernels that work row by row ------------------------------------------------------------
+
+// LINES whole rows of codes in dynamic shared memory, put in row by row and taken out turned, in
+// pieces of 16 rows (8 if there are no more) and 4 columns. Between the pieces' rows lie some bytes,
+// so that a warp, which takes 4 neighbouring columns of LINES / 16 pieces in every group of lanes,
+// reads from different banks: 16 rows are a multiple of 128 bytes, columns % 8 == 0.
+// llmq/ops/common.py (row_tile) has its size.
+template <int LINES> struct RowTile {
+    static constexpr int PIECE = LINES < 16 ? LINES : 16, PIECES = LINES / PIECE;
+    static constexpr int GAP = PIECES > 1 ? 128 / PIECES : 0;
+    u8* bytes;
+    int columns;
+
+    __device__ __forceinline__ u8* place(int row, int column) const {
+        return bytes + row * columns + row / PIECE * GAP + column;
+    }
+    __device__ __forceinline__ void put(int row, int column, uint2 codes) const {
+        *reinterpret_cast<uint2*>(place(row, column)) = codes;
+    }
+    __device__ __forceinline__ void put(int row, int column, u32 codes) const {
+        *reinterpret_cast<u32*>(place(row, column)) = codes;
+    }
+
+    // To transposed (columns, rows), between two barriers. rows % 16 == 0.
+    template <class Format>
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 rows) const {
+        for (int i = threadIdx.x; i < columns / 4 * PIECES; i += blockDim.x) {
+            const int piece = i % PIECES, column = i / PIECES * 4;
+            const i64 row = first_row + piece * PIECE;
+            if (row >= rows) { continue; }
+            u32 turned[PIECE / 4][4];
+#pragma unroll
+            for (int k = 0; k < PIECE / 4; ++k) {
+                u32 four[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const u8* from = place(piece * PIECE + k * 4 + j, column);
+                    four[j] = *reinterpret_cast<const u32*>(from);
+                }
+                transpose_bytes(turned[k], four);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                Format* to = transposed + (i64)(column + j) * rows + row;
+                if constexpr (PIECE == 16) {
+                    *reinterpret_cast<uint4*>(to) =
+                        make_uint4(turned[0][j], turned[1][j], turned[2][j], turned[3][j]);
+                } else {
+                    *reinterpret_cast<uint2*>(to) = make_uint2(turned[0][j], turned[1][j]);
+                }
+            }
+        }
+    }
+};
+
+// The FP8 results of a kernel whose threads hold rows as Row in common.cuh: codes row-major with
+// ROW_MAJOR, transposed with LINES > 0, when the block's rows between two calls of finish_tile are
+// those from a multiple of LINES on.
+template <class Format, bool ROW_MAJOR, int LINES> struct Fp8Rows {
+    Fp8Encoder<Format, ROW_MAJOR || (LINES > 0)> encoder;
+    Format *codes, *transposed;
+    int columns;
+
+    __device__ __forceinline__ Fp8Rows(Format* codes, Format* transposed, const float* scale,
+                                       int columns)
+        : encoder(scale), codes(codes), transposed(transposed), columns(columns) {}
+
+    // This thread's part of a row.
+    template <class Element, int W, int COUNT>
+    __device__ __forceinline__ void emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
+        if constexpr (ROW_MAJOR || LINES > 0) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const int c = x.column(i);
+                if (!active || c >= columns) { continue; }
+                const auto eight = encoder.encode(x.v[i]);  // or four, of F32
+                if constexpr (ROW_MAJOR) {
+                    using Word = decltype(encoder.encode(x.v[i]));
+                    *reinterpret_cast<Word*>(codes + row * columns + c) = eight;
+                }
+                if constexpr (LINES > 0) { tile().put((int)(row % LINES), c, eight); }
+            }
+        }
+    }
+
+    // All threads of the block call it when the rows from first on have been emitted.
+    __device__ __forceinline__ void finish_tile(i64 first, i64 rows) const {
+        if constexpr (LINES > 0) {
+            __syncthreads();
+            tile().store(transposed, first, rows);
+            __syncthreads();
+        }
+    }
+
+    // All threads call it once, at the end.
+    __device__ __forceinline__ void finish(i32* saturated) { encoder.finish(saturated); }
+
+private:
+    __device__ __forceinline__ RowTile<LINES> tile() const {
+        extern __shared__ uint4 row_tile[];
+        return {reinterpret_cast<u8*>(row_tile), columns};
+    }
+};
+
+// One row of parameters, the same for all rows: HELD in the registers of a Row's threads, or read
+// again from the cache wherever it is used, which leaves registers for what FP8 results need.
+template <class Element, int W, int COUNT, bool HELD> struct RowParameter {
+    Row<Element, W, COUNT> held;
+    const Element* values;
+    int columns;
+
+    __device__ __forceinline__ RowParameter(const Element* values, int columns)
+        : values(values), columns(columns) {
+        if constexpr (HELD) { held.load(values, columns, true); }
+    }
+    // A Vec, or a reference to one. Zeros past the end of the row.
+    __device__ __forceinline__ decltype(auto) vector(int i) const {
+        if constexpr (HELD) {
+            return (held.v[i]);
+        } else {
+            int c = held.column(i);
+            forget(c);  // or the compiler would load it once and hold it
+            Vec<Element> loaded = unpack<Element>(make_uint4(0, 0, 0, 0));
+            if (c < columns) { loaded = load_vec(values + c); }
+            return loaded;
+        }
+    }
+    // See forget of what the threads load of other rows.
+    __device__ __forceinline__ void forget_vector(int i) {
+        if constexpr (HELD) { forget(reinterpret_cast<uint4&>(held.v[i])); }
+    }
+    __device__ __forceinline__ void forget_all() {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) { forget_vector(i); }
+    }
+};

@@ -1,0 +1,50 @@
+// fp8_scale.cu -- scales of FP8 tensors from the largest values of the last optimizer steps.
+//
+//   update   history[h] = history[h + 1], the last one = abs_max, or 0 where that is not finite
+//            m = largest of history      scale = max(m, 1e-10) / limit, 1 where m is 0
+//   count    stats[saturated] += sum of saturated
+//
+// Data     scales, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first counts, the
+//          others keep addresses multiples of 16 bytes. history: F32 (length, n), oldest first.
+//          limits: F32 (n). abs_maxes may be null: history stays as it is. stats: F64 (9),
+//          llmq.dtypes.STATS.
+// Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
+// Cost     history read and written once; launches of some microseconds.
+// Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
+// Same name  llmq/ops/fp8_scale.py  llmq/ref/fp8_scale.py  tests/ops/test_fp8_scale.py
+#include "common.cuh"
+
+constexpr int THREADS = 256, STRIDE = 4, SATURATED = 8;  // llmq.dtypes.STAT
+constexpr float LEAST_ABS_MAX = 1e-10f;                  // as in cu/quantize.cu
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ history,
+                 const f32* __restrict__ abs_maxes, const f32* __restrict__ limits, i32 length,
+                 i32 n) {
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= n) { return; }
+    float largest = 0.0f;
+    if (abs_maxes != nullptr) {
+        for (int h = 0; h < length - 1; ++h) {
+            const float later = history[(h + 1) * n + i];
+            history[h * n + i] = later;
+            largest = fmaxf(largest, later);
+        }
+        const float seen = abs_maxes[i * STRIDE], newest = isfinite(seen) ? seen : 0.0f;
+        history[(length - 1) * n + i] = newest;
+        largest = fmaxf(largest, newest);
+    } else {
+        for (int h = 0; h < length; ++h) { largest = fmaxf(largest, history[h * n + i]); }
+    }
+    const float scale = fmaxf(largest, LEAST_ABS_MAX) / limits[i];
+    scales[i * STRIDE] = largest > 0.0f ? scale : 1.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated, i32 n) {
+    __shared__ f64 shared[32];
+    f64 sum = 0.0;  // of integers: exact in any order
+    for (int i = threadIdx.x; i < n; i += THREADS) { sum += (u32)saturated[i * STRIDE]; }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) { stats[SATURATED] += sum; }
+}

@@ -1,0 +1,64 @@
+"""Scales of FP8 tensors from the largest values of the last optimizer steps."""
+
+from __future__ import annotations
+
+from llmq.dtypes import F32, F64, I32, STATS
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.tensor import Tensor
+
+THREADS = 256
+STRIDE = 4  # elements from one tensor's scale to the next one's: products need 16-byte alignment
+
+UPDATE = Kernel(
+    "fp8_scale.cu",
+    "fp8_scale_update",
+    args="f32* scales, inout f32* history, const f32*? abs_maxes, const f32* limits, "
+    "i32 length, i32 n",
+)
+COUNT = Kernel(
+    "fp8_scale.cu", "fp8_scale_count", args="inout f64* stats, const i32* saturated, i32 n"
+)
+
+
+def update(
+    dev: Device, scales: Tensor, history: Tensor, limits: Tensor, abs_maxes: Tensor | None
+) -> None:
+    """Add a step to the history, and scale = largest of the history / limit.
+
+    Values up to that largest one then become codes up to limit. scale is 1 where the history has
+    nothing but zeros. A largest value that is not finite counts as 0.
+
+    Args (of each row of four only the first element is used):
+        scales     out    F32 (n, 4)
+        history    inout  F32 (length, n)  largest values, the oldest step first
+        limits     in     F32 (n,)         positive
+        abs_maxes  in     F32 (n, 4)       of the step that is added; None: none is
+
+    Cost:    history read and written once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    if len(history.shape) != 2:
+        raise ValueError(f"fp8_scale: history must have 2 dimensions, got {history.shape}")
+    length, n = history.shape
+    expect("fp8_scale", "scales", scales, F32, (n, STRIDE))
+    expect("fp8_scale", "history", history, F32, (length, n))
+    expect("fp8_scale", "limits", limits, F32, (n,))
+    if abs_maxes is not None:
+        expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))
+    args = (scales, history, abs_maxes, limits, length, n)
+    dev.launch(UPDATE, ceil_div(n, THREADS), THREADS, args)
+
+
+def count(dev: Device, stats: Tensor, saturated: Tensor) -> None:
+    """Adds the counts of saturated elements to the statistics of the optimizer step.
+
+    Args:
+        stats      inout  F64 (9,)    entries llmq.dtypes.STAT
+        saturated  in     I32 (n, 4)  of each row the first element; counts of 32 bits, no sign
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    expect("fp8_scale", "stats", stats, F64, (len(STATS),))
+    expect("fp8_scale", "saturated", saturated, I32, (*saturated.shape[:1], STRIDE))
+    dev.launch(COUNT, 1, THREADS, (stats, saturated, saturated.shape[0]))

@@ -1,0 +1,69 @@
+"""The residual stream at the start of each block, which backward needs again.
+
+On the device for every layer, or (--offload-residual) in host memory with two buffers on the
+device: in forward a layer's residual leaves on the store stream once its block has run, in backward
+it comes back on the copy stream while the block after it runs. The last two never leave.
+"""
+
+from __future__ import annotations
+
+from llmq.dtypes import DType
+from llmq.runtime.device import Device
+
+SLOTS = 2
+
+
+class Residuals:
+    """Of all layers of a model, (rows, C) each. `tensors[layer]`: where it is while in use."""
+
+    def __init__(
+        self, dev: Device, num_layers: int, shape: tuple[int, int], dtype: DType, *, offload: bool
+    ):
+        self.dev, self.num_layers = dev, num_layers
+        self.offload = offload and num_layers > SLOTS
+        count = SLOTS if self.offload else num_layers
+        buffers = [dev.alloc(f"residual.{i}", shape, dtype, "Activations") for i in range(count)]
+        self.tensors = [buffers[layer % count] for layer in range(num_layers)]
+        leaving = num_layers - SLOTS if self.offload else 0
+        self._host = [
+            dev.alloc(f"residual.host.{i}", shape, dtype, "Activations", "pinned")
+            for i in range(leaving)
+        ]
+        self._left, self._free, self._arrived = (
+            [dev.event(f"residual.{what}.{i}") for i in range(SLOTS)]
+            for what in ("left", "free", "arrived")
+        )
+
+    def write(self, layer: int) -> None:
+        """Before the current stream writes a layer's residual."""
+        if self.offload and layer >= SLOTS:
+            self.dev.wait(self._left[layer % SLOTS])
+
+    def written(self, layer: int, *, keep: bool) -> None:
+        """The layer's forward pass is enqueued. keep: backward will read its residual."""
+        if not self.offload or layer >= len(self._host):
+            return
+        index = layer % SLOTS
+        self.dev.record(self._free[index])
+        with self.dev.on("store"):
+            self.dev.wait(self._free[index])
+            if keep:
+                self.dev.copy(self._host[layer], self.tensors[layer])
+            self.dev.record(self._left[index])
+
+    def read(self, layer: int) -> None:
+        """Before the current stream reads a layer's residual in backward."""
+        if self.offload and layer < len(self._host):
+            self.dev.wait(self._arrived[layer % SLOTS])
+
+    def was_read(self, layer: int) -> None:
+        """The layer's backward pass is enqueued: its buffer is for the residual two layers down."""
+        following = layer - SLOTS
+        if not self.offload or following < 0:
+            return
+        index = layer % SLOTS
+        self.dev.record(self._free[index])
+        with self.dev.on("copy"):
+            self.dev.wait(self._free[index])
+            self.dev.copy(self.tensors[following], self._host[following])
+            self.dev.record(self._arrived[index])

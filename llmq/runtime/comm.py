@@ -1,0 +1,360 @@
+"""Collectives between the ranks of one process: what the training step calls on `dev.comm`.
+
+Every call is enqueued on the current stream and returns at once. The calls of one rank must be
+ordered among themselves (one stream, or events between streams), and all ranks make the same calls
+in the same order. All ranks allocate the same tensors in the same order, so a tensor of a peer lies
+at the same offset in the peer's memory of the same place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmq.dtypes import BF16, F32, I32, U8
+from llmq.runtime.tensor import Storage, Tensor
+
+if TYPE_CHECKING:
+    from llmq.runtime.device import Device
+    from llmq.runtime.links import LinkTable
+    from llmq.runtime.plan_device import PlanDevice
+    from llmq.runtime.workers import Workers
+
+FLAG_NAMES = 512  # fences and all_to_all buffers of one run, chunks of the staging ring
+STAGING_CHUNK = 4 << 20  # bytes: 80 us of PCIe 5 x16, long beside the 2-3 us between two copies
+STAGING_CHUNKS = 4  # of the ring: one is written, one is read, and two keep both sides busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommOptions:
+    """How data travels between GPUs; means nothing to the other devices.
+
+    memcpy_all_gather: all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients
+    are reduced with all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy
+    engines, else by NCCL. p2p: "on", "off" or "auto", direct access to the memory of other GPUs.
+    """
+
+    memcpy_all_gather: bool = False
+    memcpy_send_recv: bool = False
+    all_to_all_reduce: bool = False
+    p2p: str = "auto"
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything goes by the copy engines."""
+        return self.memcpy_all_gather or (self.all_to_all_reduce and self.memcpy_send_recv)
+
+    @property
+    def nccl(self) -> bool:
+        """Whether anything goes by NCCL."""
+        return not (self.memcpy_all_gather and self.all_to_all_reduce and self.memcpy_send_recv)
+
+
+class CommMemory(NamedTuple):
+    """Pinned memory of one rank; a tensor is None where the options need none.
+
+    flags: I32 (FLAG_NAMES * W,), what the peers tell this rank. staging: U8, STAGING_CHUNKS equal
+    buffers through which this rank's data go to the peers that cannot read its GPU.
+    """
+
+    flags: Tensor | None
+    staging: Tensor | None
+
+
+def allocate(dev: Device, options: CommOptions) -> CommMemory:
+    """Take a rank's memory for collectives: the same on every kind of device, so that plan = run.
+
+    With p2p "auto" the ring is taken whether or not the probe finds that it is needed.
+    """
+    flags = staging = None
+    if dev.world_size > 1 and options.copies:
+        count = FLAG_NAMES * dev.world_size
+        flags = dev.alloc("comm.flags", (count,), I32, "Activations", place="pinned")
+        if options.p2p != "on":
+            size = STAGING_CHUNKS * STAGING_CHUNK
+            staging = dev.alloc("comm.staging", (size,), U8, "Activations", place="pinned")
+    return CommMemory(flags, staging)
+
+
+def connect(
+    devices: Sequence[Device], options: CommOptions, workers: Workers | None = None
+) -> LinkTable | None:
+    """Give each device its `comm`; returns the measured links between GPUs, None without any.
+
+    Called once, in one thread, with the devices of all ranks, directly after they are made: it
+    allocates. With rank threads:
+
+        devices[rank] = open_device(rank)         # a list that the ranks share
+        workers.barrier()
+        if rank == 0:
+            links = connect(devices, options, workers)
+        workers.barrier()
+
+    workers: of the ranks' threads; needed by more than one rank, except on the plan device. When
+    they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.
+    Close the devices when the threads of all ranks have ended, or after `dev.synchronize()` and a
+    barrier: until then peers may read their memory. A plan needs one device, of any rank.
+    Raises LlmqError where GPUs cannot talk to each other as the options demand.
+    """
+    if devices[0].world_size == 1:
+        return None
+    kind = devices[0].kind
+    if kind == "plan":
+        for dev in devices:
+            dev.comm = PlanComm(dev, options)
+        return None
+    if kind == "host":
+        from llmq.runtime.host_comm import connect_host
+
+        connect_host(devices, options, workers)
+        return None
+    from llmq.runtime.cuda_comm import connect_cuda
+
+    return connect_cuda(devices, options, workers)
+
+
+def storages(dev: Device) -> dict[str, Storage]:
+    """The device's storages by place."""
+    return {p: arena.storage for p, arena in dev.arenas.items()} | {"stack": dev.stack.storage}
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one device start at the same byte."""
+    return a.storage is b.storage and a.offset == b.offset
+
+
+class Comm(ABC):
+    """One rank's end of the collectives.
+
+    last_operation: what was enqueued last, for diagnosis; a graph's replay does not change it.
+    bytes_by_kind: bytes that this rank has received from its peers, by operation, as enqueued:
+    replays do not count.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank = rank
+        self.world_size = world_size
+        self.last_operation = "none"
+        self.bytes_by_kind: Counter[str] = Counter()
+
+    def all_gather(self, dst: Tensor, src: Tensor) -> None:
+        """Part p of dst becomes rank p's src.
+
+        dst (W*n,), src (n,) of the same dtype; src may be dst's own part (in place) or pinned.
+        A source is published: peers may read it at any time between two fences. So call `fence`
+        between writing a source and gathering it, and before writing it again.
+        """
+        if dst.dtype != src.dtype:
+            raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
+        if dst.size != self.world_size * src.size:
+            raise ValueError(
+                f"all_gather: dst must have {self.world_size} x {src.size} elements, got {dst!r}"
+            )
+        self._begin(f"all_gather {dst.name}")
+        self._count("all_gather", dst.nbytes - src.nbytes)
+        self._all_gather(dst, src)
+
+    def reduce_scatter(self, buffer: Tensor) -> None:
+        """The rank's own part of buffer becomes the sum over ranks, the other parts undefined.
+
+        buffer (W*n,), F32 or BF16; part p is elements [p*n, (p+1)*n).
+        """
+        if buffer.dtype not in (F32, BF16):
+            raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
+        self._check_parts("reduce_scatter", buffer)
+        self._begin(f"reduce_scatter {buffer.name}")
+        self._count("reduce_scatter", self._others(buffer))
+        self._reduce_scatter(buffer)
+
+    def all_to_all(self, buffer: Tensor, spare: Tensor | None) -> list[Tensor]:
+        """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
+
+        buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
+        Destroys the other parts of buffer: in round k rank r pulls its part from rank r - k, in
+        the first round into spare, later into the part that was pulled from it in the round
+        before. Call `wait_pulled` before writing into buffer again.
+        """
+        self._check_parts("all_to_all", buffer)
+        if self.world_size > 1:
+            if spare is None or spare.dtype != buffer.dtype:
+                raise TypeError(f"all_to_all: spare must be {buffer.dtype.label}, got {spare!r}")
+            if spare.size * self.world_size != buffer.size:
+                raise ValueError(
+                    f"all_to_all: spare must have {buffer.size // self.world_size} elements, "
+                    f"got {spare!r}"
+                )
+        self._begin(f"all_to_all {buffer.name}")
+        self._count("all_to_all", self._others(buffer))
+        targets = [part(buffer, self.rank, self.world_size)]
+        for k in range(1, self.world_size):
+            targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.world_size))
+        self._all_to_all(buffer, targets)
+        world_size = self.world_size
+        return [targets[(self.rank - source) % world_size] for source in range(world_size)]
+
+    def wait_pulled(self, buffer: Tensor) -> None:
+        """The current stream waits until no peer still has to read what all_to_all left in buffer.
+
+        The stream must come after that all_to_all.
+        """
+        self._begin(f"wait_pulled {buffer.name}")
+        self._wait_pulled(buffer)
+
+    def fence(self, name: str) -> None:
+        """The current streams of all ranks meet.
+
+        What they did before is done on every rank before any goes on. name: of this place in the
+        program; one of at most a few hundred. Where all is done by NCCL this does nothing, because
+        an NCCL call sends what its source holds when the source's own stream gets there, and ends
+        only when that source may be written again.
+        """
+        self._begin(f"fence {name}")
+        self._fence(name)
+
+    def abort(self) -> None:  # noqa: B027 - only a GPU waits without the host
+        """Stop all ranks and let what waits for a peer go on, with undefined data."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing that needs closing
+        """Release what a library holds; the device does this when it is closed."""
+
+    def _begin(self, operation: str) -> None:
+        self.last_operation = operation
+
+    def _count(self, kind: str, received: int) -> None:
+        self.bytes_by_kind[kind] += received
+
+    def _check_parts(self, op: str, buffer: Tensor) -> None:
+        if buffer.size % self.world_size:
+            raise ValueError(
+                f"{op}: buffer must have {self.world_size} equal parts, got {buffer!r}"
+            )
+
+    def _others(self, buffer: Tensor) -> int:
+        """Bytes of all parts but one."""
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
+    @abstractmethod
+    def _all_gather(self, dst: Tensor, src: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, buffer: Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+        """targets[k]: where round k puts what it pulls from rank r - k. targets[0]: own part."""
+
+    @abstractmethod
+    def _wait_pulled(self, buffer: Tensor) -> None: ...
+
+    @abstractmethod
+    def _fence(self, name: str) -> None: ...
+
+
+def part(buffer: Tensor, index: int, world_size: int) -> Tensor:
+    """Part `index` modulo W of a buffer (W*n,)."""
+    n = buffer.size // world_size
+    first = index % world_size * n
+    return buffer.rows(first, first + n)
+
+
+def exchange(dev: Device, table: Tensor, row: Tensor, name: str) -> None:
+    """Row p of table (W*n elements) becomes rank p's `row` (n,): what is small and written often.
+
+    All work of all ranks before comes before all after. name: for fences.
+    """
+    own = part(table.view(table.size), dev.rank, dev.world_size)
+    dev.comm.fence(f"{name}.read")  # nobody still reads the rows of the last time
+    dev.copy(own, row)
+    dev.comm.fence(f"{name}.written")
+    dev.comm.all_gather(table.view(table.size), own)
+
+
+class SingleComm(Comm):
+    """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
+
+    def __init__(self, dev: Device):
+        super().__init__(0, 1)
+        self._dev = dev
+
+    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
+        if not same_memory(dst, src):
+            self._dev.copy(dst, src)
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        pass
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+        pass
+
+    def _wait_pulled(self, buffer: Tensor) -> None:
+        pass
+
+    def _fence(self, name: str) -> None:
+        pass
+
+
+class PlanComm(Comm):
+    """Counts. As memory traffic: what is received is written, as much is read."""
+
+    def __init__(self, dev: PlanDevice, options: CommOptions):
+        super().__init__(dev.rank, dev.world_size)
+        allocate(dev, options)
+        self._dev, self._options = dev, options
+
+    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
+        received = dst.nbytes - src.nbytes
+        if src.storage.place in ("device", "stack"):
+            in_place = same_memory(part(dst, self.rank, self.world_size), src)
+            moved = received if in_place else dst.nbytes
+            self._dev.collective("all_gather", 2 * moved, 0, received)
+        elif self._options.memcpy_all_gather:  # the peers' sources are read where they are
+            self._dev.collective("all_gather", dst.nbytes, dst.nbytes, 0)
+        else:
+            self._dev.collective("all_gather", dst.nbytes + received, src.nbytes, received)
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        received = self._others(buffer)
+        self._dev.collective("reduce_scatter", 2 * received, 0, received)
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+        received = self._others(buffer)
+        self._dev.collective("all_to_all", 2 * received, 0, received)
+
+    def _wait_pulled(self, buffer: Tensor) -> None:
+        pass
+
+    def _fence(self, name: str) -> None:
+        pass
+
+
+class SilentComm(Comm):
+    """Collectives that move nothing: what they would bring keeps its last content."""
+
+    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
+        pass
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        pass
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+        pass
+
+    def _wait_pulled(self, buffer: Tensor) -> None:
+        pass
+
+    def _fence(self, name: str) -> None:
+        pass
+
+
+@contextmanager
+def silenced(dev: Device) -> Iterator[None]:
+    """Within the block the device's collectives move nothing and wait for nobody."""
+    comm, dev.comm = dev.comm, SilentComm(dev.rank, dev.world_size)
+    try:
+        yield
+    finally:
+        dev.comm = comm

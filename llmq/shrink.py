@@ -1,0 +1,207 @@
+"""Ways to need less memory, and the cheapest ones that make a configuration fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from llmq.errors import ConfigError
+from llmq.estimate import Planner
+from llmq.machine import Machine, available_host_memory
+from llmq.options import TrainConfig
+
+MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+TROUBLE = 1e-3  # part of a step's time that any change must be worth
+
+Changes = dict[str, Any]  # options by field name
+Saver = Callable[[TrainConfig], Changes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes that a run may take: of each rank's device memory, and of host memory for all ranks.
+
+    None: there is nothing to compare with. On the CPU device holds everything.
+    """
+
+    device: int | None = None
+    host: int | None = None
+
+    def excess(self, device: int, host: int) -> int:
+        """Bytes too many, of both kinds together; 0: it fits."""
+        pairs = ((device, self.device), (host, self.host))
+        return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
+
+
+def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
+    """What a run may take on this machine."""
+    if machine.kind == "host":
+        available, host = available_host_memory() // machine.world_size, None
+    else:
+        available, host = machine.spec.memory, available_host_memory()
+    return Limits(device=min(available, config.memory_limit or available), host=host)
+
+
+# ------------------------------------------------------------------------------------------------
+# Savers: what to change in a configuration, nothing where they cannot do anything
+
+
+def _on(*names: str) -> Saver:
+    return lambda config: dict.fromkeys(names, True)
+
+
+def _not(name: str) -> Saver:
+    return lambda config: {name: False}
+
+
+def _more_chunks(head: int, attention: int) -> Saver:
+    """So many times as many of both, while the head's products still fill a GPU."""
+
+    def changes(config: TrainConfig) -> Changes:
+        chunks = config.lmhead_chunks * head
+        rows, rest = divmod(config.batch_size * config.seq_len, chunks)
+        parts = config.attn_bwd_chunks * attention
+        too_few = head > 1 and rows < MIN_CHUNK_ROWS
+        if rest or too_few or config.batch_size % parts:
+            return {}
+        return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
+
+    return changes
+
+
+def smaller_batch(config: TrainConfig) -> Changes:
+    """Half as many sequences at a time, twice as often."""
+    half = config.batch_size // 2
+    if config.batch_size % 2 or half % config.attn_bwd_chunks:
+        return {}
+    return {"batch_size": half, "grad_accumulation": 2 * config.grad_accumulation}
+
+
+# These change when and where numbers are computed and kept, but not their formats. Some do nothing
+# alone and are therefore here in pairs.
+REARRANGING: tuple[Saver, ...] = (
+    _on("recompute_swiglu"),
+    _on("recompute_norm"),
+    _on("recompute_ffn"),
+    _on("recompute_qkv"),
+    _on("recompute_att"),
+    _on("recompute_block"),
+    _more_chunks(2, 1),
+    _more_chunks(8, 1),
+    _more_chunks(1, 4),
+    _more_chunks(8, 4),
+    _on("offload_residual"),
+    _on("offload_opt_m"),
+    _on("offload_opt_v"),
+    _on("offload_master"),
+    _not("keep_transposed"),
+    _on("shard_weights"),
+    _on("shard_weights", "offload_master"),
+    _on("shard_weights", "persistent_quants"),
+    _on("shard_weights", "persistent_quants", "offload_quants"),
+    _on("shard_gradients"),
+    _on("shard_gradients", "offload_gradients"),
+)
+# These need less host memory, and more of the device's.
+STAYING: tuple[Saver, ...] = tuple(
+    _not(f"offload_{name}")
+    for name in ("residual", "opt_m", "opt_v", "master", "gradients", "quants")
+)
+# These round more, the least harmful first.
+ROUNDING: tuple[Saver, ...] = (
+    lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
+    lambda config: {"grad_accum_dtype": config.model_dtype},
+    lambda config: {"master_dtype": config.model_dtype},
+    lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
+    lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
+)
+
+
+def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
+    """The configuration with these options, and what they imply."""
+    return replace(config, **changes).normalized()
+
+
+class Shrinker:
+    """Looks for the cheapest changes that make configurations fit."""
+
+    def __init__(self, planner: Planner, limits: Limits, fixed: frozenset[str] = frozenset()):
+        """fixed: names of options that keep their values."""
+        self.planner, self.limits, self.fixed = planner, limits, fixed
+
+    def excess(self, config: TrainConfig) -> int:
+        """Bytes too many, by an estimate; 0: it fits."""
+        need = self.planner.estimate(config)
+        return self.limits.excess(need.device, need.host)
+
+    def fits(self, config: TrainConfig) -> bool:
+        """Whether it fits, by an estimate."""
+        return self.excess(config) == 0
+
+    def shrink(
+        self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
+    ) -> list[Changes]:
+        """What to change, one after the other, none superfluous; may not be enough.
+
+        Always next: what costs the least time for each byte that is still too much. start: changes
+        to begin with, such as those of a similar configuration.
+        """
+        found: list[Changes] = []
+        for change in start:
+            if self.allowed(having(config, found), change) is not None:
+                found.append(change)
+        ratios = dict.fromkeys(savers, 0.0)
+        while self.excess(now := having(config, found)):
+            best = self._best(now, ratios)
+            if best is None:
+                break
+            found.append(best)
+        # What later ones imply or make unnecessary goes, the dearest first.
+        enough = self.excess(having(config, found))
+        for change in reversed(found[:-1]):
+            rest = [c for c in found if c is not change]
+            if self.excess(having(config, rest)) <= enough:
+                found = rest
+        return found
+
+    def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
+        """The next change, None if nothing helps. ratios: seconds a byte when last looked at.
+
+        They only grow, as less is missing: what was worse before than the best is now, is not
+        looked at again.
+        """
+        best, lowest = None, math.inf
+        for saver in sorted(ratios, key=ratios.__getitem__):
+            if ratios[saver] > lowest:
+                break
+            change = saver(now)
+            ratios[saver] = self._ratio(now, change)
+            if ratios[saver] < lowest:
+                best, lowest = change, ratios[saver]
+        return best
+
+    def _ratio(self, now: TrainConfig, change: Changes) -> float:
+        """Seconds for each byte less; infinite where there are none, or it is not allowed."""
+        then = self.allowed(now, change)
+        saved = 0 if then is None else self.excess(now) - self.excess(then)
+        if saved <= 0:
+            return math.inf
+        before, after = (self.planner.estimate(c).time.total for c in (now, then))
+        return (max(after - before, 0.0) + TROUBLE * before) / saved
+
+    def allowed(self, now: TrainConfig, change: Changes) -> TrainConfig | None:
+        """The changed configuration, None if it is not valid or changes what is fixed."""
+        try:
+            then = changed(now, change).validate_with(self.planner.model)
+        except ConfigError:
+            return None
+        kept = all(getattr(then, name) == getattr(now, name) for name in self.fixed)
+        return then if change and kept else None
+
+
+def having(config: TrainConfig, changes: Iterable[Changes]) -> TrainConfig:
+    """The configuration after several changes."""
+    return reduce(changed, changes, config)

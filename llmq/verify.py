@@ -1,0 +1,189 @@
+"""`llmq verify`: whether the options that save memory change any number.
+
+The same steps are run twice, from the same weights and on the same data: without these options,
+then with them. Losses, gradient norms and log-sum-exps must be the same bits.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.config import ModelConfig
+from llmq.machine import choose_machine
+from llmq.measure import random_batches
+from llmq.options import OPTIONS, TrainConfig
+from llmq.plan import OutOfMemory
+from llmq.step import Result
+from llmq.trainer import Trainer
+
+# What the first run does without. Not among them: --lmhead-chunks, which changes the order in which
+# the gradient of the LM head is summed, and, for the same reason, what several ranks share.
+_OFF: dict[str, Any] = {
+    "recompute_swiglu": False,
+    "recompute_norm": False,
+    "recompute_ffn": False,
+    "recompute_qkv": False,
+    "recompute_att": False,
+    "recompute_block": False,
+    "recompute_layers": "all",
+    "attn_bwd_chunks": 1,
+    "offload_residual": False,
+    "offload_master": False,
+    "offload_opt_m": False,
+    "offload_opt_v": False,
+    "offload_gradients": False,
+    "offload_quants": False,
+    "persistent_quants": False,
+    "keep_transposed": True,
+    "use_zero_copy": False,
+    "write_combined": False,
+    "use_cuda_graphs": False,
+}
+_OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the two runs measured.
+
+    options: flags under test. without, having: results of each step, then of an evaluation on the
+    last step's first batches, which shows the weights after it.
+    """
+
+    options: tuple[str, ...]
+    without: tuple[Result, ...]
+    having: tuple[Result, ...]
+
+    @property
+    def equal(self) -> list[bool]:
+        """For each result whether both are the same."""
+        return [
+            np.array_equal(astuple(one), astuple(other), equal_nan=True)
+            for one, other in zip(self.without, self.having, strict=True)
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the results."""
+        return [*(f"step {i}" for i in range(len(self.without) - 1)), "evaluation"]
+
+
+def run_verify(
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    *,
+    steps: int,
+    synthetic: bool = False,
+    json: bool = False,
+) -> bool:
+    """`llmq verify`: print the comparison; returns whether everything is equal."""
+    found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)
+    if json:
+        print(json_module.dumps(record(found), indent=1, allow_nan=False))
+    else:
+        print("\n".join(report(found)))
+    return all(found.equal)
+
+
+def compare(
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    *,
+    steps: int,
+    synthetic: bool = False,
+) -> Comparison:
+    """Make both runs, one after the other. synthetic: on random tokens, without token files.
+
+    The learning rate takes the course of a run of so many steps. Raises LlmqError as training does,
+    OutOfMemory if the steps do not fit without the options.
+    """
+    config = replace(config, steps=steps, epochs=None)
+    plain = without_options(config, choose_machine(config.device, config.gpus).world_size)
+    try:
+        without = _results(plain, model, model_dir, synthetic)
+    except OutOfMemory as error:
+        raise OutOfMemory(f"without the options that are to be verified: {error}") from None
+    having = _results(config, model, model_dir, synthetic)
+    tested = [name for name in OPTIONS if getattr(config, name) != getattr(plain, name)]
+    return Comparison(
+        options=tuple(_spelled(name, getattr(config, name)) for name in tested),
+        without=tuple(without),
+        having=tuple(having),
+    )
+
+
+def without_options(config: TrainConfig, world_size: int) -> TrainConfig:
+    """The same run without what saves memory and must change nothing."""
+    return replace(config, **_OFF | (_OFF_WITH_ONE_RANK if world_size == 1 else {}))
+
+
+def _results(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, synthetic: bool
+) -> list[Result]:
+    """All steps, each enqueued before the result of the one before is read, as in training."""
+    with Trainer.from_config(config, model, model_dir) as trainer:
+        trainer.load_weights()
+        results, ticket = [], None
+        for step in range(config.steps):
+            batches = random_batches(trainer, seed=step) if synthetic else None
+            previous, ticket = ticket, trainer.enqueue_step(batches)
+            if previous is not None:
+                results.append(trainer.result(previous))
+        results.append(trainer.result(ticket))
+        firsts = [of_rank[:1] for of_rank in trainer.ranks.batches_of(ticket)]
+        results.append(trainer.ranks.evaluate(firsts))
+    return results
+
+
+def _spelled(name: str, value: Any) -> str:
+    flag = OPTIONS[name].flag
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag}={value}"
+
+
+def report(found: Comparison) -> list[str]:
+    """For people: one line a result, with all digits where it differs."""
+    options = " ".join(found.options) or "none, the same run twice"
+    lines = ["[Verify]", f"  Options: {options}", ""]
+    rows = zip(found.names, found.equal, found.without, found.having, strict=True)
+    for name, equal, one, other in rows:
+        if equal:
+            lines.append(f"{name:>10} | loss {one.loss:10f} | norm {one.norm:10f} | equal")
+            continue
+        pairs = zip(asdict(one).items(), asdict(other).values(), strict=True)
+        changes = [f"{key} {a!r} -> {b!r}" for (key, a), b in pairs if a != b]
+        lines.append(f"{name:>10} | DIFFERENT: {', '.join(changes)}")
+    return [*lines, "", _verdict(found.names, found.equal)]
+
+
+def _verdict(names: Sequence[str], equal: Sequence[bool]) -> str:
+    if all(equal):
+        return f"Bitwise equal: {names[0]} to {names[-1]}."
+    return f"Different: {equal.count(False)} of {len(equal)}, from {names[equal.index(False)]} on."
+
+
+def record(found: Comparison) -> dict[str, Any]:
+    """For programs; numbers that are not finite are null."""
+
+    def numbers(result: Result) -> dict[str, float | None]:
+        return {k: v if math.isfinite(v) else None for k, v in asdict(result).items()}
+
+    rows = zip(found.names, found.equal, found.without, found.having, strict=True)
+    return {
+        "equal": all(found.equal),
+        "options": list(found.options),
+        "results": [
+            {"name": name, "equal": equal, "without": numbers(one), "with": numbers(other)}
+            for name, equal, one, other in rows
+        ],
+    }

@@ -1,0 +1,65 @@
+"""Scales from history on a device: the same bits as the reference."""
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import F32, F64, I32, STATS
+from llmq.ops import fp8_scale
+from llmq.ref.fp8_scale import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+
+
+@pytest.mark.parametrize("newest", [True, False])
+@pytest.mark.parametrize("length, n", CASES.values(), ids=CASES)
+def test_update(dev, rng, length, n, newest):
+    def magnitudes(*shape):
+        return (10.0 ** rng.uniform(-12, 4, shape)).astype(np.float32)
+
+    history, abs_maxes = magnitudes(length, n), magnitudes(n, 4)
+    history[:, ::7] = 0
+    abs_maxes[::5, 0] = np.resize([0, np.inf, np.nan], len(abs_maxes[::5]))
+    arrays = {
+        "scales": np.full((n, 4), 7, np.float32),
+        "history": history,
+        "limits": np.resize(np.float32([224, 28672]), n),
+        "abs_maxes": abs_maxes if newest else None,
+    }
+    got, want = run(dev, fp8_scale.update, arrays), run(host_device(), fp8_scale.update, arrays)
+    for name in ("scales", "history"):
+        np.testing.assert_array_equal(got[name], want[name])
+    np.testing.assert_array_equal(got["scales"][:, 1:], 7)
+    assert np.isfinite(got["scales"]).all() and (got["scales"] > 0).all()
+    assert newest == (got["history"] != history).any() or length == n == 1
+
+
+@pytest.mark.parametrize("n", [1, 32, 300])
+def test_count(dev, rng, n):
+    saturated = rng.integers(-(2**31), 2**31, (n, 4)).astype(np.int32)
+    arrays = {"stats": np.arange(len(STATS), dtype=np.float64), "saturated": saturated}
+    got, want = run(dev, fp8_scale.count, arrays), run(host_device(), fp8_scale.count, arrays)
+    np.testing.assert_array_equal(got["stats"], want["stats"])
+    assert got["stats"][-1] == 8 + sum(int(count) % 2**32 for count in saturated[:, 0])
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype=F32):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    scales, history, limits = make((5, 4)), make((16, 5)), make((5,))
+    fp8_scale.update(dev, scales, history, limits, scales)
+    with pytest.raises(ValueError, match=r"fp8_scale: scales must have shape \(5, 4\)"):
+        fp8_scale.update(dev, make((5,)), history, limits, scales)
+    with pytest.raises(ValueError, match=r"fp8_scale: history must have 2 dimensions"):
+        fp8_scale.update(dev, scales, limits, limits, scales)
+    with pytest.raises(ValueError, match=r"fp8_scale: limits must have shape \(5,\)"):
+        fp8_scale.update(dev, scales, history, make((4,)), scales)
+    with pytest.raises(TypeError, match=r"fp8_scale: abs_maxes must be F32, got I32"):
+        fp8_scale.update(dev, scales, history, limits, make((5, 4), I32))
+    with pytest.raises(ValueError, match=r"fp8_scale: saturated must have shape \(5, 4\)"):
+        fp8_scale.count(dev, make((len(STATS),), F64), make((5,), I32))
+    with pytest.raises(ValueError, match=r"fp8_scale: stats must have shape \(9,\)"):
+        fp8_scale.count(dev, make((8,), F64), make((5, 4), I32))

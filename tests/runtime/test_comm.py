@@ -1,0 +1,338 @@
+"""Collectives on the CPU: against NumPy, what they refuse, how they end, and what a plan counts."""
+
+import importlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from llmq.dtypes import BF16, E4M3, F32, I32
+from llmq.runtime import comm
+from llmq.runtime.comm import CommOptions, connect
+from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.runtime.host_device import HostDevice
+from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.workers import Stopped, run_ranks
+
+SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
+WORLDS = (1, 2, 3, 4)
+COPIES = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
+N = 24  # elements of a part
+
+
+def run(world, fn, options=CommOptions()):  # noqa: B008 - frozen
+    """fn(dev, workers) in each rank's thread, the devices connected; the results by rank."""
+    devices = [None] * world
+
+    def rank_fn(rank, workers):
+        devices[rank] = HostDevice(SIZES, rank=rank, world_size=world, poison=True)
+        workers.barrier()
+        if rank == 0:
+            connect(devices, options, workers)
+        workers.barrier()
+        return fn(devices[rank], workers)
+
+    return run_ranks(world, rank_fn)
+
+
+def parts_of(rng, world, dtype):
+    """Random (W, W, N) by rank and part."""
+    return rng.standard_normal((world, world, N)).astype(dtype.numpy)
+
+
+def make(dev, array, dtype, place="device"):
+    tensor = dev.alloc("x", array.shape, dtype, "Activations", place)
+    dev.upload(tensor, array)
+    return tensor
+
+
+def same(a, b):
+    """Bitwise equality."""
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# -- all_gather --
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, E4M3])
+@pytest.mark.parametrize("place", ["device", "pinned", "stack"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather(rng, world, place, dtype):
+    sources = rng.standard_normal((world, N)).astype(dtype.numpy)
+
+    def fn(dev, workers):
+        dst = dev.alloc("dst", (world * N,), dtype, "Weights")
+        with dev.scratch("src", (N,), dtype) as scratch:
+            src = scratch if place == "stack" else make(dev, sources[0], dtype, place)
+            dev.upload(src, sources[dev.rank])
+            dev.comm.fence("written")
+            dev.comm.all_gather(dst, src)
+            dev.comm.fence("read")
+        return dev.download(dst)
+
+    for result in run(world, fn):
+        assert same(result, sources.reshape(-1))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather_in_place(rng, world):
+    sources = rng.standard_normal((world, N)).astype(np.float32)
+
+    def fn(dev, workers):
+        dst = dev.alloc("dst", (world * N,), F32, "Weights")
+        for step in range(3):
+            src = comm.part(dst, dev.rank, world)
+            dev.upload(src, sources[dev.rank] + np.float32(step))
+            dev.comm.fence("written")
+            dev.comm.all_gather(dst, src)
+            dev.comm.fence("read")
+        return dev.download(dst)
+
+    for result in run(world, fn):
+        assert same(result, (sources + np.float32(2)).reshape(-1))
+
+
+@pytest.mark.parametrize("first", ["write", "gather"])
+def test_a_source_written_and_gathered_between_two_fences(first):
+    def fn(dev, workers):
+        array = np.zeros(N, np.float32)
+        src, dst = make(dev, array, F32), make(dev, np.zeros(2 * N, np.float32), F32)
+        dev.comm.all_gather(dst, src)
+        dev.comm.fence("a")
+        if first == "write":
+            src.numpy().fill(1)
+        dev.comm.all_gather(dst, src)
+        if first == "gather":
+            src.numpy().fill(1)
+        dev.comm.fence("b")
+
+    with pytest.raises(RuntimeError, match=r"fence b: x F32 \[24\] was both written and gathered"):
+        run(2, fn)
+
+
+def test_a_source_may_change_between_fences_in_which_it_is_not_gathered():
+    def fn(dev, workers):
+        src = make(dev, np.zeros(N, np.float32), F32)
+        dst = make(dev, np.zeros(2 * N, np.float32), F32)
+        for value in range(3):
+            dev.comm.fence("read")
+            src.numpy().fill(value)
+            dev.comm.fence("written")
+            dev.comm.all_gather(dst, src)
+        return dst.numpy()[-1]
+
+    assert run(2, fn) == [2.0, 2.0]
+
+
+# -- reduce_scatter --
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_reduce_scatter(rng, world, dtype):
+    parts = parts_of(rng, world, dtype)
+
+    def fn(dev, workers):
+        buffer = make(dev, parts[dev.rank].reshape(-1), dtype)
+        dev.comm.reduce_scatter(buffer)
+        return dev.download(buffer)
+
+    for rank, result in enumerate(run(world, fn)):
+        total = parts[0, rank].astype(np.float32)
+        for source in range(1, world):
+            total += parts[source, rank].astype(np.float32)
+        own = slice(rank * N, (rank + 1) * N)
+        assert same(result[own], total.astype(dtype.numpy))
+        assert np.isnan(np.delete(result.astype(np.float32), own)).all()
+
+
+# -- all_to_all --
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_to_all(rng, world):
+    parts = parts_of(rng, world, BF16)
+
+    def fn(dev, workers):
+        buffer = dev.alloc("buffer", (world * N,), BF16, "Gradients")
+        spare = None if world == 1 else dev.alloc("spare", (N,), BF16, "Gradients")
+        results = []
+        for _ in range(3):
+            dev.upload(buffer, parts[dev.rank].reshape(-1))
+            found = dev.comm.all_to_all(buffer, spare)
+            results.append([dev.download(t) for t in found])
+            dev.comm.wait_pulled(buffer)
+        return results, [t.offset for t in found], buffer.offset, spare and spare.offset
+
+    for rank, (results, offsets, buffer, spare) in enumerate(run(world, fn)):
+        for result in results:
+            assert same(result, parts[:, rank])
+        for k in range(world):  # own part stays, round 1 in spare, round k in part r + k - 1
+            slot = buffer + 2 * N * ((rank + max(k - 1, 0)) % world)
+            assert offsets[(rank - k) % world] == (spare if k == 1 else slot)
+
+
+def test_all_to_all_before_the_peers_have_pulled():
+    def fn(dev, workers):
+        buffer, spare = (make(dev, np.zeros(n, np.float32), F32) for n in (2 * N, N))
+        dev.comm.all_to_all(buffer, spare)
+        dev.comm.all_to_all(buffer, spare)
+
+    with pytest.raises(RuntimeError, match=r"wait_pulled was not called on x F32 \[48\]"):
+        run(2, fn)
+
+
+# -- what is refused, and how it ends --
+
+
+def test_arguments_are_checked():
+    dev = HostDevice(SIZES)
+    x, y = (dev.alloc(n, (8,), F32, "Weights") for n in "xy")
+    z, i = dev.alloc("z", (8,), BF16, "Weights"), dev.alloc("i", (8,), I32, "Weights")
+    with pytest.raises(TypeError, match="all_gather: dst is F32, src is BF16"):
+        dev.comm.all_gather(x, z)
+    with pytest.raises(ValueError, match=r"all_gather: dst must have 1 x 4 elements, got x F32"):
+        dev.comm.all_gather(x, y.rows(0, 4))
+    with pytest.raises(TypeError, match=r"reduce_scatter: buffer must be F32 or BF16, got i I32"):
+        dev.comm.reduce_scatter(i)
+    plan = PlanDevice(HOST_SPEC, world_size=3)
+    connect([plan], CommOptions())
+    with pytest.raises(ValueError, match=r"all_to_all: buffer must have 3 equal parts, got x F32"):
+        plan.comm.all_to_all(x, y)
+    six = dev.alloc("six", (6,), F32, "Weights")
+    with pytest.raises(TypeError, match="all_to_all: spare must be F32, got z BF16"):
+        plan.comm.all_to_all(six, z)
+    with pytest.raises(TypeError, match="all_to_all: spare must be F32, got None"):
+        plan.comm.all_to_all(six, None)
+    with pytest.raises(ValueError, match=r"spare must have 2 elements, got y F32 \[8\]"):
+        plan.comm.all_to_all(six, y)
+
+
+@pytest.mark.parametrize("waiting", ["fence", "reduce_scatter", "all_to_all"])
+def test_a_rank_that_fails_ends_the_others(waiting):
+    ended = []
+    connected = threading.Barrier(3)
+
+    def fn(dev, workers):
+        buffer, spare = (make(dev, np.zeros(n, np.float32), F32) for n in (3 * N, N))
+        connected.wait()
+        if dev.rank == 1:
+            raise ValueError("broken")
+        try:
+            match waiting:
+                case "fence":
+                    dev.comm.fence("never")
+                case "reduce_scatter":
+                    dev.comm.reduce_scatter(buffer)
+                case "all_to_all":
+                    dev.comm.all_to_all(buffer, spare)
+        except Stopped:
+            ended.append((dev.rank, dev.comm.last_operation))
+            raise
+
+    with pytest.raises(ValueError, match="broken"):
+        run(3, fn)
+    assert [rank for rank, _ in sorted(ended)] == [0, 2]
+    assert all(operation.startswith(waiting) for _, operation in ended)
+
+
+def test_abort_stops_the_ranks():
+    def fn(dev, workers):
+        if dev.rank == 1:
+            dev.comm.abort()
+        dev.comm.fence("never")
+
+    with pytest.raises(Stopped):
+        run(2, fn)
+
+
+# -- plans --
+
+
+def every_call(dev):
+    """All operations once, with parts of 24 elements."""
+    world = dev.world_size
+    buffer = dev.alloc("buffer", (world * N,), F32, "Gradients")
+    spare, src = (dev.alloc(name, (N,), F32, "Gradients") for name in ("spare", "src"))
+    dev.comm.all_gather(buffer, src)
+    dev.comm.all_gather(buffer, comm.part(buffer, dev.rank, world))
+    dev.comm.fence("read")
+    dev.comm.reduce_scatter(buffer)
+    dev.comm.all_to_all(buffer, spare)
+    dev.comm.wait_pulled(buffer)
+
+
+def test_a_plan_counts_bytes():
+    plan = PlanDevice(HOST_SPEC, rank=1, world_size=4)
+    connect([plan], CommOptions())
+    every_call(plan)
+    received, own = 3 * N * 4, N * 4
+    assert plan.comm.bytes_by_kind == {
+        "all_gather": 2 * received,
+        "reduce_scatter": received,
+        "all_to_all": received,
+    }
+    assert plan.bytes == {
+        "all_gather": 4 * received + 2 * own,
+        "reduce_scatter": 2 * received,
+        "all_to_all": 2 * received,
+    }
+    assert plan.launches == {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 1}
+    assert plan.comm.last_operation == "wait_pulled buffer"
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "staging"),
+    [
+        (CommOptions(), False, False),
+        (CommOptions(memcpy_send_recv=True), False, False),
+        (COPIES, True, True),
+        (CommOptions(memcpy_all_gather=True, p2p="off"), True, True),
+        (CommOptions(memcpy_all_gather=True, p2p="on"), True, False),
+        (CommOptions(all_to_all_reduce=True, memcpy_send_recv=True), True, True),
+    ],
+)
+def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
+    monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
+    plan = PlanDevice(HOST_SPEC, world_size=2)
+    connect([plan], options)
+    expected = flags * 4 * 2 * comm.FLAG_NAMES + staging * comm.STAGING_CHUNKS * 1024
+    assert plan.arenas["pinned"].categories.get("Activations", 0) == expected
+
+    def fn(dev, workers):
+        every_call(dev)
+        return dev.arenas["pinned"].used, dev.arenas["device"].used, dev.comm.bytes_by_kind
+
+    every_call(plan)
+    used = plan.sizes().pinned, plan.sizes().device, plan.comm.bytes_by_kind
+    assert run(2, fn, options) == [used, used]
+
+
+def test_one_rank_needs_nothing():
+    plan = PlanDevice(HOST_SPEC)
+    connect([plan], COPIES)
+    every_call(plan)
+    assert plan.arenas["pinned"].used == 0
+    assert set(plan.bytes) == {"copy"}
+
+
+# -- the benchmark --
+
+
+def test_bench_comm(monkeypatch, capsys):
+    tools = Path(__file__).parents[2] / "tools"
+    monkeypatch.syspath_prepend(tools)
+    bench = importlib.import_module("bench_comm")
+    monkeypatch.setattr(bench, "CALLS", 1)
+    monkeypatch.setattr(bench, "REPLAYS", 1)
+    bench.main(gpus=2, sizes="1,2", backend="nccl", device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        [name, size] for name in ("all_gather", "all_to_all", "reduce_scatter") for size in "12"
+    ]
+    assert all(line.endswith("GB/s") for line in lines[:-1])
+    assert lines[-1].startswith("fence ")
+    with pytest.raises(typer.BadParameter, match="use one of nccl, nccl-off, copies, staged"):
+        bench.main(backend="x")

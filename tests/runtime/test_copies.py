@@ -1,0 +1,331 @@
+"""The protocol of flags, rounds and staging rings, on streams that are threads."""
+
+import time
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import F32, I32, U8
+from llmq.runtime import comm
+from llmq.runtime.comm import CommOptions, part, storages
+from llmq.runtime.copies import Copies, Memories
+from llmq.runtime.cuda_comm import CudaComm, Watch
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.flags import READY, RELEASED, TAKEN, Flags
+from llmq.runtime.staged import Rings
+from llmq.runtime.workers import Stopped, Workers, run_ranks
+from tests.runtime.fake_streams import StreamDevice, StreamQueue
+
+SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
+OPTIONS = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
+N = 75  # elements of a part: 300 bytes, four chunks of 64 and one of 44
+CHUNK = 64
+WORLDS = (2, 3, 4, 8)
+REPEATS = 6
+
+
+def links(world, kind):
+    """direct[reader][source] of all pairs, of none, or of half of them."""
+    half = np.random.default_rng(world).random((world, world)) < 0.5
+    return {"peer": half | True, "staged": half & False, "mixed": half}[kind].tolist()
+
+
+def connect(devices, workers, direct, deaf=False):
+    """As connect_cuda does it."""
+    memory = [comm.allocate(dev, OPTIONS) for dev in devices]
+    rings = Rings([m.staging.ptr for m in memory], CHUNK, comm.STAGING_CHUNKS)
+    flags = Flags([m.flags for m in memory])
+    memories = Memories([storages(dev) for dev in devices], flags, direct, rings)
+    watch = Watch(workers, len(devices), flags, [])
+    for dev in devices:
+        copies = Copies(dev, StreamQueue(dev, deaf), memories)
+        dev.comm = CudaComm(dev, OPTIONS, copies, None, watch)
+    return flags
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(comm, "STAGING_CHUNK", CHUNK)
+
+
+def run(world, direct, program, *, deaf=False, pause=0.001):
+    """program(dev, workers) in each rank's thread; everything done, the results by rank."""
+    devices = [None] * world
+
+    def rank_fn(rank, workers):
+        dev = StreamDevice(SIZES, rank=rank, world_size=world, pause=pause, seed=world)
+        devices[rank] = dev
+        workers.barrier()
+        if rank == 0:
+            connect(devices, workers, direct, deaf)
+        workers.barrier()
+        result = program(dev, workers)
+        dev.synchronize()
+        return result
+
+    try:
+        return run_ranks(world, rank_fn)
+    finally:
+        for dev in devices:
+            dev.close()
+            dev.comm.close()
+
+
+def content(rank, step, index=0):
+    """What a rank writes into part `index` in a step: F32 (N,)."""
+    return (np.arange(N) + 1000 * rank + 100 * index + 10000 * step).astype(np.float32)
+
+
+class Counter:
+    """Counts on a stream, so that a replayed graph writes new content."""
+
+    def __init__(self):
+        self.step = -1
+
+    def advance(self):
+        self.step += 1
+
+
+def both(dev, place, in_place, seen):
+    """A function that enqueues one step: gather and exchange on comm, the rest on main.
+
+    Appends what main finds after each to seen. Ranks meet only where the protocol makes them.
+    """
+    world, counter = dev.world_size, Counter()
+    gathered = dev.alloc("gathered", (world * N,), F32, "Weights")
+    buffer = dev.alloc("buffer", (world * N,), F32, "Gradients")
+    spare = dev.alloc("spare", (N,), F32, "Gradients")
+    source = dev.alloc("source", (N,), F32, "Master", place)
+    if in_place:
+        source = part(gathered, dev.rank, world)
+    ready, done = dev.event("ready"), dev.event("done")
+
+    def write():
+        counter.advance()
+        source.numpy()[:] = content(dev.rank, counter.step)
+        for p in range(world):
+            part(buffer, p, world).numpy()[:] = content(dev.rank, counter.step, p)
+
+    def step():
+        dev.comm.wait_pulled(buffer)
+        dev.call(write)
+        dev.record(ready)
+        with dev.on("comm"):
+            dev.wait(ready)
+            dev.comm.fence("written")
+            dev.comm.all_gather(gathered, source)
+            parts = dev.comm.all_to_all(buffer, spare)
+            dev.comm.fence("read")
+            dev.record(done)
+        dev.wait(done)
+        dev.call(lambda: seen.append([t.numpy().copy() for t in (gathered, *parts)]))
+
+    return step
+
+
+def check(world, results):
+    for rank, seen in enumerate(results):
+        assert len(seen) == REPEATS
+        for step, (gathered, *parts) in enumerate(seen):
+            np.testing.assert_array_equal(
+                gathered, np.concatenate([content(s, step) for s in range(world)])
+            )
+            for source in range(world):
+                np.testing.assert_array_equal(parts[source], content(source, step, rank))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_gather_and_exchange(world, kind, graph):
+    def program(dev, workers):
+        seen = []
+        step = both(dev, "device", False, seen)
+        for _ in range(REPEATS):
+            dev.graph(("step",), step) if graph else step()
+        dev.synchronize()
+        return seen
+
+    check(world, run(world, links(world, kind), program))
+
+
+@pytest.mark.parametrize("kind", ["peer", "staged"])
+@pytest.mark.parametrize("source", ["in place", "pinned"])
+def test_sources(source, kind):
+    def program(dev, workers):
+        seen = []
+        place = "pinned" if source == "pinned" else "device"
+        step = both(dev, place, source == "in place", seen)
+        for _ in range(REPEATS):
+            step()
+        dev.synchronize()
+        return seen
+
+    check(3, run(3, links(3, kind), program))
+
+
+@pytest.mark.parametrize("kind", ["peer", "staged"])
+def test_graphs_of_different_collectives_share_flags_and_rings(kind):
+    """Lengths differ, so that the rings' next buffers differ from one graph to the next."""
+
+    def program(dev, workers):
+        world, found = dev.world_size, []
+        counter = Counter()
+        tensors = []
+        for n in (20, 90, 4):
+            src, dst = (dev.alloc("x", (k * n,), I32, "Weights") for k in (1, world))
+            tensors.append((src, dst))
+
+        def step(index):
+            src, dst = tensors[index]
+            dev.comm.fence("read")
+            dev.call(lambda: (counter.advance(), src.numpy().fill(100 * dev.rank + counter.step)))
+            dev.comm.fence("written")
+            dev.comm.all_gather(dst, src)
+            dev.call(lambda: found.append(dst.numpy().reshape(world, -1).copy()))
+
+        order = [0, 1, 1, 2, 0, 2, 2, 1, 0]
+        for index in order:
+            dev.graph((index,), lambda index=index: step(index))
+        dev.synchronize()
+        assert len(found) == len(order)
+        for number, array in enumerate(found):
+            expected = 100 * np.arange(world)[:, None] + number
+            np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
+
+    run(4, links(4, kind), program)
+
+
+@pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_buffers_are_used_again_when_they_are_pulled(count, kind):
+    """Nothing but wait_pulled orders the peers' reading and the next writing."""
+
+    def program(dev, workers):
+        world, found = dev.world_size, []
+        spares = [dev.alloc("spare", (N,), F32, "Gradients") for _ in range(count)]
+        slots = [dev.alloc("slot", (world * N,), F32, "Gradients") for _ in range(count)]
+        for step in range(4 * REPEATS):
+            slot, spare = slots[step % count], spares[step % count]
+            event = dev.event("event")
+            dev.comm.wait_pulled(slot)
+
+            def write(slot=slot, step=step):
+                for p in range(world):
+                    part(slot, p, world).numpy()[:] = content(dev.rank, step, p)
+
+            dev.call(write)
+            dev.record(event)
+            with dev.on("comm"):
+                dev.wait(event)
+                parts = dev.comm.all_to_all(slot, spare)
+                dev.call(lambda parts=parts: found.append([t.numpy().copy() for t in parts]))
+                dev.record(event)
+            dev.wait(event)
+        dev.synchronize()
+        for step, parts in enumerate(found):
+            for source, array in enumerate(parts):
+                np.testing.assert_array_equal(array, content(source, step, dev.rank))
+
+    run(3, links(3, kind), program)
+
+
+def test_each_source_is_staged_once():
+    def program(dev, workers):
+        sends = []
+        staging = dev.comm._copies._staging
+        send = staging.send
+        staging.send = lambda *args: (sends.append(args), send(*args))
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
+        dev.comm.all_gather(dst, src)
+        return [(nbytes, readers) for _, nbytes, readers, _ in sends]
+
+    direct = links(4, "peer")
+    direct[2][0] = direct[3][0] = False  # reader, source
+    assert run(4, direct, program) == [[(4 * N, [2, 3])], [], [], []]
+
+
+def test_without_its_flags_the_protocol_fails():
+    """The simulation finds what the flags are for."""
+
+    def program(dev, workers):
+        seen = []
+        step = both(dev, "device", False, seen)
+        for _ in range(REPEATS):
+            step()
+        dev.synchronize()
+        return seen
+
+    results = run(3, links(3, "mixed"), program, deaf=True)
+    with pytest.raises(AssertionError):
+        check(3, results)
+
+
+def test_fence():
+    """Nobody leaves the fence before everybody has come, whichever rank is slow."""
+
+    def program(dev, workers):
+        times = []
+        for slow in range(dev.world_size):
+            dev.call(lambda slow=slow: time.sleep(0.02 * (slow == dev.rank)))
+            dev.call(lambda: times.append(time.monotonic()))
+            dev.comm.fence("meet")
+            dev.call(lambda: times.append(time.monotonic()))
+        dev.synchronize()
+        return times
+
+    times = np.array(run(4, links(4, "peer"), program)).reshape(4, 4, 2)  # rank, round
+    assert (times[:, :, 1].min(0) >= times[:, :, 0].max(0)).all()
+
+
+def test_stopped_ranks_stop_waiting():
+    """Rank 1 fails; the streams of the others go on, whatever they wait for."""
+    ended = []
+
+    def program(dev, workers):
+        buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (3, 1))
+        if dev.rank == 1:
+            time.sleep(0.02)
+            raise ValueError("broken")
+        for _ in range(3):
+            dev.comm.fence("never")
+            dev.comm.all_to_all(buffer, spare)
+            dev.comm.wait_pulled(buffer)
+        dev.synchronize()
+        ended.append(dev.rank)
+        with pytest.raises(Stopped):
+            dev.comm.fence("after")
+        assert dev.comm.last_operation == "fence after"
+
+    with pytest.raises(ValueError, match="broken"):
+        run(3, links(3, "mixed"), program)
+    assert sorted(ended) == [0, 2]
+
+
+def flag_tensors(world, names):
+    devices = [StreamDevice(SIZES, rank=r, world_size=world) for r in range(world)]
+    return [d.alloc("flags", (names * world,), I32, "Activations", "pinned") for d in devices]
+
+
+def test_flags():
+    tensors = flag_tensors(3, 2)
+    flags = Flags(tensors)
+    assert all((t.numpy() == TAKEN).all() for t in tensors)
+    addresses = {flags.address(n, s, r) for n in "ab" for s in range(3) for r in range(3)}
+    assert len(addresses) == 18
+    assert flags.address("b", 2, 1) == tensors[1].ptr + 4 * (3 + 2)
+    with pytest.raises(RuntimeError, match="comm: c is one name of a flag too many"):
+        flags.address("c", 0, 1)
+    flags.release([1])
+    assert (tensors[1].numpy() == RELEASED).all() and (tensors[0].numpy() == TAKEN).all()
+    assert RELEASED & READY and RELEASED & TAKEN and not READY & TAKEN
+
+
+def test_reduce_scatter_needs_nccl():
+    dev = StreamDevice(SIZES, world_size=2)
+    other = StreamDevice(SIZES, world_size=2, rank=1)
+    connect([dev, other], Workers(2), links(2, "peer"))
+    with pytest.raises(RuntimeError, match="reduce_scatter needs NCCL"):
+        dev.comm.reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
+    with pytest.raises(TypeError):
+        dev.comm.reduce_scatter(dev.alloc("x", (4,), U8, "Gradients"))

@@ -1,0 +1,365 @@
+"""Connecting GPUs, on fake CUDA bindings: probing, links, NCCL's arguments, stream memory calls."""
+
+import ctypes
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llmq.dtypes import BF16, F32
+from llmq.errors import LlmqError
+from llmq.runtime import comm, cuda_device, nccl, stream_memory
+from llmq.runtime.comm import CommOptions, connect, part
+from llmq.runtime.cuda_device import CudaDevice
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.links import Link, LinkTable, Measured, choose
+from llmq.runtime.probe import ALREADY_ENABLED, probe
+from llmq.runtime.workers import Stopped, Workers
+from tests.runtime.fake_cuda import CudaError, FakeRuntime, fake_api
+
+SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 18)
+COPIES = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
+N = 16
+
+
+class Machine:
+    """What several fake GPUs have beyond one; mixed into fake_api().runtime.
+
+    speeds: GB/s by (GPU of dst, GPU of src), None standing for the host. damaged, unreachable:
+    (reader, source) pairs.
+    """
+
+    def __init__(self, api, gpus=2):
+        runtime = api.runtime
+        runtime.devices = gpus
+        self.runtime, self.current, self.now = runtime, 0, 0.0
+        self.owners: dict[int, int] = {}
+        self.speeds, self.damaged, self.unreachable, self.enabled = {}, set(), set(), set()
+        self.times: dict[int, float] = {}
+        copy = runtime.memcpyAsync
+
+        def take(size, malloc=runtime.malloc):
+            address = malloc(size)
+            self.owners[address] = self.current
+            return address
+
+        def free(address, free=runtime.free):
+            self.owners.pop(address, None)
+            free(address)
+
+        def memcpy(dst, src, size, kind, stream):
+            pair = self.owners.get(dst), self.owners.get(src)
+            self.now += size / self.speeds.get(pair, 20.0) / 1e6
+            copy(dst, src, size, kind, stream)
+            if pair in self.damaged:
+                ctypes.memset(dst, 0xA5, 8)
+
+        def enable(source):
+            if (self.current, source) in self.enabled:
+                error = CudaError("cudaErrorPeerAccessAlreadyEnabled")
+                error.status = ALREADY_ENABLED
+                raise error
+            self.enabled.add((self.current, source))
+
+        runtime.malloc, runtime.free, runtime.memcpyAsync = take, free, memcpy
+        runtime.hostAlloc = lambda size, flags: FakeRuntime.malloc(runtime, size)
+        runtime.freeHost = free
+        runtime.setDevice = lambda index: setattr(self, "current", index)
+        runtime.getDevice = lambda: self.current
+        runtime.deviceCanAccessPeer = lambda r, s: (r, s) not in self.unreachable
+        runtime.deviceEnablePeerAccess = enable
+
+        def handle(flags):
+            new = runtime._handle()
+            self.owners[new] = self.current
+            return new
+
+        def record(event, stream):
+            if self.owners[event] != self.owners[stream]:
+                raise CudaError("cudaErrorInvalidResourceHandle: event of another GPU")
+            self.times[event] = self.now
+
+        runtime.streamCreateWithFlags = runtime.eventCreateWithFlags = handle
+        runtime.eventCreate, runtime.eventRecord = lambda: handle(0), record
+        runtime.eventElapsedTime = lambda start, stop: self.times[stop] - self.times[start]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    api = fake_api()
+    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    return Machine(api)
+
+
+def kinds(table):
+    return [[link and link.kind for link in row] for row in table.links]
+
+
+# -- probing --
+
+
+def test_probe_finds_working_links(machine):
+    machine.speeds = {(0, 1): 50.0, (1, 0): 30.0}
+    table = probe(machine.runtime, [0, 1], "auto")
+    assert kinds(table) == [[None, "peer"], ["peer", None]]
+    assert [table.links[0][1].speed, table.links[1][0].speed] == pytest.approx([50.0, 30.0])
+    assert machine.enabled == {(0, 1), (1, 0)}
+    assert not machine.runtime.buffers and not machine.runtime.live  # all given back
+    assert kinds(probe(machine.runtime, [0, 1], "auto")) == kinds(table)  # already enabled
+
+
+def test_probe_finds_pairs_that_do_not_work(machine):
+    machine.runtime.devices = 4
+    machine.speeds = {(1, 0): 5.0, (None, 2): 12.0, (3, None): 8.0}  # (dst, src)
+    machine.damaged, machine.unreachable = {(0, 1)}, {(3, 2)}
+    table = probe(machine.runtime, [0, 1, 2, 3], "auto")
+    assert table.links[0][1] == Link(
+        kind="staged", speed=pytest.approx(20.0), reason="damaged data"
+    )
+    assert table.links[1][0].reason == "slow (5.0 GB/s)"
+    assert table.links[3][2] == Link(kind="staged", speed=pytest.approx(8.0), reason="no access")
+    assert sum(kind == "peer" for row in kinds(table) for kind in row) == 9
+    assert table.damaged and not table.direct[1][0] and table.direct[2][3]
+
+
+def test_probe_without_peer_access(machine):
+    table = probe(machine.runtime, [0, 1], "off")
+    assert kinds(table) == [[None, "staged"], ["staged", None]]
+    assert not machine.enabled and not table.damaged
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("unreachable", "--p2p=on: GPU 0 has no access to the memory of GPU 1; use --p2p=auto"),
+        ("damaged", "--p2p=on: copies from GPU 1 to GPU 0 arrive damaged.*--p2p=auto"),
+    ],
+)
+def test_probe_where_peer_access_is_demanded(machine, broken, message):
+    machine.speeds = {(0, 1): 1.0}  # slow is no error
+    assert kinds(probe(machine.runtime, [0, 1], "on")) == [[None, "peer"], ["peer", None]]
+    setattr(machine, broken, {(0, 1)})
+    with pytest.raises(LlmqError, match=message):
+        probe(machine.runtime, [0, 1], "on")
+    assert not machine.runtime.buffers and not machine.runtime.live
+
+
+def test_other_errors_of_enabling_mean_no_access(machine):
+    def refuse(source):
+        error = CudaError("cudaErrorTooManyPeers")
+        error.status = 711
+        raise error
+
+    machine.runtime.deviceEnablePeerAccess = refuse
+    assert probe(machine.runtime, [0, 1], "auto").links[0][1].reason == "no access"
+
+
+@pytest.mark.parametrize(("direct", "kind"), [(10.0, "peer"), (8.1, "peer"), (7.9, "staged")])
+def test_a_link_is_direct_unless_staging_is_clearly_faster(direct, kind):
+    measured = Measured(access=True, correct=True, direct=direct, staged=10.0)
+    assert choose("auto", 0, 1, measured).kind == kind
+
+
+def test_the_table_is_printed_and_logged():
+    peer = Link(kind="peer", speed=396.04, reason=None)
+    off, slow = (Link(kind="staged", speed=20.0, reason=r) for r in ("off", "slow (3.0 GB/s)"))
+    table = LinkTable(
+        gpus=[0, 2, 3], links=[[None, peer, off], [off, None, slow], [peer] * 2 + [None]]
+    )
+    assert table.lines() == [
+        "[Links] GB/s to (down) from (across), * through host memory",
+        "  GPU        0        2        3",
+        "    0       -    396.0     20.0*",
+        "    2    20.0*       -     20.0*",
+        "    3   396.0    396.0        -",
+        "  * off: 3->0 0->2",
+        "  * slow (3.0 GB/s): 3->2",
+    ]
+    assert len(table.records()) == 6
+    assert table.records()[0] == {
+        "source": 2,
+        "reader": 0,
+        "kind": "peer",
+        "gb_per_s": 396.04,
+        "reason": None,
+    }
+
+
+# -- connecting --
+
+
+class FakeCommunicator:
+    """Notes calls."""
+
+    def __init__(self, log, rank):
+        self.log, self.rank = log, rank
+
+    def __getattr__(self, name):
+        return lambda *args: self.log.append((self.rank, name, *args))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A fake of cupy.cuda.nccl. log: all calls."""
+    log = []
+    fake = SimpleNamespace(
+        log=log,
+        available=True,
+        groupStart=lambda: log.append("start"),
+        groupEnd=lambda: log.append("end"),
+        NcclCommunicator=SimpleNamespace(
+            initAll=lambda gpus: [FakeCommunicator(log, rank) for rank in range(len(gpus))]
+        ),
+    )
+    monkeypatch.setattr(nccl, "load", lambda: fake)
+    for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    return fake
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A fake of libcuda. calls: all calls; status: what they return."""
+    fake = SimpleNamespace(calls=[], status=0)
+
+    def call(name):
+        return lambda *args: (fake.calls.append((name, *args)), fake.status)[1]
+
+    def error_name(status, text):
+        text._obj.value = b"CUDA_ERROR_NOT_SUPPORTED"
+
+    fake.cuStreamWaitValue32_v2, fake.cuStreamWriteValue32_v2 = call("wait"), call("write")
+    fake.cuGetErrorName = error_name
+    monkeypatch.setattr(stream_memory, "_driver", lambda: fake)
+    return fake
+
+
+def open_devices(world=2):
+    return [CudaDevice(r, SIZES, rank=r, world_size=world) for r in range(world)]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
+
+
+def make(dev, n, dtype=F32, place="device"):
+    return dev.alloc("x", (n,), dtype, "Weights", place)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_copies_need_no_nccl(machine, library, driver):
+    devices = open_devices()
+    machine.runtime.setDevice(1)
+    table = connect(devices, COPIES, Workers(2))
+    assert machine.current == 1
+    assert kinds(table) == [[None, "peer"], ["peer", None]]
+    a, b = devices
+    tensors = [(make(dev, 2 * N), make(dev, N)) for dev in devices]
+    for dev, (_, src) in zip(devices, tensors, strict=True):
+        dev.upload(src, np.full(N, dev.rank + 1, np.float32))
+    a.comm.all_gather(*tensors[0])
+    assert a.download(tensors[0][0]).tolist() == [1.0] * N + [2.0] * N
+    for event in b.comm._copies._sent:
+        b.record(event)
+    b.comm.fence("x")
+    flags = [dev.arenas["pinned"].tensors[0][1].ptr for dev in devices]
+    after = flags[0] + 4 * (2 * 0 + 1), flags[1] + 4 * (2 * 0 + 0)  # of rank 1, of rank 0
+    assert driver.calls == [
+        ("wait", b.stream, after[0], 1, stream_memory.WAIT_AND),
+        ("write", b.stream, after[0], 2, 0),
+        ("wait", b.stream, after[1], 2, stream_memory.WAIT_AND),
+        ("write", b.stream, after[1], 1, 0),
+    ]
+    driver.status = 801
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_SUPPORTED \(rank 1\)"):
+        b.comm.fence("x")
+    for dev in devices:
+        dev.close()
+    assert library.log == []
+
+
+def test_nccl_calls(machine, library):
+    machine.runtime.devices = 3
+    devices = open_devices(3)
+    connect(devices, CommOptions(all_to_all_reduce=True), Workers(3))
+    # Every connection exists before the ranks run.
+    exchanged = {(e[0], e[5]) for e in library.log if "send" in e}
+    assert exchanged == {(a, b) for a in range(3) for b in range(3) if a != b}
+    assert {e[1] for e in library.log if e[0] == 0} == {
+        "allGather", "reduceScatter", "send", "recv",
+    }  # fmt: skip
+    library.log.clear()
+    dev = devices[1]
+    buffer, spare, pinned = make(dev, 3 * N, BF16), make(dev, N, BF16), make(dev, N, BF16, "pinned")
+    own, size = part(buffer, 1, 3), 2 * N
+    dev.upload(pinned, np.ones(N, BF16.numpy))
+    dev.comm.all_gather(buffer, spare)
+    dev.comm.all_gather(buffer, own)
+    dev.comm.all_gather(buffer, pinned)
+    assert dev.download(own).astype(np.float32).tolist() == [1.0] * N
+    dev.comm.reduce_scatter(buffer)
+    parts = dev.comm.all_to_all(buffer, spare)
+    dev.comm.wait_pulled(buffer)
+    dev.comm.fence("nothing")
+    stream = dev.stream
+    zero, two = part(buffer, 0, 3).ptr, part(buffer, 2, 3).ptr
+    assert library.log == [
+        (1, "allGather", spare.ptr, buffer.ptr, size, 0, stream),
+        (1, "allGather", own.ptr, buffer.ptr, size, 0, stream),
+        (1, "allGather", own.ptr, buffer.ptr, size, 0, stream),
+        (1, "reduceScatter", buffer.ptr, own.ptr, N, 9, 0, stream),
+        "start",
+        (1, "send", two, size, 0, 2, stream),
+        (1, "recv", spare.ptr, size, 0, 0, stream),
+        "end",
+        "start",
+        (1, "send", zero, size, 0, 0, stream),
+        (1, "recv", two, size, 0, 2, stream),
+        "end",
+    ]
+    assert [t.ptr for t in parts] == [spare.ptr, own.ptr, two]
+    assert dev.arenas["pinned"].used == 256  # no flags, no ring
+    library.log.clear()
+    for dev in devices:
+        dev.close()
+    assert library.log == [(rank, "destroy") for rank in range(3)]
+
+
+@pytest.mark.usefixtures("small_chunks", "driver")
+@pytest.mark.parametrize(
+    ("p2p", "damaged", "disabled"),
+    [("auto", False, False), ("on", False, False), ("off", False, True), ("auto", True, True)],
+)
+def test_nccl_does_not_use_what_we_do_not(machine, library, monkeypatch, p2p, damaged, disabled):
+    machine.damaged = {(1, 0)} if damaged else set()
+    connect(open_devices(), CommOptions(p2p=p2p), Workers(2))
+    assert os.environ["NCCL_P2P_DISABLE"] == ("1" if disabled else "")
+
+
+@pytest.mark.usefixtures("machine", "driver")
+def test_stopped_ranks_abort_nccl(library):
+    devices, workers = open_devices(), Workers(2)
+    connect(devices, CommOptions(), workers)
+    library.log.clear()
+    devices[0].comm.abort()
+    with pytest.raises(Stopped):
+        devices[1].comm.fence("x")
+    deadline = time.monotonic() + 10
+    while len(library.log) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sorted(library.log) == [(0, "abort"), (1, "abort")]
+    for dev in devices:
+        dev.close()
+    assert len(library.log) == 2  # an aborted communicator is gone
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_nccl(monkeypatch):
+    cuda = SimpleNamespace(nccl=SimpleNamespace(available=False))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    with pytest.raises(LlmqError, match="NCCL cannot be loaded: install nvidia-nccl-cu12"):
+        connect(open_devices(), CommOptions(), Workers(2))

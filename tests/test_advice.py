@@ -1,0 +1,198 @@
+"""What is said of a run that does not fit: what takes most, and what makes it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmq.advice import CAREFUL, check_fits, savings, spelled
+from llmq.cards import find_card, spec_of
+from llmq.config import ModelConfig
+from llmq.estimate import Planner
+from llmq.machine import MIB, choose_machine
+from llmq.options import TrainConfig
+from llmq.options_io import make_config
+from llmq.plan import OutOfMemory, make_plan, needed_bytes
+from llmq.presets import preset
+from llmq.runtime.device import HOST_SPEC
+from llmq.shrink import Limits, memory_limit
+from tests.models import hf_model, trainer_for
+
+GIB = 1 << 30
+CARD = find_card("4090")
+SPEC = spec_of(CARD)
+FULL = {"device": "cpu", "from-scratch": True, "model": "Qwen2.5-0.5B", "batch-size": 4}
+
+
+def options(**changes):
+    return make_config(FULL | {name.replace("_", "-"): v for name, v in changes.items()})
+
+
+def refused(
+    config: TrainConfig, model: ModelConfig, limits: Limits, spec=SPEC, world_size=1
+) -> str:
+    plan = make_plan(config, model, spec, "native", world_size)
+    with pytest.raises(OutOfMemory) as error:
+        check_fits(config, model, spec, "native", plan, limits)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def needed(config: TrainConfig, model: ModelConfig) -> int:
+    """What must fit into a GPU."""
+    return needed_bytes(make_plan(config, model, SPEC).usage, SPEC)
+
+
+def entries(message: str) -> list[tuple[list[str], int, int]]:
+    """Flags, MiB saved and MiB left, of each entry of an advice."""
+    found = []
+    advice = message.split("makes it fit: ")[1].partition("; faster, with coarser numbers: ")[0]
+    for entry in advice.split("; "):
+        flags, _, sizes = entry.partition(" saves ")
+        words = sizes.split()
+        found.append((flags.split(), int(words[0]), int(words[3])))
+    return found
+
+
+def followed(config: dict, flags: list[str]) -> dict:
+    """Options by flag after adding flags, as a user would."""
+    added = {}
+    for flag in flags:
+        name, _, value = flag.removeprefix("--").partition("=")
+        added[name] = value or True
+    return config | added
+
+
+@pytest.mark.parametrize("limit", [9, 3])
+def test_message_names_categories_and_flags_that_make_it_fit(limit):
+    model, given = preset("Qwen2.5-0.5B"), FULL | {"model-dtype": "bf16", "batch-size": 16}
+    message = refused(make_config(given), model, Limits(device=limit * GIB))
+    before = needed(make_config(given), model)
+    assert message.startswith(
+        f"out of memory: {before // MIB} MiB are needed, {limit * 1024} MiB are available "
+        "(largest: Activations "
+    )
+    for flags, saved, left in entries(message):
+        given = followed(given, flags)
+        after = needed(make_config(given), model)
+        # Sizes are those of estimates, rounded down.
+        assert left == pytest.approx(after // MIB, abs=1)
+        assert saved == pytest.approx((before - after) // MIB, abs=1)
+        before = after
+    assert before <= limit * GIB
+    assert make_plan(make_config(given), model, SPEC).tokens == 16 * 1024 * 4
+
+
+def test_cheap_ones_come_first_and_superfluous_ones_not_at_all():
+    model, config = preset("Qwen2.5-0.5B"), options(model_dtype="bf16", batch_size=16)
+    planner = Planner(model, SPEC, "native", CARD)
+    before = planner.exact(config).device
+    for limit in (0.9, 0.5, 0.25):
+        limits = Limits(device=int(limit * before))
+        found = savings(config, planner, limits, CAREFUL)
+        left = [saving.device[1] for saving in found]
+        assert left[-1] <= limits.device < (left[-2] if len(found) > 1 else before)
+        flags = " ".join(saving.flags for saving in found)
+        assert not {"--recompute-ffn", "--recompute-swiglu"} <= set(flags.split())
+        # Seconds lost for each byte grow, but for those that only helped after others.
+        assert found[0].slower <= 0.02
+    assert found[-1].slower > found[0].slower
+
+
+def test_time_is_told_on_a_gpu():
+    model, config = preset("Qwen2.5-0.5B"), options(model_dtype="bf16", batch_size=16)
+    message = refused(config, model, Limits(device=12 * GIB))
+    assert "% slower)" in message
+    on_cpu = refused(config, model, Limits(device=12 * GIB), HOST_SPEC)
+    assert "makes it fit: " in on_cpu and "slower" not in on_cpu
+
+
+def test_coarser_numbers_only_where_they_are_needed_or_said_so():
+    model = preset("Qwen2.5-1.5B")
+    config = options(batch_size=1)  # F32 moments: 2 x 5.9 GiB
+    message = refused(config, model, Limits(device=12 * GIB))
+    careful, _, coarse = message.partition("; faster, with coarser numbers: ")
+    assert "-dtype" not in careful
+    assert "--opt-m-dtype=" in coarse and "--opt-v-dtype=" in coarse
+    # Without host memory they are needed.
+    message = refused(config, model, Limits(device=12 * GIB, host=GIB))
+    assert "makes it fit, with coarser numbers: " in message and "-dtype" in message
+
+
+def test_message_when_nothing_helps():
+    model = preset("gpt2-355m")
+    limits = Limits(device=GIB, host=GIB // 2)
+    message = refused(options(model="gpt2-355m"), model, limits)
+    assert "no options make it fit, use a smaller model or --seq-len; the best are: --" in message
+    tiny = preset("tiny")
+    config = options(model="tiny", batch_size=1, seq_len=4, grad_accumulation=1)
+    message = refused(config, tiny, Limits(device=MIB), HOST_SPEC)
+    assert "use a smaller model or --seq-len" in message
+
+
+def test_too_little_host_memory():
+    model = preset("Qwen2.5-0.5B")
+    config = options(batch_size=1, offload_opt_m=True, offload_opt_v=True)
+    # 494e6 weights: 1.84 GiB of each moment in F32.
+    message = refused(config, model, Limits(device=20 * GIB, host=2 * GIB))
+    assert message.startswith("out of host memory: 3769 MiB are needed, 2048 MiB are available")
+    assert "(largest: Adam M 1884 MiB, Adam V 1884 MiB, " in message
+    (flags, saved, left) = entries(message)[0]
+    assert flags in (["--no-offload-opt-m"], ["--no-offload-opt-v"])
+    assert (saved, left) == (pytest.approx(1884, abs=1), pytest.approx(1884, abs=1))
+    # Both at once.
+    message = refused(config, model, Limits(device=2 * GIB, host=2 * GIB))
+    assert message.startswith("out of memory: ") and "; out of host memory: " in message
+
+
+def test_host_memory_is_that_of_all_ranks():
+    model, config = preset("Qwen2.5-0.5B"), options(batch_size=1, offload_opt_m=True, gpus=4)
+    plan = make_plan(config, model, SPEC, "native", 4)
+    assert plan.host_bytes == 4 * plan.usage.sizes.host
+    assert 1884 * MIB < plan.host_bytes < 1950 * MIB  # each rank keeps its shard of the moments
+    message = refused(config, model, Limits(host=GIB), world_size=4)
+    assert f"{plan.host_bytes // MIB} MiB are needed by all ranks, 1024 MiB" in message
+    assert "(largest of each: Adam M 471 MiB, " in message
+    check_fits(config, model, SPEC, "native", plan, Limits(host=2 * GIB))
+
+
+def test_limits_of_a_run(monkeypatch):
+    monkeypatch.setattr("llmq.shrink.available_host_memory", lambda: 6 * GIB)
+    machine = choose_machine("cpu", 1)
+    assert memory_limit(options(), machine) == Limits(device=6 * GIB)
+    assert memory_limit(options(memory_limit="1GiB"), machine) == Limits(device=GIB)
+    assert memory_limit(options(memory_limit="9GiB"), machine) == Limits(device=6 * GIB)
+    assert memory_limit(options(), choose_machine("cpu", 3)) == Limits(device=2 * GIB)
+    gpu = replace(machine, kind="cuda", spec=SPEC)
+    assert memory_limit(options(), gpu) == Limits(device=SPEC.memory, host=6 * GIB)
+    assert memory_limit(options(memory_limit="1GiB"), gpu) == Limits(device=GIB, host=6 * GIB)
+
+
+def test_host_memory_holds_the_pinned_part_too():
+    model, config = preset("tiny"), options()
+    plan = make_plan(config, model, HOST_SPEC)
+    device, pinned = plan.usage.device_bytes, plan.usage.sizes.pinned
+    assert pinned > 0
+    with pytest.raises(OutOfMemory):
+        check_fits(config, model, HOST_SPEC, "native", plan, Limits(device=device + pinned - 1))
+    check_fits(config, model, HOST_SPEC, "native", plan, Limits(device=device + pinned))
+
+
+def test_a_run_is_refused_before_it_allocates(tmp_path, monkeypatch):
+    hf_model("qwen2").save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "llmq.machine._open_host", lambda *_: pytest.fail("something was allocated")
+    )
+    with pytest.raises(
+        OutOfMemory, match=r"out of memory: \d+ MiB are needed, 0 MiB are available"
+    ):
+        trainer_for(tmp_path, memory_limit="100KiB")
+
+
+def test_flags_of_changes():
+    config = options(recompute_norm=True)
+    changes = {"recompute_norm": True, "offload_opt_m": True, "lmhead_chunks": 4}
+    assert spelled(config, changes) == "--offload-opt-m --lmhead-chunks=4"
+    assert spelled(config, {"recompute_norm": False}) == "--no-recompute-norm"

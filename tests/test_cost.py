@@ -1,0 +1,315 @@
+"""Predicted times: against what was measured, and piece by piece by hand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llmq.cards import CARDS, find_card, spec_of
+from llmq.cost import COPY_SHARE, LAUNCH, PARTS, Rates, replay, step_time
+from llmq.dtypes import BF16, E4M3, F32
+from llmq.options_io import make_config
+from llmq.plan import make_plan
+from llmq.presets import preset
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.host_device import HostEvent
+from llmq.runtime.plan_device import Mark, PlanDevice, Work
+
+H100 = CARDS["NVIDIA H100 80GB HBM3"]
+RTX_4090 = CARDS["NVIDIA GeForce RTX 4090"]
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 16}
+
+
+def measured_runs() -> list:
+    """Every run of `llmq bench` that is kept, on one card that the tables know."""
+    found = []
+    for path in sorted(BENCHMARKS.glob("*.json")):
+        report = json.loads(path.read_text())
+        card = CARDS.get((report.get("machine") or {}).get("device"))
+        for run in report["runs"] if card else []:
+            if run["status"] == "ok" and run["gpus"] == 1:
+                name = f"{path.stem}-{run['model']}-{run['dtype']}-{run['batch']}"
+                found.append(pytest.param(card, run, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("card", "run"), measured_runs())
+def test_prediction_is_what_was_measured(card, run):
+    config = make_config(run["options"])
+    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
+    time = step_time(plan.micro_steps, plan.update, card)
+    speed = run["result"]["tokens_per_second"]
+    # The aim of the model. It has two constants fitted to such runs; the rest is from tables of
+    # single operations.
+    assert plan.tokens / time.total == pytest.approx(speed, rel=0.15)
+
+
+def predicted(card=H100, **options):
+    config = make_config(FULL | {name.replace("_", "-"): v for name, v in options.items()})
+    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
+    return step_time(plan.micro_steps, plan.update, card)
+
+
+def test_parts_are_where_they_belong():
+    plain = predicted().parts
+    assert tuple(plain) == PARTS
+    assert plain.pop("transfers") == pytest.approx(0, abs=1e-9)  # seconds: sums in another order
+    assert all(seconds > 0 for seconds in plain.values())
+    # What is recomputed is in the blocks, not in the head.
+    again = predicted(recompute_block=True).parts
+    assert 1.2 < again["blocks"] / plain["blocks"] < 1.4
+    assert again["attention"] > plain["attention"] and again["memory_bound"] > plain["memory_bound"]
+    assert again["head"] == pytest.approx(plain["head"])
+    # Twice the micro-steps are twice the time, except for the update.
+    twice = predicted(grad_accumulation=8).parts
+    assert twice["blocks"] == pytest.approx(2 * plain["blocks"])
+    assert twice["optimizer"] == pytest.approx(plain["optimizer"])
+
+
+def test_what_costs_time_costs_time():
+    plain = predicted().total
+    assert predicted(recompute_swiglu=True).total > plain
+    assert predicted(lmhead_chunks=8).total > plain
+    assert predicted(offload_opt_m=True).total > plain
+    assert predicted(batch_size=4, grad_accumulation=16).total > plain
+    assert predicted(matmul_dtype="e4m3").total < plain
+    fast = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "all"}
+    exact = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "none"}
+    assert predicted(**fast).total <= predicted(**exact).total
+    assert predicted(RTX_4090).total > 3 * plain
+
+
+def test_optimizer_state_in_host_memory_goes_over_the_bus():
+    there = predicted(offload_opt_m=True, offload_opt_v=True).parts
+    moments = 2 * 4 * 494e6 * 2  # bytes: F32, both moments, there and back
+    # Both directions at once.
+    assert there["optimizer"] == pytest.approx(moments / 2 / (1e9 * H100.bus), rel=0.1)
+
+
+def work(stream="main", entry="copy", args=(), flops=0, size=0, file="", **carried) -> Work:
+    return Work(stream, "", file, entry, args, flops, size, **carried)
+
+
+def seconds(size: int) -> float:
+    """A launch that moves so many bytes of an H100's memory."""
+    return LAUNCH + size / (COPY_SHARE * 1e9 * H100.bandwidth)
+
+
+def test_streams_wait_for_events_only():
+    rates, event, gigabyte = Rates(H100), HostEvent(), 10**9
+    one, load = seconds(gigabyte), 1 / H100.bus
+    arriving = work("copy", size=gigabyte, loaded=gigabyte)
+    using = work(size=gigabyte)
+    assert load > 10 * one
+    # Beside each other.
+    phase = replay([arriving, using], rates)
+    assert (phase.wall, sum(phase.busy.values())) == pytest.approx((load, one))
+    # One after the other.
+    marks = [Mark("copy", event, False), Mark("main", event, True)]
+    phase = replay([arriving, *marks, using], rates)
+    assert phase.wall == pytest.approx(load + one)
+    # An event that was not recorded here holds nobody up.
+    assert replay([Mark("main", event, True), using], rates).wall == pytest.approx(one)
+    assert replay([], rates).wall == 0
+
+
+def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
+    rates, gigabyte = Rates(H100), 10**9
+    load = 1 / H100.bus
+    two = [work(stream, loaded=gigabyte) for stream in ("copy", "comm")]
+    assert replay(two, rates).wall == pytest.approx(2 * load)
+    both = [work("copy", loaded=gigabyte), work("store", stored=gigabyte)]
+    assert replay(both, rates).wall == pytest.approx(load)
+    zero_copy = [work(size=gigabyte, loaded=gigabyte, stored=gigabyte)]
+    assert replay(zero_copy, rates).wall == pytest.approx(load)
+
+
+def test_cards_without_a_link_exchange_through_the_host():
+    gigabyte = 10**9
+    received = [work("comm", "all_gather", received=gigabyte)]
+    assert replay(received, Rates(H100)).wall == pytest.approx(1 / H100.link)
+    assert replay(received, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus)
+
+
+def exchanged(**options) -> tuple[dict, dict]:
+    """Bytes received, and loaded from host memory, by four ranks in a micro-step, by operation."""
+    config = make_config(FULL | {name.replace("_", "-"): v for name, v in options.items()})
+    plan = make_plan(config, preset(config.model), spec_of(RTX_4090), "cudnn", 4)
+    received, loaded = Counter(), Counter()
+    for item in plan.micro_steps[1][0]:
+        if isinstance(item, Work):
+            received[item.entry] += item.received
+            loaded[item.entry] += item.loaded
+    return +received, +loaded
+
+
+def test_what_ranks_exchange():
+    assert exchanged(zero_level=1) == ({}, {})  # neither in the first micro-step nor in the last
+    blocks = 2 * (494_032_768 - 151_936 * 896)  # bytes in bf16; norms and biases are 0.02 % of it
+    received, loaded = exchanged(zero_level=3)
+    # Weights twice, for all but the two blocks that backward begins with; gradients once.
+    assert received["all_gather"] == pytest.approx(3 / 4 * blocks * (2 - 2 / 24), rel=1e-3)
+    assert received["reduce_scatter"] == pytest.approx(3 / 4 * blocks, rel=1e-3)
+    assert loaded == {}
+    host = {"zero_level": 3, "offload_master": True}
+    received, loaded = exchanged(**host)
+    assert loaded["all_gather"] == pytest.approx(received["all_gather"] / 3)  # its own shard
+    received, loaded = exchanged(**host, memcpy_all_gather=True)
+    assert "all_gather" not in received  # peers' shards are read where they are
+    assert loaded["all_gather"] == pytest.approx(blocks * (2 - 2 / 24), rel=1e-3)
+
+
+def product(M: int, N: int, K: int, dtype=BF16) -> Work:
+    dev = PlanDevice(HOST_SPEC)
+    out = dev.alloc("out", (M, N), F32 if dtype == F32 else BF16, "Activations")
+    a = dev.alloc("a", (M, K), dtype, "Activations")
+    entry = "matmul_fp8" if dtype == E4M3 else "matmul"
+    size = dtype.itemsize * (M * K + N * K) + out.nbytes
+    return work("main", entry, (out, a, 0), 2 * M * N * K, size, "matmul")
+
+
+def rate(card, *sizes, dtype=BF16) -> float:
+    """FLOP/s of a product."""
+    piece = product(*sizes, dtype)
+    return piece.flops / Rates(card).compute(piece)
+
+
+def test_small_products_are_less_efficient():
+    rates = [rate(H100, rows, 4096, 4096) for rows in (128, 512, 2048, 8192, 32768)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(1e12 * H100.sustained[0] * H100.bf16, rel=0.05)
+    assert rates[0] < 0.6 * rates[-1]
+    assert rate(H100, 32768, 64, 4096) < 0.5 * rates[-1]  # limited by memory
+    assert rate(H100, 8192, 4096, 4096, dtype=E4M3) > 1.5 * rates[3]
+    assert rate(H100, 8192, 4096, 4096, dtype=F32) < 0.2 * rates[3]
+
+
+# TFLOP/s of cuBLASLt's best algorithm on an H100 in bf16, timed by itself: rows, out, in features.
+ALONE = {
+    (32768, 1152, 896): 720,
+    (32768, 896, 896): 690,
+    (32768, 9728, 896): 761,
+    (32768, 896, 4864): 773,
+    (32768, 2048, 1536): 753,
+    (32768, 17920, 1536): 769,
+    (896, 896, 32768): 632,
+    (9728, 896, 32768): 708,
+}
+
+
+@pytest.mark.parametrize("sizes", ALONE, ids=str)
+def test_products_by_their_size(sizes):
+    """In a step, at the power limit, all are about a tenth slower than alone."""
+    throttled = H100.sustained[0] * H100.bf16 / 770
+    # What their sizes do not explain: the choice of an algorithm, and the table's own noise.
+    assert rate(H100, *sizes) / 1e12 == pytest.approx(throttled * ALONE[sizes], rel=0.1)
+
+
+# Milliseconds of cuDNN on an H100: B, T, query heads, head size.
+ATTENTION = {
+    ("attention_forward", 32, 1024, 14, 64): 0.18,
+    ("attention_forward", 32, 1024, 12, 128): 0.22,
+    ("attention_forward", 4, 8192, 12, 128): 1.30,
+    ("attention_backward", 32, 1024, 14, 64): 0.77,
+    ("attention_backward", 32, 1024, 12, 128): 0.90,
+    ("attention_backward", 4, 8192, 12, 128): 4.55,
+}
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_attention_by_its_size(case):
+    entry, B, T, heads, head_dim = case
+    x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
+    flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
+    ms = 1e3 * Rates(H100).compute(work("main", entry, (x,), flops, 3 * x.nbytes, "attention"))
+    assert ms == pytest.approx(ATTENTION[case], rel=0.05)  # the table has two digits
+
+
+def test_trace_of_the_plan_device():
+    dev = PlanDevice(HOST_SPEC)
+    x = dev.alloc("x", (64,), F32, "Activations")
+    far = dev.alloc("far", (64,), F32, "Activations", "pinned")
+    event = dev.event("e")
+
+    def run() -> None:
+        with dev.range("outer"), dev.range("inner"):
+            dev.zero(x)
+        with dev.on("copy"):
+            dev.copy(x, far)
+            dev.record(event)
+        dev.wait(event)
+        dev.copy(far, x)
+
+    dev.zero(x)  # outside of graphs: counted, not noted
+    dev.graph(("a", 1), run)
+    ((key, trace),) = dev.graphs
+    assert key == ("a", 1)
+    assert trace == [
+        Work("main", "outer", "", "zero", (x,), 0, 256),
+        Work("copy", "", "", "copy", (x, far), 0, 256, loaded=256),
+        Mark("copy", event, False),
+        Mark("main", event, True),
+        Work("main", "", "", "copy", (far, x), 0, 256, stored=256),
+    ]
+    assert dev.launches == {"zero": 2, "copy": 2}
+    assert dev.bytes == {"zero": 512, "copy": 1024}
+
+
+# Some of llm.q's published speeds, of runs that keep much in host memory or exchange much; none was
+# used for fitting. Predictions are not as good for 4090s in fp8 with streamed weights (18-34 % more
+# than published) and for four of them (15-32 % more). Here with 4 chunks instead of theirs.
+# Card, GPUs, model, micro-batch x accumulation, flags, tokens/s.
+FP8 = "matmul-dtype=e4m3 fp8-fast-accumulation=none"
+PUBLISHED = [
+    ("h100", 1, "7B", 16, 32, f"{FP8} recompute-ffn recompute-norm offload-residual", 19_100),
+    (
+        "h100", 1, "14B", 16, 32,
+        f"{FP8} recompute-ffn recompute-norm offload-residual offload-opt-m offload-opt-v "
+        "offload-master",
+        9_360,
+    ),
+    (
+        "h100", 8, "14B", 16, 4,
+        f"{FP8} recompute-ffn recompute-norm offload-residual shard-weights persistent-quants",
+        73_500,
+    ),
+    ("4090", 1, "3B", 4, 128, f"{FP8} offload-opt-m offload-opt-v offload-master", 10_670),
+    (
+        "4090", 1, "7B", 16, 32,
+        "recompute-block offload-opt-m offload-opt-v offload-master offload-residual "
+        "shard-weights",
+        2_773,
+    ),
+    (
+        "5060 ti", 1, "7B", 32, 16,
+        f"{FP8} recompute-block offload-opt-m offload-opt-v offload-master offload-residual "
+        "offload-gradients offload-quants persistent-quants shard-gradients shard-weights",
+        1_457,
+    ),
+    (
+        "pro 6000", 4, "32B", 16, 8,
+        "recompute-block offload-opt-m offload-opt-v offload-master shard-weights",
+        5_860,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "model", "batch", "accumulation", "flags", "speed"), PUBLISHED
+)
+def test_published_runs_with_offloading(words, gpus, model, batch, accumulation, flags, speed):
+    given = {"from-scratch": True, "device": "cuda", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
+    given |= {"model": f"Qwen2.5-{model}", "lmhead-chunks": 4, "attn-bwd-chunks": 4}
+    given |= {"batch-size": batch, "grad-accumulation": accumulation, "gpus": gpus}
+    for flag in flags.split():
+        name, _, value = flag.partition("=")
+        given[name] = value or True
+    config, card = make_config(given), find_card(words)
+    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn", gpus)
+    time = step_time(plan.micro_steps, plan.update, card)
+    # The aim; and this is another program, which is up to a tenth slower where they were compared.
+    assert plan.tokens / time.total == pytest.approx(speed, rel=0.15)

@@ -1,0 +1,208 @@
+"""`llmq train` on several ranks from its command line: resuming, signals, reports, failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import transformers
+
+from llmq import announce, scaling, training
+from llmq.errors import LlmqError
+from llmq.runtime.host_comm import connect_host
+from llmq.runtime.links import Link, LinkTable
+from llmq.sol import peaks
+from llmq.step import Step
+from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
+from tests.test_training import GPU, GpuLike, Sensors, digests, measured
+
+STEPS = 7
+WORLD = 3
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workplace(tmp_path))
+    write_tokens(Path("data/train-3.bin"), 20, seed=5)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_run_that_is_interrupted_and_continued(level, monkeypatch, capsys):
+    """The same bits as of a run that is not, evaluations and export included."""
+    options = {"steps": STEPS, "save_training_state": True, "eval_every_n_steps": 3}
+    options |= {"gpus": WORLD, "zero_level": level, "model_dtype": "bf16"}
+    whole = {"log_file": "whole.json", "out_dir": "whole", "checkpoint_dir": "whole-ckpt"}
+    assert train(**options, **whole, ckpt_interval=5) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "[System 0]\n  Device 0: CPU\n  Ranks: 3 threads\n  Memory: " in out
+    assert len(re.findall(r"^\[T\] step", out, re.MULTILINE)) == STEPS
+
+    with monkeypatch.context() as patch:
+        signal_after(patch, 3, signal.SIGTERM)
+        assert train(**options) == 130
+    assert os.listdir("ckpt") == ["step_00000004"]
+    out, err = capsys.readouterr()
+    assert out.endswith("Stopped by SIGTERM after 4 steps; go on with --continue\n")
+    assert err == ""
+    assert train(**options, **{"continue": ""}) == 0
+    assert measured() == measured("whole.json")
+    assert len(measured()) == STEPS
+    files = ["model.safetensors", "config.json"]
+    assert digests("out", files) == digests("whole", files)
+    last = f"step_{STEPS:08d}"
+    shards = [p.name for p in Path("ckpt", last).glob("*.safetensors")]
+    assert len(shards) == 3 * WORLD
+    assert digests(f"ckpt/{last}", shards) == digests(f"whole-ckpt/{last}", shards)
+    ends = [records("eval", log)[-1] for log in ("log.json", "whole.json")]
+    assert ends[0]["loss"] == ends[1]["loss"]
+    transformers.AutoModelForCausalLM.from_pretrained("out")
+
+    # Another number of ranks goes on where this one was.
+    assert train(**options | {"gpus": 2, "steps": STEPS + 1}, **{"continue": ""}) == 0
+    assert "warning: a step has 128 tokens, in the checkpoint's run it had 192" in (
+        capsys.readouterr().err
+    )
+    assert records("step")[-1]["step"] == STEPS
+
+
+def test_counts_are_of_all_ranks():
+    assert train(steps=2, gpus=WORLD, eval_every_n_steps=1, eval_num_steps=1) == 0
+    options = {r["name"]: r["value"] for r in records("option")}
+    assert options["total-batch"] == WORLD * 2 * B * T
+    # Chunks: 9, 6, 5 and 20, in groups of 3: 12 groups, 6 batches, 3 steps of 2 micro-steps.
+    assert options["steps-per-epoch"] == 3
+    assert {r["step_tokens"] for r in records("step")} == {WORLD * 2 * B * T}
+    assert {r["eval_tokens"] for r in records("eval")} == {WORLD * B * T}
+
+
+def test_an_option_for_several_gpus_on_one(capsys):
+    assert train(steps=1, gpus=1, measure_scaling=True, all_to_all_reduce=True) == 0
+    assert capsys.readouterr().err == (
+        "warning: --all-to-all-reduce has no effect with one GPU\n"
+        "warning: --measure-scaling has no effect with one GPU\n"
+    )
+    assert records("scaling") == []
+
+
+def test_time_breakdown_of_ranks(capsys):
+    assert train(steps=1, gpus=2, zero_level=2, debug_time_breakdown=True) == 0
+    shape = r"Timing breakdown:\n(  fwd[^\n]*\n){2}  opt[^\n]*\n  waits for other ranks, by rank: "
+    assert re.search(shape + r"\d+\.\d\d, \d+\.\d\d ms\n", capsys.readouterr().out)
+    first, second = (r for r in records("info") if r["type"] == "time-breakdown")
+    assert (first["gpu"], second["gpu"]) == (0, 1)
+    for record in (first, second):
+        assert [sorted(part) for part in record["breakdown"]] == (
+            [["bwd", "fwd", "head", "step"]] * 2 + [["opt"]]
+        )
+        assert record["communication"] > 0
+
+
+ENOUGH = training.WARM_UP + scaling.COMPARED  # steps after which --measure-scaling knows
+
+
+@pytest.mark.parametrize(
+    ("steps", "said_at", "changes"),
+    [
+        (3, None, {"zero_level": 3}),
+        (5, 5, {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}),
+        (ENOUGH + 2, ENOUGH - 1, {"zero_level": 2, "opt_m_dtype": "e4m3"}),
+    ],
+)
+def test_measured_scaling_changes_nothing(steps, said_at, changes, capsys):
+    """Said once, after enough steps or at the end; the run itself is the same to the bit."""
+    changes |= {"gpus": 2, "model_dtype": "bf16", "steps": steps}
+    assert train(**changes, log_file="plain.json") == 0
+    capsys.readouterr()
+    assert train(**changes, measure_scaling=True) == 0
+    assert measured() == measured("plain.json")
+    found = records("scaling")
+    out = capsys.readouterr().out
+    assert "Timing one GPU without the others ...\n  done in " in out
+    if said_at is None:
+        assert found == [], "none of these steps counts"
+        return
+    (record,) = found
+    assert record["ranks"] == 2
+    assert record["efficiency"] == record["alone_ms"] / record["together_ms"] > 0
+    assert record["step"] == said_at
+    assert re.search(r"\nScaling: a step takes [\d.]+ ms on 2 GPUs, [\d.]+ ms on one ", out)
+
+
+def test_reports_of_two_gpus(monkeypatch, capsys):
+    """Each GPU is asked in its own thread, and has records of its own."""
+    table = LinkTable(
+        gpus=[0, 1],
+        links=[
+            [None, Link(kind="peer", speed=390.0, reason=None)],
+            [Link(kind="staged", speed=25.0, reason="no access"), None],
+        ],
+    )
+    sensors, asked = [Sensors(), Sensors()], []
+
+    def connect(devices, options, workers):
+        connect_host(devices, options, workers)
+        return table
+
+    def gpu_info(index):
+        asked.append((index, threading.current_thread().name))
+        return GPU
+
+    class Gpu(GpuLike):
+        index = property(lambda self: self.rank)
+
+    monkeypatch.setattr("llmq.machine._open_host", Gpu)
+    monkeypatch.setattr("llmq.ranks.connect", connect)
+    monkeypatch.setattr(training, "open_monitor", lambda dev: sensors[dev.index])
+    monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
+    monkeypatch.setattr(announce, "gpu_info", gpu_info)
+    assert train(steps=5, gpus=2, log_gpu_util=4) == 0
+    out = capsys.readouterr().out
+    assert set(asked) == {(0, "rank 0"), (1, "rank 1")}
+    assert "\n[System 0]\n  Device 0: NVIDIA" in out
+    assert "\n[System 1]\n  Device 1: NVIDIA" in out
+    assert "[Links] GB/s" in out and "no access" in out
+    assert [(r["rank"], r["id"]) for r in records("gpu-model")] == [(0, 0), (1, 1)]
+    found = [(r["step"], r["rank"], r["power"]) for r in records("gpu")]
+    assert found == [(0, 0, 7), (0, 1, 7), (4, 0, 7), (4, 1, 7)]
+    assert records("links")[0]["links"] == table.records()
+    assert all(s.closed for s in sensors)
+    (sol,) = records("sol")
+    assert re.search(rf"SOL: +{sol['tps']} tok/s", out)
+
+
+def test_a_failing_rank_is_one_line(monkeypatch, capsys):
+    real = Step.train
+
+    def train_step(self, step, *args):
+        if self.dev.rank == 2 and step == 3:
+            raise LlmqError("the GPU has gone")
+        return real(self, step, *args)
+
+    monkeypatch.setattr(Step, "train", train_step)
+    start = time.monotonic()
+    assert train(steps=6, gpus=WORLD) == 2
+    assert time.monotonic() - start < 20
+    err = capsys.readouterr().err
+    assert err == "error: rank 2: the GPU has gone\n"
+    assert [r["step"] for r in records("step")] == [0, 1, 2]
+
+
+def test_second_signal_ends_the_ranks_at_once(monkeypatch):
+    real = Step.micro_step
+
+    def impatient(self, micro_step, *args):
+        if self.dev.rank == 1 and self.dev.comm.last_operation != "none":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)
+        real(self, micro_step, *args)
+
+    monkeypatch.setattr(Step, "micro_step", impatient)
+    assert train(steps=5, gpus=2) == 130
+    assert not Path("ckpt").exists()

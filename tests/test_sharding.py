@@ -1,0 +1,256 @@
+"""Every way to divide and to offload a step, on CPU devices, against one rank that does neither."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tests.sharded import (
+    DELAYED,
+    FP8,
+    FP32,
+    GPT2,
+    QWEN2,
+    UNTIED,
+    Session,
+    assert_same,
+    assert_same_run,
+    model,
+    run,
+    train_steps,
+)
+
+A2A = {"all_to_all_reduce": True}
+MOMENTS = {"offload_opt_m": True, "offload_opt_v": True}
+STREAMED = {"shard_weights": True, "shard_gradients": True}
+HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": True}
+EVERYTHING = STREAMED | HOST | MOMENTS
+QUANTS = {"shard_weights": True, "persistent_quants": True}
+HEAD = {"head_dtype": "e4m3"}
+MASTER = {"master_dtype": "fp32"}
+SMALL = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
+MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
+
+
+def flags(options: dict) -> str:
+    """For the names of tests."""
+    words = [name if value is True else f"{name}={value}" for name, value in options.items()]
+    return " ".join(words) or "plain"
+
+
+@cache
+def plain(world: int, accum: int, name: str, options: tuple):
+    """What a test compares with; made once."""
+    return run(world, accum, of=MODELS[name], **dict(options))
+
+
+def against_plain(world, accum, options, base, name="qwen2"):
+    """base | options must give the same bits as base."""
+    want = plain(world, accum, name, tuple(base.items()))
+    got = run(world, accum, of=MODELS[name], **(base | options))
+    assert_same_run(got, want)
+
+
+# ------------------------------------------------------------------------------------------------
+# In F32 it does not matter how sequences are divided among ranks and micro-steps
+
+
+def close_to_one_rank(got, name="qwen2"):
+    want = plain(1, 1, name, tuple(FP32.items()))
+    for a, b in zip(got.results, want.results, strict=True):
+        assert a.tokens == b.tokens
+        # Sums in another order: each rounds at 6e-8, and errors grow from step to step.
+        numbers = [[r.loss, r.loss_1k, r.norm, r.lse_max, r.lse_mean] for r in (a, b)]
+        np.testing.assert_allclose(*numbers, rtol=1e-5)
+    for group, parameters in want.state.items():
+        for parameter, value in parameters.items():
+            # The same, as elements of up to 1; a step changes weights by up to 1e-2.
+            found = got.state[group][parameter]
+            np.testing.assert_allclose(found, value, rtol=0, atol=2e-6, err_msg=parameter)
+
+
+DIVISIONS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3)]
+# Options that change no result, dealt out to the runs in turn.
+EXTRAS = [
+    {},
+    {"offload_residual": True},
+    MOMENTS,
+    MOMENTS | {"use_zero_copy": True, "write_combined": True},
+    {"recompute_block": True},
+    {"shard_weights": True, "offload_master": True},
+    {"recompute_att": True, "recompute_layers": "1-2", "offload_residual": True},
+]
+F32_RUNS = [
+    (*division, {"zero_level": level} | (A2A if a2a else {}) | EXTRAS[i % len(EXTRAS)])
+    for i, (division, level, a2a) in enumerate(product(DIVISIONS, (1, 2, 3), (False, True)))
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "accum", "options"), F32_RUNS, ids=lambda v: flags(v) if isinstance(v, dict) else None
+)
+def test_f32(world, accum, options):
+    close_to_one_rank(run(world, accum, **(FP32 | options)))
+
+
+@pytest.mark.parametrize("name", ["untied qwen3", "gpt2"])
+@pytest.mark.parametrize("level", [1, 3])
+def test_f32_of_other_models(name, level):
+    options = FP32 | {"zero_level": level, "offload_residual": True}
+    close_to_one_rank(run(3, 2, of=MODELS[name], **options), name)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_fresh_weights_are_those_of_one_rank(world):
+    """Also where they are rounded."""
+    for options in (FP32, FP32 | STREAMED, {}, FP8):
+        got, want = (run(w, 1, train_steps(1, lr=0.0), **options) for w in (world, 1))
+        assert_same(got.state["weights"], want.state["weights"])
+        assert_same(got.work, want.work)
+
+
+# ------------------------------------------------------------------------------------------------
+# Where memory is, and whether it is divided, changes no bit
+
+
+ONE_RANK = [
+    STREAMED,
+    {"shard_gradients": True, "offload_gradients": True},
+    MOMENTS,
+    {"offload_opt_v": True, "use_zero_copy": True},
+    {"shard_weights": True, "offload_master": True},
+    {"offload_residual": True},
+    EVERYTHING,
+    EVERYTHING | {"use_zero_copy": True},
+    EVERYTHING | {"write_combined": True},
+    {"recompute_block": True, "recompute_layers": "1-2", "offload_residual": True},
+    {"recompute_swiglu": True, "recompute_norm": True, "recompute_qkv": True},
+]
+ONE_RANK_FP8 = [
+    *ONE_RANK,
+    {"offload_master": True},
+    {"keep_transposed": False},
+    QUANTS,
+    QUANTS | {"offload_quants": True},
+    EVERYTHING | {"persistent_quants": True},
+    EVERYTHING | {"persistent_quants": True, "offload_quants": True, "write_combined": True},
+]
+BITS = [
+    *((1, 2, {}, options) for options in ONE_RANK),
+    *((1, 2, MASTER, options) for options in (MOMENTS, EVERYTHING, {"offload_master": True})),
+    *((1, 3, FP8, options) for options in ONE_RANK_FP8),
+    *((1, 2, DELAYED | HEAD, options) for options in (EVERYTHING, QUANTS)),
+    *((1, 2, SMALL, options) for options in (MOMENTS, EVERYTHING)),
+]
+# Several ranks round BF16 sums where they are made, so gradients must be divided alike.
+LEVEL2 = {"zero_level": 2}
+for base in ({}, A2A):
+    BITS += [
+        (2, 2, LEVEL2 | base, STREAMED),
+        (2, 2, LEVEL2 | base | FP8, STREAMED),
+        (3, 2, LEVEL2 | base | FP8, EVERYTHING | {"persistent_quants": True}),
+        (3, 1, LEVEL2 | base | MASTER, EVERYTHING),
+        (4, 1, LEVEL2 | base | FP8 | HEAD, QUANTS | {"offload_quants": True}),
+        (2, 2, LEVEL2 | base | DELAYED, EVERYTHING | {"keep_transposed": False}),
+        (2, 3, base, MOMENTS | {"offload_residual": True, "use_zero_copy": True}),
+        (3, 1, base | SMALL, MOMENTS | {"shard_weights": True}),
+        (2, 2, base | FP8, {"shard_weights": True}),
+    ]
+# With one micro-step there is only one sum.
+for world, base in product((2, 3, 4), ({}, A2A, FP8, FP8 | A2A, DELAYED | A2A)):
+    BITS += [(world, 1, base, LEVEL2), (world, 1, base, {"zero_level": 3})]
+
+
+@pytest.mark.parametrize(
+    ("world", "accum", "base", "options"),
+    BITS,
+    ids=lambda v: flags(v) if isinstance(v, dict) else None,
+)
+def test_bits(world, accum, base, options):
+    against_plain(world, accum, options, base)
+
+
+@pytest.mark.parametrize("name", ["untied qwen3", "gpt2"])
+@pytest.mark.parametrize("base", [LEVEL2, LEVEL2 | FP8 | HEAD | A2A], ids=flags)
+def test_bits_of_other_models(name, base):
+    against_plain(2, 2, EVERYTHING, base, name)
+
+
+def test_ways_to_reduce_agree_in_f32():
+    """The CPU's library adds in the order of ranks, too; so do both kinds of gradients."""
+    for level in (1, 2):
+        base = FP32 | {"zero_level": level}
+        against_plain(3, 1, A2A, base)
+    want, got = (run(2, 2, **(FP32 | {"zero_level": 1} | a2a)) for a2a in ({}, A2A))
+    assert_same_run(want, got)
+
+
+# ------------------------------------------------------------------------------------------------
+# Evaluations, formats
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, FP8 | {"zero_level": 3}, FP8 | HEAD | A2A, DELAYED | EVERYTHING],
+    ids=flags,
+)
+def test_evaluations_leave_no_trace(world, options):
+    """At the start, after an update, repeated; and they see the weights of the last update."""
+
+    def evaluating(session: Session):
+        found = [session.evaluate(), session.evaluate()]
+        for step in range(2):
+            ticket = session.train(step)
+            found += [session.step.result(ticket), session.evaluate(), session.evaluate()]
+        return found
+
+    got, want = run(world, 2, evaluating, **options), run(world, 2, train_steps(2), **options)
+    first, again, step1, after1, again1, step2, after2, again2 = got.results
+    assert first == again and after1 == again1 and after2 == again2
+    assert len({first.loss, after1.loss, after2.loss}) == 3
+    assert_same_run(replace(got, results=[step1, step2, after2]), want)
+
+
+@pytest.mark.parametrize("options", [FP8, FP8 | HEAD, DELAYED | HEAD, SMALL, {}], ids=flags)
+def test_low_precision_is_close_to_f32(options):
+    """On one rank and on three: a scale or a shard in the wrong place is farther off."""
+    want = run(1, 1, train_steps(3, lr=1e-3), **FP32).results
+    for world, level in ((1, 1), (3, 1), (3, 3)):
+        options = options | {"adam_epsilon": 1e-3, "zero_level": level}
+        got = run(world, 2, train_steps(3, lr=1e-3), **options).results
+        # The formats' rounding, and what three steps with it make of it.
+        np.testing.assert_allclose([r.loss for r in got], [r.loss for r in want], rtol=5e-4)
+        np.testing.assert_allclose([r.norm for r in got], [r.norm for r in want], rtol=0.01)
+
+
+@pytest.mark.parametrize("options", [{"zero_level": 3}, FP8, FP8 | {"zero_level": 3}], ids=flags)
+def test_weights_can_be_written_again(options):
+    """As when a checkpoint is loaded; also when nothing is done before they are loaded again."""
+
+    def program(session: Session):
+        masters = session.step.weights.master
+        start = {name: session.dev.download(tensor) for name, tensor in masters.items()}
+        found = [session.step.result(session.train(0)), session.evaluate()]
+        for factor in (2, 1):
+            for name, array in start.items():
+                session.dev.upload(masters[name], array * array.dtype.type(factor))
+            session.step.weights.refresh()
+        return [*found, session.evaluate()]
+
+    _, untrained = run(2, 1, train_steps(1, lr=0.0), **options).results
+    *_, again = run(2, 1, program, **options).results
+    assert again == untrained
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_few_layers(layers):
+    """As many as there are slots, fewer, and one more."""
+    of = model("tiny", num_layers=layers)
+    for world, base in ((1, {}), (2, LEVEL2 | FP8)):
+        want, got = (run(world, 2, of=of, **(base | more)) for more in ({}, EVERYTHING))
+        assert_same_run(got, want)

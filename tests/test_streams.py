@@ -1,0 +1,110 @@
+"""The step on asynchronous streams: nothing may depend on what only happens to be done in time."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+
+from llmq.runtime import comm
+from tests.runtime.fake_streams import StreamDevice, connect_streams, direct_links
+from tests.runtime.races import Races
+from tests.sharded import DELAYED, FP8, UNTIED, Session, assert_same_run, run
+
+STREAMED = {"shard_weights": True, "shard_gradients": True}
+HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": True}
+MOMENTS = {"offload_opt_m": True, "offload_opt_v": True}
+EVERYTHING = STREAMED | HOST | MOMENTS
+QUANTS = {"persistent_quants": True, "offload_quants": True}
+GATHER = {"memcpy_all_gather": True}
+A2A = {"all_to_all_reduce": True}
+COPIES = GATHER | A2A | {"memcpy_send_recv": True}
+HEAD = {"head_dtype": "e4m3"}
+
+# Ranks, micro-steps, options.
+CASES = {
+    "one rank": (1, 2, EVERYTHING),
+    "one rank, fp8": (1, 3, FP8 | EVERYTHING),
+    "one rank, quants": (1, 1, FP8 | EVERYTHING | QUANTS),
+    "one rank, gradients": (1, 2, {"shard_gradients": True} | HOST | {"offload_master": False}),
+    "copies": (2, 2, COPIES),
+    "copies, fp8": (2, 2, COPIES | FP8 | HEAD),
+    "copies, weights": (2, 2, COPIES | FP8 | {"shard_weights": True}),
+    "copies, everything": (2, 2, COPIES | EVERYTHING),
+    "copies, everything, fp8": (3, 2, COPIES | EVERYTHING | FP8),
+    "copies, delayed": (2, 2, COPIES | EVERYTHING | DELAYED | HEAD),
+    "copies, recompute": (2, 1, COPIES | FP8 | {"recompute_block": True, "keep_transposed": False}),
+    "nccl": (2, 1, {"offload_residual": True}),
+    "nccl, fp8": (2, 2, FP8 | {"shard_gradients": True} | MOMENTS),
+    "nccl, everything": (3, 2, EVERYTHING | DELAYED),
+    "gathers by copies": (2, 2, GATHER | FP8 | STREAMED | QUANTS),
+    "exchanges by nccl": (3, 1, GATHER | A2A | EVERYTHING | FP8 | QUANTS),
+    "exchanges by copies": (2, 2, A2A | {"memcpy_send_recv": True} | STREAMED),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(comm, "STAGING_CHUNK", 4096)
+    monkeypatch.setattr("llmq.optimizer.PIECE", 1024)
+
+
+def program(session: Session) -> list:
+    """Steps enqueued ahead of their results; evaluations after updates and again."""
+    step, evaluate = session.step, session.evaluate
+    tickets = [session.train(i) for i in range(3)]
+    results = [step.result(ticket) for ticket in tickets]
+    results += [evaluate(), evaluate(), evaluate(1001)]
+    results.append(step.result(session.train(3)))
+    return [*results, evaluate()]
+
+
+@cache
+def wanted(name: str):
+    """What the CPU device does, one call after another."""
+    world, accum, options = CASES[name]
+    return run(world, accum, program, of=UNTIED, **options)
+
+
+def on_streams(world, accum, options, *, program=program, links="mixed", **device):
+    """Run it on streams; the outcome."""
+    races = Races()
+    make = partial(StreamDevice, races=races, **device)
+    connect = partial(connect_streams, direct=direct_links(world, links))
+    outcome = run(world, accum, program, of=UNTIED, make=make, connect=connect, **options)
+    assert not races.found, "\n".join(sorted(set(races.found)))
+    return outcome
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", CASES)
+def test_step(name, graphs):
+    world, accum, options = CASES[name]
+    got = on_streams(world, accum, options, graphs=graphs, pause=1e-4)
+    assert_same_run(got, wanted(name))
+
+
+def test_graphs_are_captured_once():
+    """One for each kind of micro-step, however many steps there are."""
+    keys = []
+
+    def counting(session: Session) -> list:
+        results = program(session)
+        if session.dev.rank == 0:
+            keys.append(session.dev.graphs)
+        return results
+
+    on_streams(2, 3, COPIES | FP8, program=counting)
+    (graphs,) = keys
+    micro_steps = {key[1:] for key in graphs if key[0] == "micro_step"}
+    # To add, last, first after an update; step 3 comes after evaluations.
+    first, middle, last = (False, False, True), (True, False, False), (True, True, False)
+    assert micro_steps == {first, middle, last, (False, False, False)}
+    others = {key for key in graphs if key[0] != "micro_step"}
+    assert others == {
+        ("update",),
+        ("combine",),
+        ("evaluate", True, True),
+        ("evaluate", False, True),
+    }
+    assert all(graphs["micro_step", *key] is not None for key in (first, middle, last))

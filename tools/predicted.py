@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""The planner's speeds beside the measured ones: a Markdown table of every kept run on one GPU.
+
+    PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
+
+Reads the JSON reports of `llmq bench`; runs on cards that llmq/cards.py does not know are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from llmq.cards import CARDS, Card, spec_of
+from llmq.cost import step_time
+from llmq.options_io import make_config
+from llmq.plan import make_plan
+from llmq.presets import preset
+
+PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len", "gpus"}
+
+
+def predicted(card: Card, options: dict[str, Any]) -> float:
+    """Tokens per second."""
+    config = make_config(options)
+    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
+    return plan.tokens / step_time(plan.micro_steps, plan.update, card).total
+
+
+def row(card: Card, run: dict[str, Any]) -> str:
+    """One line of the table."""
+    options = run["options"]
+    flags = " ".join(
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if name not in PLAIN
+    )
+    batch = f"{options['batch-size']} x {options['grad-accumulation']}"
+    measured, guess = run["result"]["tokens_per_second"], predicted(card, options)
+    return (
+        f"| {run['model']} | {batch} | {flags} | {measured:,.0f} | {guess:,.0f} | "
+        f"{100 * (guess / measured - 1):+.1f} % |"
+    )
+
+
+def main(paths: list[str]) -> None:
+    """Print the table."""
+    print("`tools/predicted.py benchmarks/*.json`: tokens/s, as measured and as `llmq plan` says\n")
+    print("| model | batch | flags | measured | predicted | difference |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for path in sorted(paths):
+        report = json.loads(Path(path).read_text())
+        card = CARDS.get((report.get("machine") or {}).get("device"))
+        for run in report["runs"] if card else []:
+            if run["status"] == "ok" and run["gpus"] == 1:
+                print(row(card, run))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
