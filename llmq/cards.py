@@ -6,6 +6,7 @@ measured on one card, and follows for others from the speeds that llm.q publishe
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from llmq.errors import ConfigError
@@ -193,11 +194,15 @@ CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SC
 
 
 def find_card(words: str) -> Card:
-    """The card of --card: the first one whose name contains all words, "4090" or "pro 6000"."""
-    wanted = words.lower().replace("-", " ").split()
-    for name, card in CARDS.items():
-        if wanted and set(wanted) <= set(name.lower().replace("-", " ").split()):
-            return card
+    """The card of --card: the first one whose name contains all words, "4090" or "pro 6000".
+
+    Words that are on no card are taken apart where digits begin or end: "rtx5060ti".
+    """
+    given = words.lower().replace("-", " ")
+    for wanted in (given.split(), re.findall(r"\d+|[^\d\s]+", given)):
+        for name, card in CARDS.items():
+            if wanted and set(wanted) <= set(name.lower().replace("-", " ").split()):
+                return card
     raise ConfigError(f"--card: no card is known as '{words}'; known are {', '.join(CARDS)}")
 
 

@@ -30,13 +30,13 @@ from llmq.config import ModelConfig
 from llmq.dtypes import DType
 from llmq.errors import LlmqError
 from llmq.files import disk_errors, publish_directory, replacing, write_file
+from llmq.ops.adamw import SCALE_BLOCK
 from llmq.params import Param, Slab
 from llmq.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorSpec, write_safetensors
 
 VERSION = 1
 GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
 SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
-SCALE_BLOCK = 128  # elements that share a scale; parameters begin at multiples of it in a slab
 MANIFEST = "checkpoint.json"
 HASH_THREADS = 8
 
@@ -74,7 +74,7 @@ def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
 
     Where the group is one of scales, start and stop are multiples of SCALE_BLOCK.
     """
-    block, ranges = _elements_per_value(group), []
+    block, ranges = elements_per_value(group), []
     for param in slab.params:
         first, last = max(start - param.offset, 0), min(stop - param.offset, param.size)
         if first < last:
@@ -84,15 +84,16 @@ def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
 
 def padded_size(group: str, param: Param) -> int:
     """Values that a group has of a parameter, padding included."""
-    return -(-param.size // _elements_per_value(group))
+    return -(-param.size // elements_per_value(group))
 
 
-def _elements_per_value(group: str) -> int:
+def elements_per_value(group: str) -> int:
+    """How many neighbours in a slab share one value of a group. Parameters begin at multiples."""
     return SCALE_BLOCK if group in SCALES else 1
 
 
 def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
-    shape, block = (param.rows, *param.shape[1:]), _elements_per_value(group)
+    shape, block = (param.rows, *param.shape[1:]), elements_per_value(group)
     return shape if block == 1 else (-(-prod(shape) // block),)
 
 
@@ -125,8 +126,8 @@ class CheckpointWriter:
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
-        is in memory at a time. LlmqError, and the unfinished checkpoint is gone, if the disk is
-        full or refuses.
+        is in memory at a time. LlmqError if the disk is full or refuses; a single rank's unfinished
+        checkpoint is gone then, of several ranks one calls `discard` when none writes any more.
         """
         pieces = []
         for param, start, stop in ranges:
@@ -151,7 +152,8 @@ class CheckpointWriter:
                 sink = _HashingSink(file)
                 write_safetensors(sink, specs, arrays, metadata)
         except BaseException:
-            self.discard()
+            if self.world == 1:  # else a peer might miss the directory before this is known
+                self.discard()
             raise
         return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
 
@@ -302,6 +304,11 @@ class CheckpointReader:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
         size = prod(_stored_shape(group, param))
         cover, position, stop = [], start, min(stop, size)
+        if group in GROUPS and param.name not in self._pieces[group]:
+            raise LlmqError(
+                f"checkpoint '{self.path}' is of another model: its {group} has no {param.name}, "
+                "which this model has"
+            )
         for piece in self._pieces[group].get(param.name, []):
             if piece.size != size:
                 raise LlmqError(

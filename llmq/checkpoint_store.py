@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -62,19 +63,20 @@ def changed_options(
     names = [n for n in names if n not in _ELSEWHERE.split()]
     if config.final_lr_fraction != 1 or config.cooldown > 0:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
+    sizes = ("batch_size", "seq_len", "grad_accumulation")
+    tokens, before = world_size, saved_world_size
+    for name in sizes:
+        tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
+    if tokens == before:  # more ranks with fewer micro-steps each take the same step
+        names.remove("grad_accumulation")
     lines = [
         f"{OPTIONS[name].flag} is {getattr(config, name)}, in the checkpoint's run it was "
         f"{saved[name]}"
         for name in names
         if name in saved and saved[name] != getattr(config, name)
     ]
-    sizes = ("batch_size", "seq_len", "grad_accumulation")
-    if all(name in saved for name in sizes):
-        tokens, before = world_size, saved_world_size
-        for name in sizes:
-            tokens, before = tokens * getattr(config, name), before * saved[name]
-        if tokens != before:
-            lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
+    if not math.isnan(before) and tokens != before:
+        lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
     return lines
 
 

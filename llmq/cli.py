@@ -18,7 +18,7 @@ from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
-from llmq.errors import ConfigError, LlmqError
+from llmq.errors import ConfigError, Interrupted, LlmqError
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import given_fields, make_config
@@ -314,8 +314,10 @@ def _run(args: list[str]) -> int:
         command = typer.main.get_command(app)
         status = command.main(args=args or ["--help"], prog_name="llmq", standalone_mode=False)
         sys.stdout.flush()
-    except (typer.Abort, KeyboardInterrupt) as stop:
-        return 128 + getattr(stop, "signum", signal.SIGINT)
+    except Interrupted as stop:
+        return 128 + stop.signum
+    except (typer.Abort, KeyboardInterrupt):
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever read our output has gone. Python flushes once more at exit: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

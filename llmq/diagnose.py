@@ -21,7 +21,6 @@ from llmq.operands import GRADIENTS, INPUTS, NAMES
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
 from llmq.ranks import Rank, Ranks
-from llmq.residuals import SLOTS
 from llmq.runtime.tensor import Tensor
 from llmq.step import Batch, Result, Step
 
@@ -175,7 +174,7 @@ def _activations(step: Step) -> list[_Entry]:
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
     entries = []
     for layer in range(layers):
-        if not model.residuals.offload or layer >= layers - SLOTS:
+        if not model.residuals.leaves(layer):
             entries.append(_Entry((layer, -1), f"the input of layer {layer}",
                                   model.residuals.tensors[layer]))  # fmt: skip
         for i, name in enumerate(_FORWARD):

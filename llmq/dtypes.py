@@ -74,6 +74,8 @@ assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
 # Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
 # add, the trainer reads them one step late.
-STATS = ("loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm")
-STATS += ("saturated",)
+STATS = (
+    "loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm",
+    "saturated",
+)  # fmt: skip
 STAT = {name: index for index, name in enumerate(STATS)}

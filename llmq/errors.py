@@ -1,5 +1,7 @@
 """Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
 
+import signal
+
 
 class LlmqError(Exception):
     """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits 2."""
@@ -11,3 +13,14 @@ class ConfigError(LlmqError):
 
 class DataError(LlmqError):
     """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end; its state is saved. signum: which one.
+
+    No KeyboardInterrupt: the command-line parser would turn that into the status of Ctrl-C.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum

@@ -178,10 +178,11 @@ class DataLoader:
         self._groups_per_epoch = sum(chunks // world_size for chunks in self._chunks)
         self.batches_per_epoch = self._groups_per_epoch // micro_batch
         if self.batches_per_epoch == 0:
-            usable = self._groups_per_epoch * world_size
+            have, usable = sum(self._chunks), self._groups_per_epoch * world_size
+            shared = f", {usable} of which all ranks can share," if usable < have else ","
             raise DataError(
-                f"'{self.files[0].path}'{' …' * (len(self.files) > 1)} has {usable} sequences of "
-                f"{seq_len} tokens, but one batch needs {micro_batch * world_size} "
+                f"'{self.files[0].path}'{' …' * (len(self.files) > 1)} has {have} sequences of "
+                f"{seq_len} tokens{shared} but one batch needs {micro_batch * world_size} "
                 f"({micro_batch} x {world_size} ranks): use more data, a shorter sequence length "
                 "or a smaller batch"
             )

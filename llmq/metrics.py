@@ -320,14 +320,16 @@ class Reporter:
                 self.view.line(
                     f"  fwd {p['fwd']:7.2f}ms, head {p['head']:7.2f}ms, bwd {bwd:7.2f}ms"
                 )
-        waits = [{"communication": sum(t.waits)} for t in timings] if len(timings) > 1 else [{}]
-        if len(timings) > 1:
-            shown = ", ".join(f"{sum(timing.waits):.2f}" for timing in timings)
+        waits = [sum(timing.waits) for timing in timings]
+        several = len(timings) > 1
+        if several:
+            shown = ", ".join(f"{ms:.2f}" for ms in waits)
             self.view.line(f"  waits for other ranks, by rank: {shown} ms")
         self.view.line("")
-        for rank, (breakdown, fields) in enumerate(zip(parts, waits, strict=True)):
-            fields = {"type": "time-breakdown", "gpu": rank, "breakdown": breakdown} | fields
-            self.log.write("info", step, **fields)
+        for rank, breakdown in enumerate(parts):
+            waited = {"communication": waits[rank]} if several else {}
+            fields = {"type": "time-breakdown", "gpu": rank, "breakdown": breakdown}
+            self.log.write("info", step, **fields, **waited)
 
     def abs_maxes(self, step: int, values: dict[str, float]) -> None:
         """--debug-log-abs-max: largest absolute values by name; NaN is the largest of all."""

@@ -267,11 +267,8 @@ class SpeedOfLight:
         return [*rows, f"  SOL:       {self.tokens_per_second:8d} tok/s"]
 
 
-_PEAKS = {
-    "fp32": (0, "TF32"),
-    "bf16": (1, "BF16"),
-    "e4m3": (2, "FP8"),
-}  # which of the peaks, and its name
+# By format: which of the peaks, and its name.
+_PEAKS = {"fp32": (0, "TF32"), "bf16": (1, "BF16"), "e4m3": (2, "FP8")}
 
 
 def _peak(values: tuple[float, float, float], dtype: str) -> float:
@@ -305,11 +302,7 @@ def speed_of_light(
     )
 
 
-PRODUCT_SIZES = (
-    8192,
-    4096,
-    2048,
-)  # of the timed product: the largest that there is memory for
+PRODUCT_SIZES = (8192, 4096, 2048)  # of the timed product: the largest that there is memory for
 PRODUCT_SECONDS = 0.1
 
 

@@ -213,7 +213,7 @@ class _Staging:
         return {
             name: tensor
             for name, tensor in state.tensors().items()
-            if tensor is not None and tensor.storage.place != "device" and not self._zero_copy
+            if tensor is not None and tensor.on_host and not self._zero_copy
         }
 
     def passes_through(self, state: _State) -> bool:

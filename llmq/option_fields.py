@@ -12,6 +12,7 @@ from llmq.option_types import (
     parse_every,
     parse_layers,
     parse_size,
+    parse_switch,
     parse_word,
 )
 from llmq.schedule import SCHEDULES
@@ -308,7 +309,7 @@ class Fields:
         _RANKS,
         "auto",
         "Copies between GPUs; on: direct, off: through host memory, auto: by a test at the start",
-        parse=parse_word,
+        parse=parse_switch,
         choices=("auto", "on", "off"),
     )
     watchdog: int = option(

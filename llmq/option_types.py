@@ -78,6 +78,13 @@ def parse_word(value: Any) -> str:
     return parse_str(value).lower()
 
 
+def parse_switch(value: Any) -> str:
+    """One of a few words of which two are on and off: true and false in YAML. ValueError else."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return parse_word(value)
+
+
 def parse_dtype_name(value: Any) -> str:
     """Canonical name ('fp32', 'bf16', ...) of a number format in any spelling, or ValueError."""
     word = parse_word(value)

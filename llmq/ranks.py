@@ -279,9 +279,10 @@ class Ranks:
         return assemble(param, [part for of_rank in parts for part in of_rank])
 
     def close(self) -> None:
-        """Free the devices and end the threads."""
+        """Free the devices and end the threads. Once more changes nothing."""
         try:
-            if not self.pool.workers.stopped.is_set():  # peers may still read this rank's memory
+            stopped = self.pool.workers.stopped.is_set() or self.pool.closed
+            if not stopped:  # peers may still read this rank's memory
                 self.pool.run("finishing", self._synchronize)
         finally:
             self.pool.close(self._close)

@@ -34,6 +34,10 @@ class Residuals:
             for what in ("left", "free", "arrived")
         )
 
+    def leaves(self, layer: int) -> bool:
+        """Whether the layer's residual goes to host memory between forward and backward."""
+        return layer < len(self._host)
+
     def write(self, layer: int) -> None:
         """Before the current stream writes a layer's residual."""
         if self.offload and layer >= SLOTS:
@@ -41,7 +45,7 @@ class Residuals:
 
     def written(self, layer: int, *, keep: bool) -> None:
         """The layer's forward pass is enqueued. keep: backward will read its residual."""
-        if not self.offload or layer >= len(self._host):
+        if not self.leaves(layer):
             return
         index = layer % SLOTS
         self.dev.record(self._free[index])
@@ -53,7 +57,7 @@ class Residuals:
 
     def read(self, layer: int) -> None:
         """Before the current stream reads a layer's residual in backward."""
-        if self.offload and layer < len(self._host):
+        if self.leaves(layer):
             self.dev.wait(self._arrived[layer % SLOTS])
 
     def was_read(self, layer: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llmq.checkpoint import (
-    SCALE_BLOCK,
     SCALES,
     CheckpointReader,
     CheckpointWriter,
     FileEntry,
+    elements_per_value,
     padded_size,
     slab_ranges,
 )
@@ -31,8 +31,7 @@ Beat = Callable[[], None]
 
 def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Tensor:
     """Values [start, stop) of a parameter inside the tensor of a piece."""
-    block = SCALE_BLOCK if group in SCALES else 1
-    first = (param.offset - piece.start) // block + start
+    first = (param.offset - piece.start) // elements_per_value(group) + start
     return piece.tensor.rows(first, first + stop - start)
 
 

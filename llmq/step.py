@@ -261,6 +261,7 @@ class Step:
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
 
     def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
+        """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
         adamw, t = self.options.optimizer.constants, step + 1

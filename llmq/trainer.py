@@ -297,14 +297,22 @@ class Trainer:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
             reader.check(self._step.table)
-            if reader.manifest.loader and not new_data:
-                for loader in self.train_loaders:
-                    loader.set_state(reader.manifest.loader)
+            if not new_data:
+                self._set_loaders(reader.manifest.loader)
             saved = reader.manifest.options
             for line in changed_options(self.config, self.world_size, saved, reader.world):
                 print(f"warning: {line}", file=sys.stderr)
             self.ranks.read(reader)
             self.steps_done = reader.step
+
+    def _set_loaders(self, state: dict[str, Any]) -> None:
+        """Go to where the training data was. {}: no file had been opened, so to its start."""
+        if state:
+            for loader in self.train_loaders:
+                loader.set_state(state)
+        else:
+            for loader in self.__dict__.get("train_loaders", []):
+                loader.reset()
 
     def export(self, directory: str | Path | None = None) -> None:
         """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""

@@ -23,7 +23,7 @@ from llmq.announce import (
 from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.diagnose import UpdateCheck, abs_maxes
-from llmq.errors import ConfigError, DataError, LlmqError
+from llmq.errors import ConfigError, DataError, Interrupted, LlmqError
 from llmq.live import LiveView
 from llmq.machine import available_host_memory
 from llmq.metrics import JsonLog, PlainView, Reporter, View
@@ -34,14 +34,6 @@ from llmq.scaling import Scaling, time_alone
 from llmq.trainer import Trainer
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the run to end; its state is saved. signum: which one."""
-
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 def run_training(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.command_line import flag
 from llmq.config import ModelConfig
 from llmq.machine import choose_machine
 from llmq.measure import random_batches
@@ -24,7 +25,8 @@ from llmq.step import Result
 from llmq.trainer import Trainer
 
 # What the first run does without. Not among them: --lmhead-chunks, which changes the order in which
-# the gradient of the LM head is summed, and, for the same reason, what several ranks share.
+# the gradient of the LM head is summed, and, for the same reason, what several ranks share and
+# --all-to-all-reduce; but by what way data get from rank to rank must not matter.
 _OFF: dict[str, Any] = {
     "recompute_swiglu": False,
     "recompute_norm": False,
@@ -44,6 +46,8 @@ _OFF: dict[str, Any] = {
     "keep_transposed": True,
     "use_zero_copy": False,
     "write_combined": False,
+    "memcpy_all_gather": False,
+    "memcpy_send_recv": False,
     "use_cuda_graphs": False,
 }
 _OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
@@ -115,7 +119,7 @@ def compare(
     having = _results(config, model, model_dir, synthetic)
     tested = [name for name in OPTIONS if getattr(config, name) != getattr(plain, name)]
     return Comparison(
-        options=tuple(_spelled(name, getattr(config, name)) for name in tested),
+        options=tuple(flag(name, getattr(config, name)) for name in tested),
         without=tuple(without),
         having=tuple(having),
     )
@@ -142,13 +146,6 @@ def _results(
         firsts = [of_rank[:1] for of_rank in trainer.ranks.batches_of(ticket)]
         results.append(trainer.ranks.evaluate(firsts))
     return results
-
-
-def _spelled(name: str, value: Any) -> str:
-    flag = OPTIONS[name].flag
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag}={value}"
 
 
 def report(found: Comparison) -> list[str]:

@@ -1,10 +1,11 @@
 """Fixtures: random numbers, and the devices that kernels are tested on."""
 
-# One thread: with two, OpenBLAS spins, and on a machine whose cores are busy a step takes ten times
-# as long. Before NumPy is imported.
+# One thread: with two, OpenBLAS and torch's OpenMP spin, and on a machine whose cores are busy a
+# step takes ten times as long. Before NumPy and torch are imported.
 import os
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
 import zlib
@@ -39,6 +40,14 @@ def gpu_problem() -> str | None:
 def rng(request) -> np.random.Generator:
     """Random numbers that depend on the test's name only."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory) -> Path:
+    """A folder with a small byte-level BPE, see text_data.write_bpe."""
+    from tests.text_data import write_bpe
+
+    return write_bpe(tmp_path_factory.mktemp("bpe"))
 
 
 @pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -18,6 +18,7 @@ from llmq.measure import host_work, idle_share, launch_times, open_trainer, rand
 from llmq.ops import fill
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
+from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.timing import LaunchTime, time_launches
@@ -288,13 +289,14 @@ class FakeGpu(HostDevice):
 
     kind = "cuda"
     stream = 7
+    without_graphs = CudaDevice.without_graphs
 
     def __init__(self):
         super().__init__(MemorySizes(device=1 << 20, stack=0, pinned=0))
-        self._runtime, self.use_graphs = FakeEvents(), True
+        self.api, self.use_graphs = FakeEvents(), True
 
     def zero(self, tensor):
-        self._runtime.clock += 5.0
+        self.api.clock += 5.0
 
 
 def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
@@ -305,14 +307,14 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
     def work():
         graphs.append(dev.use_graphs)
         fill.constant(dev, x, 3.0)
-        dev._runtime.clock += 2.0  # between launches: counts for none
+        dev.api.clock += 2.0  # between launches: counts for none
         dev.zero(x)
 
     launches = time_launches(dev, work)
     # Each span holds one record of 0.25 ms, which the empty spans show to be its own cost.
     assert launches == [LaunchTime("fill", 0.0, 32, 0), LaunchTime("zero", 5.0, 32, 0)]
     assert graphs == [False] and dev.use_graphs
-    assert not dev._runtime.live
+    assert not dev.api.live
     assert not {"launch", "copy", "zero"} & set(vars(dev))
 
 

@@ -34,6 +34,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         ("4070", "NVIDIA GeForce RTX 4070"),
         ("4070 super", "NVIDIA GeForce RTX 4070 SUPER"),
         ("RTX 5060 Ti", "NVIDIA GeForce RTX 5060 Ti"),
+        ("rtx5060ti", "NVIDIA GeForce RTX 5060 Ti"),
+        ("Pro6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
         ("pro 6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
         ("6000 ada", "NVIDIA RTX 6000 Ada Generation"),
         ("A100", "NVIDIA A100-SXM4-80GB"),

@@ -19,16 +19,10 @@ from tests.text_data import (
     ids,
     mixed_text,
     run,
-    write_bpe,
     write_jsonl,
     write_parquet,
     write_zst,
 )
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    return write_bpe(tmp_path_factory.mktemp("bpe"))
 
 
 def test_a_text_is_one_document(tmp_path):

@@ -327,9 +327,12 @@ def test_model_vocabulary_too_small(data):
 
 
 def test_too_little_data(data):
-    with pytest.raises(DataError, match=r"has 24 sequences .* needs 32 \(8 x 4 ranks\)") as error:
+    message = r"29 sequences of 4 tokens, 24 of which all .* needs 32 \(8 x 4 ranks\)"
+    with pytest.raises(DataError, match=message) as error:
         loader(data, world_size=4, micro_batch=8)
     assert "a.bin' …" in str(error.value)
+    with pytest.raises(DataError, match=r"has 29 sequences of 4 tokens, but one batch needs 30 "):
+        loader(data, micro_batch=30)
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro_batch": 0}])

@@ -500,6 +500,13 @@ def test_config_file_lies_under_the_command_line(tmp_path, name):
     )
 
 
+@pytest.mark.parametrize("word", ["on", "off", "auto", "'off'", "OFF"])
+def test_yaml_words_that_are_switches(tmp_path, word):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"p2p: {word}\n")
+    assert make_config({}, file).p2p == word.strip("'").lower()
+
+
 def test_yaml_numbers_need_no_dot(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-3\neval-every-n-steps:\ncontinue: true\ntrain-seed: 0x10\n")

@@ -26,6 +26,7 @@ from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.sol import flops_per_token
 from tests.models import hf_model, random_batch, trainer_for
+from tests.without_cuda import WITHOUT_CUDA
 
 BATCH = random_batch(np.random.default_rng(0))
 FULL = {"device": "cpu", "from-scratch": True, "model": "Qwen2.5-0.5B", "batch-size": 4}
@@ -263,24 +264,12 @@ def test_attention_backend_of_the_plan(monkeypatch):
     assert stack_names(options(**gpu | {"model_dtype": "fp32"})) > 0  # cuDNN has none for F32
 
 
-BLOCKED = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn", "pynvml"}:
-            raise ImportError(f"{name} is blocked")
-sys.meta_path.insert(0, Blocker())
-from llmq.cli import main
-main()
-"""
-
-
 def test_big_models_are_planned_quickly_in_little_memory_and_without_cuda():
     args = "plan --model Qwen2.5-7B --from-scratch --gpu-memory 180GiB --recompute-ffn".split()
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Not ru_maxrss, which a new process inherits from the one that started it.
     report = "print(*(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')))"
-    code = f"import atexit; atexit.register(lambda: exec({report!r}))\n{BLOCKED}"
+    code = f"import atexit; atexit.register(lambda: exec({report!r}))\n{WITHOUT_CUDA}"
     command = [sys.executable, "-c", code, *args]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -45,7 +45,7 @@ def test_a_run_that_is_interrupted_and_continued(level, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         signal_after(patch, 3, signal.SIGTERM)
-        assert train(**options) == 130
+        assert train(**options) == 128 + signal.SIGTERM
     assert os.listdir("ckpt") == ["step_00000004"]
     out, err = capsys.readouterr()
     assert out.endswith("Stopped by SIGTERM after 4 steps; go on with --continue\n")

@@ -156,7 +156,7 @@ def test_wrong_number_of_batches():
 
 def test_less_data_than_a_batch_of_all_ranks():
     write_tokens(Path("data/short.bin"), 5)
-    message = r"5 sequences of 16 tokens, but one batch needs 6 \(2 x 3 ranks\)|has 3 sequences"
+    message = r"5 sequences of 16 tokens, 3 of which all .* one batch needs 6 \(2 x 3 ranks\)"
     with trainer(3, train_file="data/short.bin") as t, pytest.raises(LlmqError, match=message):
         t.step()
 
@@ -248,6 +248,8 @@ def test_other_options_than_the_checkpoints_are_said(capsys):
         path = t.save()
     with trainer(2, out_dir="elsewhere", steps=11) as t:
         t.load(path)
+    with trainer(4) as t:  # half the micro-steps
+        t.load(path)
     assert capsys.readouterr().err == ""
     with trainer(1, learning_rate=0.5, seed=7, cooldown=2, steps=11, grad_accumulation=6) as t:
         t.load(path)
@@ -264,6 +266,40 @@ def test_other_options_than_the_checkpoints_are_said(capsys):
 
 
 # -- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_closed_trainer(world):
+    with trainer(world) as t:
+        t.step()
+        t.close()
+    with pytest.raises(RuntimeError, match="step 1: the ranks are closed"):
+        t.step(batches())
+
+
+def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
+    """What is said is what went wrong: not what the others miss afterwards."""
+    failed = threading.Event()
+
+    def full():
+        raise LlmqError("the disk is full")
+
+    def write(dev, writer, group, pieces, beat):
+        if dev.rank == 0:
+            assert failed.wait(10)
+            return write_group(dev, writer, group, pieces, beat)
+        try:
+            return write_group(dev, writer, group, pieces, full)
+        finally:
+            failed.set()
+            time.sleep(0.3)  # in which the other rank writes on
+
+    monkeypatch.setattr("llmq.ranks.write_group", write)
+    with trainer(2) as t:
+        t.step()
+        with pytest.raises(LlmqError, match=r"^rank 1: the disk is full$"):
+            t.save("ckpt")
+    assert list(Path("ckpt").iterdir()) == []
 
 
 def failing(real, calls=1):

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmq.checkpoint import SCALE_BLOCK, SCALES, CheckpointReader, CheckpointWriter, Manifest
+from llmq.checkpoint import SCALES, CheckpointReader, CheckpointWriter, Manifest
 from llmq.dtypes import BF16, E4M3, F32
 from llmq.errors import ConfigError
+from llmq.ops.adamw import SCALE_BLOCK
 from llmq.params import weight_table
 from llmq.presets import preset
 from llmq.runtime.device import MemorySizes

@@ -7,9 +7,10 @@ from functools import cache, partial
 import pytest
 
 from llmq.runtime import comm
-from tests.runtime.fake_streams import StreamDevice, connect_streams, direct_links
+from tests.runtime.fake_comm import connect_streams, direct_links
+from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Races
-from tests.sharded import DELAYED, FP8, UNTIED, Session, assert_same_run, run
+from tests.sharded import DELAYED, FP8, Session, assert_same_run, model, random_options, run
 
 STREAMED = {"shard_weights": True, "shard_gradients": True}
 HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": True}
@@ -20,6 +21,7 @@ GATHER = {"memcpy_all_gather": True}
 A2A = {"all_to_all_reduce": True}
 COPIES = GATHER | A2A | {"memcpy_send_recv": True}
 HEAD = {"head_dtype": "e4m3"}
+MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 
 # Ranks, micro-steps, options.
 CASES = {
@@ -63,7 +65,7 @@ def program(session: Session) -> list:
 def wanted(name: str):
     """What the CPU device does, one call after another."""
     world, accum, options = CASES[name]
-    return run(world, accum, program, of=UNTIED, **options)
+    return run(world, accum, program, of=MODEL, **options)
 
 
 def on_streams(world, accum, options, *, program=program, links="mixed", **device):
@@ -71,7 +73,7 @@ def on_streams(world, accum, options, *, program=program, links="mixed", **devic
     races = Races()
     make = partial(StreamDevice, races=races, **device)
     connect = partial(connect_streams, direct=direct_links(world, links))
-    outcome = run(world, accum, program, of=UNTIED, make=make, connect=connect, **options)
+    outcome = run(world, accum, program, of=MODEL, make=make, connect=connect, **options)
     assert not races.found, "\n".join(sorted(set(races.found)))
     return outcome
 
@@ -82,6 +84,15 @@ def test_step(name, graphs):
     world, accum, options = CASES[name]
     got = on_streams(world, accum, options, graphs=graphs, pause=1e-4)
     assert_same_run(got, wanted(name))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_options(seed):
+    world, accum, base, options = random_options(seed)
+    options |= base
+    links = ("peer", "mixed", "staged")[seed % 3]
+    got = on_streams(world, accum, options, links=links, graphs=seed % 2 == 0, pause=1e-4)
+    assert_same_run(got, run(world, accum, program, of=MODEL, **options))
 
 
 def test_graphs_are_captured_once():

@@ -18,15 +18,9 @@ from tests.text_data import (
     encoded,
     ids,
     run,
-    write_bpe,
     write_inputs,
     write_jsonl,
 )
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    return write_bpe(tmp_path_factory.mktemp("bpe"))
 
 
 @pytest.fixture

@@ -23,15 +23,9 @@ from tests.text_data import (
     ids,
     mixed_text,
     run,
-    write_bpe,
     write_inputs,
     write_jsonl,
 )
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    return write_bpe(tmp_path_factory.mktemp("bpe"))
 
 
 def test_shards_are_filled(tmp_path):

@@ -154,6 +154,16 @@ def test_save_and_load():
         assert same({n: w.astype(np.float32) for n, w in saved.items()}, t.weights())
 
 
+def test_loading_what_was_saved_before_any_data_was_read():
+    with trainer() as t:
+        path = t.save("start")
+        results = [t.step(), t.step()]
+        t.load(path)
+        assert [t.step(), t.step()] == results
+        t.load(path, new_data=True)
+        assert t.step() != results[0]
+
+
 def test_checkpoints_that_do_not_fit():
     with trainer() as t:
         with pytest.raises(LlmqError, match="'nowhere' is not and does not contain"):

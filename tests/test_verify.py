@@ -49,6 +49,8 @@ CASES = {
             "offload_quants": ""},
     "delayed": {**FP8, "fp8_recipe": "delayed", "recompute_block": ""},
     "two_ranks": {"gpus": 2, "zero_level": 2, "recompute_block": "", "offload_opt_m": ""},
+    "copies": {"gpus": 2, "zero_level": 3, "memcpy_all_gather": "", "memcpy_send_recv": "",
+               "all_to_all_reduce": ""},
 }  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def test_options_that_save_memory_change_nothing(capsys, changes):
     assert found["results"][0]["with"]["norm"] > 0
     given = {flag.partition("=")[0] for flag in found["options"]} - {"--use-cuda-graphs"}
     kept = {"model_dtype", "master_dtype", "grad_accum_dtype", "matmul_dtype", "fp8_recipe", "gpus"}
-    kept |= {"zero_level"} if "gpus" in changes else set()
+    kept |= {"zero_level", "all_to_all_reduce"} if "gpus" in changes else set()
     assert given >= {f"--{name.replace('_', '-')}" for name in changes if name not in kept}
     assert not given & {f"--{name.replace('_', '-')}" for name in kept}
 

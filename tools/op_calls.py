@@ -211,21 +211,30 @@ def gelu_calls(*shape: int) -> list[Call]:
     return calls
 
 
+def with_fp8(calls: list[Call], rows: int, C: int) -> list[Call]:
+    """A norm's calls, and the same with codes in both layouts, if C allows, and without out."""
+    more = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C)}
+    return calls + [
+        Call(f"{call.name} fp8", call.function, call.args | more | dict.fromkeys(out))
+        for call in calls
+        for out in [{"out"} & call.args.keys()]
+        if fits_fp8(rows, C)
+    ]
+
+
 def layernorm_calls(rows: int, C: int) -> list[Call]:
     x, w, mean, rstd = bf16(rows, C), bf16(C), f32(rows, value=0.0), f32(rows, value=1.0)
     stats = {"mean": mean, "rstd": rstd, "weight": w}
     forward = stats | {"out": x, "bias": w, "eps": EPS}
     fused = forward | {"residual_out": x, "residual": x, "branch": x}
     backward = stats | {"d_x": x, "d_out": x, "x": x, "d_residual": x}
-    return [
+    backward |= {"d_weight": gradient(C), "d_bias": gradient(C)}
+    calls = [
         Call("forward", layernorm.forward, forward | {"x": x}),
         Call("forward_residual", layernorm.forward_residual, fused),
-        Call(
-            "backward",
-            layernorm.backward,
-            backward | {"d_weight": gradient(C), "d_bias": gradient(C)},
-        ),
+        Call("backward", layernorm.backward, backward),
     ]
+    return with_fp8(calls, rows, C)
 
 
 def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[Call]:
@@ -284,11 +293,12 @@ def rmsnorm_calls(rows: int, C: int) -> list[Call]:
     forward = stats | {"out": x, "eps": EPS}
     fused = forward | {"residual_out": x, "residual": x, "branch": x}
     backward = stats | {"d_x": x, "d_weight": gradient(C), "d_out": x, "x": x, "d_residual": x}
-    return [
+    calls = [
         Call("forward", rmsnorm.forward, forward | {"x": x}),
         Call("forward_residual", rmsnorm.forward_residual, fused),
         Call("backward", rmsnorm.backward, backward),
     ]
+    return with_fp8(calls, rows, C)
 
 
 def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:

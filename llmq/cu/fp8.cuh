@@ -1,7 +1,7 @@
 // fp8.cuh -- results that a kernel also writes as FP8 codes, row-major, transposed, or both.
 //
-//   code = fp8(v * factor), factor = 1 / scale, v as the BF16 or F32 tensor holds it: the same codes
-//   as if the tensor had been written and then quantized. fp8() as to_fp8 in common.cuh.
+//   code = fp8(v * factor), factor = 1 / scale, v as the BF16 or F32 tensor holds it: the codes are
+//   those of a tensor that was written and then quantized. fp8() as to_fp8 in common.cuh.
 //   saturated += number of |v| > MAX * scale (a NaN does not count)
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
@@ -11,7 +11,7 @@
 #include "ptx.cuh"
 #include "ptx.cuh"
 
-// A thread's encoder: of one tensor, or of nothing with WANTED = false, when Format may be any type.
+// A thread's encoder: of one tensor; with IS_WANTED = false of none, and Format may be any type.
 template <class Format, bool IS_WANTED> struct Fp8Encoder {
     float factor, limit;
     u32 count = 0;  // saturated elements of this thread
@@ -53,7 +53,8 @@ private:
         return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
     }
     // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
-    template <class Element> __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
+    template <class Element>
+    __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
         if (abs_max_bits(x) > __float_as_uint(limit)) {
 #pragma unroll
             for (int k = 0; k < Vec<Element>::N; ++k) { count += fabsf(to_f32(x[k])) > limit; }
@@ -101,8 +102,9 @@ struct OctetTile {
     // Row-major: to codes (any rows, columns) from this thread's row and column of it. All threads
     // of a warp call it; columns % 16 == 0.
     template <class Format>
-    static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column, int columns,
-                                                      const uint2 (&four)[4], bool inside) {
+    static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column,
+                                                      int columns, const uint2 (&four)[4],
+                                                      bool inside) {
         const int odd = threadIdx.x & 1;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -114,7 +116,8 @@ struct OctetTile {
 
     // Put this thread's codes in; a barrier must follow.
     __device__ __forceinline__ void put(const uint2 (&four)[4]) {
-        const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, octet = threadIdx.x & 7;
+        const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3;
+        const int octet = threadIdx.x & 7;
         u32 turned[2][4];
         transpose_bytes(turned[0], {four[0].x, four[1].x, four[2].x, four[3].x});
         transpose_bytes(turned[1], {four[0].y, four[1].y, four[2].y, four[3].y});
@@ -207,10 +210,10 @@ __device__ __forceinline__ u32 abs_max_bits(const Pack<Element, COUNT>& x) {
 // -- For kernels that work row by row ------------------------------------------------------------
 
 // LINES whole rows of codes in dynamic shared memory, put in row by row and taken out turned, in
-// pieces of 16 rows (8 if there are no more) and 4 columns. Between the pieces' rows lie some bytes,
-// so that a warp, which takes 4 neighbouring columns of LINES / 16 pieces in every group of lanes,
-// reads from different banks: 16 rows are a multiple of 128 bytes, columns % 8 == 0.
-// llmq/ops/common.py (row_tile) has its size.
+// pieces of 16 rows (8 if there are no more) and 4 columns. 16 rows are a multiple of 128 bytes
+// (columns % 8 == 0), and after them comes a gap, so that the lanes of a warp, neighbours of which
+// take pieces one below the other, read from different banks. llmq/ops/common.py (row_tile) has
+// the size.
 template <int LINES> struct RowTile {
     static constexpr int PIECE = LINES < 16 ? LINES : 16, PIECES = LINES / PIECE;
     static constexpr int GAP = PIECES > 1 ? 128 / PIECES : 0;
@@ -279,12 +282,11 @@ template <class Format, bool ROW_MAJOR, int LINES> struct Fp8Rows {
             for (int i = 0; i < COUNT; ++i) {
                 const int c = x.column(i);
                 if (!active || c >= columns) { continue; }
-                const auto eight = encoder.encode(x.v[i]);  // or four, of F32
-                if constexpr (ROW_MAJOR) {
-                    using Word = decltype(encoder.encode(x.v[i]));
-                    *reinterpret_cast<Word*>(codes + row * columns + c) = eight;
-                }
-                if constexpr (LINES > 0) { tile().put((int)(row % LINES), c, eight); }
+                uint4 packed = pack(x.v[i]);
+                forget(packed);  // or all would be unpacked early, into too many registers
+                const auto word = encoder.encode(unpack<Element>(packed));
+                if constexpr (ROW_MAJOR) { store(codes + row * columns + c, word); }
+                if constexpr (LINES > 0) { tile().put((u32)row % LINES, c, word); }
             }
         }
     }
@@ -302,6 +304,9 @@ template <class Format, bool ROW_MAJOR, int LINES> struct Fp8Rows {
     __device__ __forceinline__ void finish(i32* saturated) { encoder.finish(saturated); }
 
 private:
+    template <class Word> static __device__ __forceinline__ void store(Format* p, Word word) {
+        *reinterpret_cast<Word*>(p) = word;
+    }
     __device__ __forceinline__ RowTile<LINES> tile() const {
         extern __shared__ uint4 row_tile[];
         return {reinterpret_cast<u8*>(row_tile), columns};

@@ -32,7 +32,8 @@ constexpr int FORWARD_ROWS = block_rows(WARPS, TILE_LINES ? 8 : 4);
 constexpr int FORWARD_THREADS = 32 * WARPS * FORWARD_ROWS;
 constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARPS * BACKWARD_ROWS;
 // So many at least on an SM, for enough loads in flight; more where some wait to turn their tile.
-constexpr int SM_THREADS = 512, FORWARD_SM_THREADS = TILE_LINES ? 768 : SM_THREADS;
+constexpr int SM_THREADS = 512;
+constexpr int FORWARD_SM_THREADS = TILE_LINES && sizeof(T) == 2 ? 768 : SM_THREADS;
 // layernorm_forward has one load in flight for each vector: as many threads as need no spills.
 constexpr int PLAIN_SM_THREADS = CODES || TILE_LINES || VECTORS > 3 ? FORWARD_SM_THREADS
                                  : VECTORS == 3                    ? 1024

@@ -9,7 +9,6 @@ at the same offset in the peer's memory of the same place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,15 +130,12 @@ class Comm(ABC):
     """One rank's end of the collectives.
 
     last_operation: what was enqueued last, for diagnosis; a graph's replay does not change it.
-    bytes_by_kind: bytes that this rank has received from its peers, by operation, as enqueued:
-    replays do not count.
     """
 
     def __init__(self, rank: int, world_size: int):
         self.rank = rank
         self.world_size = world_size
         self.last_operation = "none"
-        self.bytes_by_kind: Counter[str] = Counter()
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """Part p of dst becomes rank p's src.
@@ -155,7 +151,6 @@ class Comm(ABC):
                 f"all_gather: dst must have {self.world_size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
-        self._count("all_gather", dst.nbytes - src.nbytes)
         self._all_gather(dst, src)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
@@ -167,7 +162,6 @@ class Comm(ABC):
             raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
         self._check_parts("reduce_scatter", buffer)
         self._begin(f"reduce_scatter {buffer.name}")
-        self._count("reduce_scatter", self._others(buffer))
         self._reduce_scatter(buffer)
 
     def all_to_all(self, buffer: Tensor, spare: Tensor | None) -> list[Tensor]:
@@ -188,7 +182,6 @@ class Comm(ABC):
                     f"got {spare!r}"
                 )
         self._begin(f"all_to_all {buffer.name}")
-        self._count("all_to_all", self._others(buffer))
         targets = [part(buffer, self.rank, self.world_size)]
         for k in range(1, self.world_size):
             targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.world_size))
@@ -224,18 +217,11 @@ class Comm(ABC):
     def _begin(self, operation: str) -> None:
         self.last_operation = operation
 
-    def _count(self, kind: str, received: int) -> None:
-        self.bytes_by_kind[kind] += received
-
     def _check_parts(self, op: str, buffer: Tensor) -> None:
         if buffer.size % self.world_size:
             raise ValueError(
                 f"{op}: buffer must have {self.world_size} equal parts, got {buffer!r}"
             )
-
-    def _others(self, buffer: Tensor) -> int:
-        """Bytes of all parts but one."""
-        return buffer.nbytes // self.world_size * (self.world_size - 1)
 
     @abstractmethod
     def _all_gather(self, dst: Tensor, src: Tensor) -> None: ...
@@ -273,16 +259,11 @@ def exchange(dev: Device, table: Tensor, row: Tensor, name: str) -> None:
     dev.comm.all_gather(table.view(table.size), own)
 
 
-class SingleComm(Comm):
-    """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
-
-    def __init__(self, dev: Device):
-        super().__init__(0, 1)
-        self._dev = dev
+class SilentComm(Comm):
+    """Collectives that move nothing: what they would bring keeps its last content."""
 
     def _all_gather(self, dst: Tensor, src: Tensor) -> None:
-        if not same_memory(dst, src):
-            self._dev.copy(dst, src)
+        pass
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
         pass
@@ -297,6 +278,18 @@ class SingleComm(Comm):
         pass
 
 
+class SingleComm(SilentComm):
+    """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
+
+    def __init__(self, dev: Device):
+        super().__init__(0, 1)
+        self._dev = dev
+
+    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
+        if not same_memory(dst, src):
+            self._dev.copy(dst, src)
+
+
 class PlanComm(Comm):
     """Counts. As memory traffic: what is received is written, as much is read."""
 
@@ -305,9 +298,13 @@ class PlanComm(Comm):
         allocate(dev, options)
         self._dev, self._options = dev, options
 
+    def _others(self, buffer: Tensor) -> int:
+        """Bytes of all parts but one."""
+        return buffer.nbytes // self.world_size * (self.world_size - 1)
+
     def _all_gather(self, dst: Tensor, src: Tensor) -> None:
         received = dst.nbytes - src.nbytes
-        if src.storage.place in ("device", "stack"):
+        if not src.on_host:
             in_place = same_memory(part(dst, self.rank, self.world_size), src)
             moved = received if in_place else dst.nbytes
             self._dev.collective("all_gather", 2 * moved, 0, received)
@@ -323,25 +320,6 @@ class PlanComm(Comm):
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
         received = self._others(buffer)
         self._dev.collective("all_to_all", 2 * received, 0, received)
-
-    def _wait_pulled(self, buffer: Tensor) -> None:
-        pass
-
-    def _fence(self, name: str) -> None:
-        pass
-
-
-class SilentComm(Comm):
-    """Collectives that move nothing: what they would bring keeps its last content."""
-
-    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
-        pass
-
-    def _reduce_scatter(self, buffer: Tensor) -> None:
-        pass
-
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
-        pass
 
     def _wait_pulled(self, buffer: Tensor) -> None:
         pass

@@ -16,8 +16,6 @@ from llmq.runtime.flags import READY, TAKEN, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
 
-DEVICE_PLACES = ("device", "stack")  # memory of a GPU: all other places every GPU can read
-
 
 @dataclass(frozen=True, slots=True)
 class Memories:
@@ -71,10 +69,9 @@ class Copies:
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """The own source is staged once for all who need it; the next fence waits for that, too."""
-        pinned = src.storage.place not in DEVICE_PLACES
         own = self._part(dst, self._rank)
         in_place = same_memory(own, src)
-        readers = [] if pinned else self._readers
+        readers = [] if src.on_host else self._readers
         if readers:
             with self._aside():
                 self._staging.begin()
@@ -84,7 +81,7 @@ class Copies:
         pieces = []
         for source in self._after:
             target = self._part(dst, source)
-            if pinned or self._direct[self._rank][source]:
+            if src.on_host or self._direct[self._rank][source]:
                 address = self._address(source, target if in_place else src)
                 self._queue.copy(target.ptr, address, src.nbytes)
             else:

@@ -18,9 +18,7 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.tensor import Storage, Tensor
 from llmq.runtime.workers import Workers
 
-CHECKED_BYTES = (
-    1 << 20
-)  # sources up to here are checked: tests have no larger ones, and need no time
+CHECKED_BYTES = 1 << 20  # larger sources are not checked, which takes time; tests have none
 
 
 def connect_host(devices: Sequence[HostDevice], options: CommOptions, workers: Workers) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
 from llmq.runtime.comm import part, same_memory
-from llmq.runtime.copies import DEVICE_PLACES
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.tensor import Tensor
 
@@ -101,7 +100,7 @@ class Nccl:
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """Pinned sources go to their place in dst first: peers may read sources directly."""
         own = part(dst, self._dev.rank, self._dev.world_size)
-        if src.storage.place not in DEVICE_PLACES and not same_memory(own, src):
+        if src.on_host and not same_memory(own, src):
             self._dev.copy(own, src)
             src = own
         self._communicator.allGather(src.ptr, dst.ptr, src.nbytes, BYTES, self._dev.stream)

@@ -94,7 +94,7 @@ class PlanDevice(Device):
             self.sources.add(Source.of(kernel, types, consts))
         total, loaded, stored = kernel.traffic(args), 0, 0
         for index, value in enumerate(args):
-            if isinstance(value, Tensor) and _on_host(value):
+            if isinstance(value, Tensor) and value.on_host:
                 loaded += value.nbytes * kernel.declared[index].reads
                 stored += value.nbytes * kernel.declared[index].writes
         sizes = (total - loaded - stored, loaded, stored)
@@ -103,12 +103,12 @@ class PlanDevice(Device):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        loaded, stored = (t.nbytes * _on_host(t) for t in (src, dst))
+        loaded, stored = (t.nbytes * t.on_host for t in (src, dst))
         sizes = (dst.nbytes + src.nbytes - loaded - stored, loaded, stored)
         self._note("", "copy", (dst, src), 0, *sizes)
 
     def zero(self, tensor: Tensor) -> None:
-        stored = tensor.nbytes * _on_host(tensor)
+        stored = tensor.nbytes * tensor.on_host
         self._note("", "zero", (tensor,), 0, tensor.nbytes - stored, 0, stored)
 
     def collective(self, kind: str, device_bytes: int, loaded: int, received: int) -> None:
@@ -170,7 +170,3 @@ class PlanDevice(Device):
 
     def synchronize(self) -> None:
         pass
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.storage.place not in ("device", "stack")

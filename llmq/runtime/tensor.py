@@ -13,8 +13,8 @@ from llmq.dtypes import DType
 class Storage:
     """One allocation: where it starts, and its bytes where the host can read them.
 
-    place: "device" or "pinned". base: address of the first byte (0 on the plan device).
-    bytes: uint8 view of the whole allocation, None where the host has no access.
+    place: "device", "stack", "pinned" or "write_combined". base: address of the first byte (0 on
+    the plan device). bytes: uint8 view of the whole allocation, None where the host has no access.
     """
 
     __slots__ = ("base", "bytes", "place")
@@ -46,6 +46,11 @@ class Tensor:
     def ptr(self) -> int:
         """Address of the first element."""
         return self.storage.base + self.offset
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory that the GPUs work with, not in a device's own."""
+        return self.storage.place in ("pinned", "write_combined")
 
     def numpy(self) -> np.ndarray:
         """The elements as a NumPy view in place; only where the host can read the storage."""

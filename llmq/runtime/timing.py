@@ -26,7 +26,7 @@ class Marks:
 
     def __init__(self, dev: Device):
         self._dev = dev
-        self._api = dev._runtime if dev.kind == "cuda" else None
+        self._api = dev.api if dev.kind == "cuda" else None
         self._marks: list[Any] = []
 
     def mark(self) -> int:
@@ -85,7 +85,7 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
         yield
         spans.append((name, first, marks.mark()))
 
-    with _without_graphs(dev):
+    with dev.without_graphs():
         dev.range = timed
         try:
             yield times
@@ -127,7 +127,7 @@ def time_waits(dev: Device) -> Iterator[list[float]]:
 
     own_record, own_wait, timed_wait = dev.record, dev.wait, timed(dev.wait)
     comm = dev.comm
-    with _without_graphs(dev):
+    with dev.without_graphs():
         dev.record, dev.wait = record, wait
         for name in COLLECTIVES:
             setattr(comm, name, timed(getattr(comm, name)))
@@ -167,7 +167,7 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
         return run
 
     wrapped = {"launch": _launched, "copy": _copied, "zero": _zeroed}
-    with _without_graphs(dev):
+    with dev.without_graphs():
         for name, describe in wrapped.items():
             setattr(dev, name, timed(getattr(dev, name), describe))
         try:
@@ -184,18 +184,6 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     ]
     marks.close()
     return times
-
-
-@contextmanager
-def _without_graphs(dev: Device) -> Iterator[None]:
-    if dev.kind != "cuda":
-        yield
-        return
-    before, dev.use_graphs = dev.use_graphs, False
-    try:
-        yield
-    finally:
-        dev.use_graphs = before
 
 
 def _launched(

@@ -125,6 +125,8 @@ class RankPool:
         self, name: str, fn: Callable[[int], T], ranks: Iterable[int] | None = None
     ) -> Command[T]:
         """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
+        if self.closed:
+            raise RuntimeError(f"{name}: the ranks are closed")
         command = Command(name, fn, range(self.world_size) if ranks is None else ranks)
         if self.world_size == 1:
             command.results[0] = fn(0)
@@ -244,13 +246,21 @@ class RankPool:
 
     # -- the end ---------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether there are no ranks any more."""
+        return self._closed.is_set()
+
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
         """End the threads, after cleanup(rank) in each of them.
 
         Where ranks were stopped, cleanup is tried if none of them hangs, and its errors are
-        swallowed.
+        swallowed. Once more changes nothing.
         """
+        if self.closed:
+            return
         if self.world_size == 1:
+            self._closed.set()
             if cleanup is not None:
                 cleanup(0)
             return

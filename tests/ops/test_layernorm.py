@@ -5,14 +5,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops import layernorm
+from llmq.ops.common import Fp8Out
 from llmq.ref.layernorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator
 from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
+from tests.fp8_out import LAYOUTS, check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run, step_scalars
 
 EPS = 1e-5
@@ -196,3 +198,115 @@ def test_wrong_arguments_raise(change, error, text):
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
     with pytest.raises(error, match=f"layernorm.forward: .*{text}"):
         layernorm.forward(plan, **tensors, eps=EPS)
+
+
+# -- FP8 results ---------------------------------------------------------------------------------
+
+# rows and C, multiples of 16, that leave a tile ragged; in every layout of rows
+FP8_SHAPES = [(80, 80), (48, 896), (16, 1536), (48, 3584), (16, 8192)]
+FP8_CASES = [(FP8_SHAPES[0], layout) for layout in LAYOUTS] + [(s, "both") for s in FP8_SHAPES[1:]]
+
+
+@pytest.mark.parametrize(("shape", "layout"), FP8_CASES, ids=str)
+def test_fp8_forward_equals_two_steps(dev, rng, shape, layout):
+    rows, C = shape
+    dtype = F32 if layout == "codes" else BF16
+    arrays = {
+        "out": nan(shape, dtype),
+        "mean": nan(rows, F32),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, dtype),
+        "weight": coarse(rng, C, dtype),
+        "bias": coarse(rng, C, dtype),
+    }
+    fused = arrays | {"residual_out": nan(shape, dtype), "residual": arrays["x"]}
+    fused["branch"] = coarse(rng, shape, dtype)
+    del fused["x"]
+    for device in (dev, host_device()):
+        call = partial(layernorm.forward, eps=EPS)
+        check_fp8(device, call, arrays, "out", E4M3, layout)
+        call = partial(layernorm.forward_residual, eps=EPS)
+        check_fp8(device, call, fused, "out", E4M3, layout)
+
+
+@pytest.mark.parametrize(("shape", "layout"), FP8_CASES, ids=str)
+def test_fp8_backward_equals_two_steps(dev, rng, shape, layout):
+    rows, C = shape
+    format = E5M2 if layout == "transposed" else E4M3
+    arrays = {
+        "d_x": nan(shape, BF16),
+        "d_out": coarse(rng, shape, BF16),
+        "x": coarse(rng, shape, BF16),
+        "weight": coarse(rng, C, BF16),
+        "mean": np.full(rows, 0.25, np.float32),
+        "rstd": np.full(rows, 0.5, np.float32),
+        "d_residual": coarse(rng, shape, BF16),
+        "scalars": step_scalars(),
+    }
+
+    def backward(dev, d_x, x, scalars, **t):
+        """d_x is always written; the gradients of parameters are of no interest here."""
+        d_x = d_x or dev.alloc("d_x", shape, BF16, "Activations")
+        targets = {
+            name: Accumulator(dev.alloc(name, (C,), F32, "Gradients"), False, scalars, 1)
+            for name in ("d_weight", "d_bias")
+        }
+        layernorm.backward(dev, d_x, x=x, **targets, **t)
+
+    for device in (dev, host_device()):
+        check_fp8(device, backward, arrays, "d_x", format, layout)
+
+
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_gradients_of_parameters_do_not_depend_on_fp8(dev, rng, shape):
+    rows, C = shape
+    scale = np.float32(0.1)
+    arrays = {
+        "d_x": nan(shape, BF16),
+        "d_out": rng.normal(size=shape).astype(BF16.numpy),
+        "x": rng.normal(size=shape).astype(BF16.numpy),
+        "weight": coarse(rng, C, BF16),
+        "mean": np.full(rows, 0.25, np.float32),
+        "rstd": np.full(rows, 0.5, np.float32),
+        "d_residual": None,
+        "scalars": step_scalars(),
+        **{name: nan(C, F32) for name in ("d_weight", "d_bias")},
+        **outputs(shape, E4M3, "both", scale),
+    }
+
+    def backward(dev, codes, transposed, scale, saturated, scalars, **t):
+        for name in ("d_weight", "d_bias"):
+            t[name] = Accumulator(t[name], False, scalars, 1)
+        layernorm.backward(dev, **t, fp8=Fp8Out(codes, transposed, scale, saturated))
+
+    got, expected = (run(device, backward, arrays) for device in (dev, host_device()))
+    for name in ("d_weight", "d_bias"):
+        # Sums over up to 80 rows in another order: relative to the largest.
+        atol = 1e-5 * np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=atol)
+
+
+def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
+    rows, C = shape = (4304, 80)  # more tiles than blocks, forward too; half a tile is left
+    arrays = {
+        "out": nan(shape, BF16),
+        "mean": nan(rows, F32),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, BF16),
+        "weight": coarse(rng, C, BF16),
+        "bias": coarse(rng, C, BF16),
+    }
+    arrays["weight"][-2:] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):  # 0 * inf, in the reference
+        for device in (dev, host_device()):
+            check_fp8(device, partial(layernorm.forward, eps=EPS), arrays, "out", E4M3, "both")
+
+
+def test_fp8_backward_in_place(dev, rng):
+    shape = (176, 80)  # more tiles than blocks
+    arrays = backward_arrays(rng, shape, BF16, F32) | {"d_x": None}
+    plain = run(dev, call_backward(False), arrays)["d_residual"]
+    operands = arrays | outputs(shape, E4M3, "both", np.float32(2**-8))
+    got = run(dev, with_fp8(call_backward(False)), operands)
+    np.testing.assert_array_equal(got["d_residual"], plain)
+    assert check_codes(got, plain, E4M3, "both") > 0

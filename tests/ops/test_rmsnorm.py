@@ -6,15 +6,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops import rmsnorm
-from llmq.ops.common import RowLayout, row_layout
+from llmq.ops.common import Fp8Out, RowLayout, row_layout, row_tile
 from llmq.ref.rmsnorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.tensor import Accumulator
 from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
+from tests.fp8_out import LAYOUTS, check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run, step_scalars
 
 EPS = 1e-6
@@ -225,3 +226,150 @@ def test_plan_counts_every_byte_once():
     assert plan.bytes["rmsnorm_backward"] == 4 * 64 * 128 * 2 + 2 * 128 + 4 * 64 + partial
     assert plan.bytes["rmsnorm_backward_weight"] == partial + 2 * 4 * 128 + 64
     assert plan.stack.used == 0 and plan.stack.high_water_mark == partial
+
+
+# -- FP8 results ---------------------------------------------------------------------------------
+
+# rows and C, multiples of 16, that leave a tile ragged; in every layout of rows
+FP8_SHAPES = [(80, 80), (48, 896), (16, 1536), (48, 3584), (16, 8192)]
+FP8_CASES = [(FP8_SHAPES[0], layout) for layout in LAYOUTS] + [(s, "both") for s in FP8_SHAPES[1:]]
+
+
+@pytest.mark.parametrize(("shape", "layout"), FP8_CASES, ids=str)
+def test_fp8_forward_equals_two_steps(dev, rng, shape, layout):
+    rows, C = shape
+    dtype = F32 if layout == "codes" else BF16
+    arrays = {
+        "out": nan(shape, dtype),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, dtype),
+        "weight": coarse(rng, C, dtype),
+    }
+    fused = arrays | {"residual_out": nan(shape, dtype), "residual": arrays["x"]}
+    fused["branch"] = coarse(rng, shape, dtype)
+    del fused["x"]
+    for device in (dev, host_device()):
+        call = partial(rmsnorm.forward, eps=EPS)
+        check_fp8(device, call, arrays, "out", E4M3, layout)
+        call = partial(rmsnorm.forward_residual, eps=EPS)
+        check_fp8(device, call, fused, "out", E4M3, layout)
+
+
+@pytest.mark.parametrize(("shape", "layout"), FP8_CASES, ids=str)
+def test_fp8_backward_equals_two_steps(dev, rng, shape, layout):
+    rows, C = shape
+    format = E5M2 if layout == "transposed" else E4M3
+    arrays = {
+        "d_x": nan(shape, BF16),
+        "d_out": coarse(rng, shape, BF16),
+        "x": coarse(rng, shape, BF16),
+        "weight": coarse(rng, C, BF16),
+        "rstd": np.full(rows, 0.5, np.float32),
+        "d_residual": coarse(rng, shape, BF16),
+        "scalars": step_scalars(),
+    }
+
+    def backward(dev, d_x, x, scalars, **t):
+        """d_x is always written; the gradients of parameters are of no interest here."""
+        d_x = d_x or dev.alloc("d_x", shape, BF16, "Activations")
+        targets = {
+            name: Accumulator(dev.alloc(name, (C,), F32, "Gradients"), False, scalars, 1)
+            for name in ("d_weight",)
+        }
+        rmsnorm.backward(dev, d_x, x=x, **targets, **t)
+
+    for device in (dev, host_device()):
+        check_fp8(device, backward, arrays, "d_x", format, layout)
+
+
+@pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+def test_gradients_of_parameters_do_not_depend_on_fp8(dev, rng, shape):
+    rows, C = shape
+    scale = np.float32(0.1)
+    arrays = {
+        "d_x": nan(shape, BF16),
+        "d_out": rng.normal(size=shape).astype(BF16.numpy),
+        "x": rng.normal(size=shape).astype(BF16.numpy),
+        "weight": coarse(rng, C, BF16),
+        "rstd": np.full(rows, 0.5, np.float32),
+        "d_residual": None,
+        "scalars": step_scalars(),
+        **{name: nan(C, F32) for name in ("d_weight",)},
+        **outputs(shape, E4M3, "both", scale),
+    }
+
+    def backward(dev, codes, transposed, scale, saturated, scalars, **t):
+        for name in ("d_weight",):
+            t[name] = Accumulator(t[name], False, scalars, 1)
+        rmsnorm.backward(dev, **t, fp8=Fp8Out(codes, transposed, scale, saturated))
+
+    got, expected = (run(device, backward, arrays) for device in (dev, host_device()))
+    for name in ("d_weight",):
+        # Sums over up to 80 rows in another order: relative to the largest.
+        atol = 1e-5 * np.abs(expected[name]).max()
+        np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=atol)
+
+
+def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
+    rows, C = shape = (4304, 80)  # more tiles than blocks, forward too; half a tile is left
+    arrays = {
+        "out": nan(shape, BF16),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, BF16),
+        "weight": coarse(rng, C, BF16),
+    }
+    arrays["weight"][-2:] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):  # 0 * inf, in the reference
+        for device in (dev, host_device()):
+            check_fp8(device, partial(rmsnorm.forward, eps=EPS), arrays, "out", E4M3, "both")
+
+
+def test_fp8_backward_in_place(dev, rng):
+    shape = (176, 80)  # more tiles than blocks
+    arrays = backward_arrays(rng, shape, BF16, F32) | {"d_x": None}
+    plain = run(dev, call_backward(False), arrays)["d_residual"]
+    operands = arrays | outputs(shape, E4M3, "both", np.float32(2**-8))
+    got = run(dev, with_fp8(call_backward(False)), operands)
+    np.testing.assert_array_equal(got["d_residual"], plain)
+    assert check_codes(got, plain, E4M3, "both") > 0
+
+
+@pytest.mark.parametrize("capability, shared", [(80, 163), (89, 99), (90, 227), (120, 99)])
+def test_row_tiles_fit_into_shared_memory(capability, shared):
+    for features in range(16, 8193, 16):
+        tile = row_tile(features, capability)
+        lines = tile.lines
+        assert tile.smem == lines * features + (128 if lines == 32 else 0)
+        # Beside it, backward kernels have a sum of each column and the blocks' reductions.
+        columns = features if features <= 4096 else 0  # of wider rows a block has only one
+        assert tile.smem + 4 * columns + 1024 <= shared << 10
+    assert [row_tile(C, capability).lines for C in (896, 8192)] == [32, 8]
+
+
+def test_wrong_fp8_arguments_and_traffic():
+    plan = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return plan.alloc("x", shape, dtype, "Activations")
+
+    def forward(out, codes, transposed, rows=32):
+        fp8 = Fp8Out(codes, transposed, make((1,), F32), make((1,), I32))
+        x, weight, rstd = make((rows, 64), BF16), make((64,), BF16), make((rows,), F32)
+        rmsnorm.forward(plan, out, rstd, x, weight, EPS, fp8=fp8)
+
+    codes, transposed = make((32, 64), E4M3), make((64, 32), E4M3)
+    forward(None, codes, transposed)
+    assert plan.bytes["rmsnorm_forward"] == 32 * 64 * (2 + 1 + 1) + 32 * 4 + 64 * 2 + 4 + 8
+    with pytest.raises(TypeError, match=r"rmsnorm\.forward: out must be a tensor, got None"):
+        rmsnorm.forward(plan, None, make((32,), F32), make((32, 64), BF16), make((64,), BF16), EPS)
+    with pytest.raises(TypeError, match=r"fp8\.codes or fp8\.transposed must be a tensor, both"):
+        forward(None, None, None)
+    with pytest.raises(TypeError, match=r"fp8\.codes must be E4M3 or E5M2, got BF16"):
+        forward(None, make((32, 64), BF16), None)
+    with pytest.raises(TypeError, match=r"fp8\.transposed must be F8_E4M3, got F8_E5M2"):
+        forward(None, codes, make((64, 32), E5M2))
+    with pytest.raises(ValueError, match=r"fp8\.transposed must have shape \(64, 32\)"):
+        forward(None, codes, codes)
+    with pytest.raises(ValueError, match=r"multiples of 16, got \(24, 64\)"):
+        forward(None, None, make((64, 24), E4M3), rows=24)
+    forward(None, make((24, 64), E4M3), None, rows=24)

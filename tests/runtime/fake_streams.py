@@ -19,17 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.dtypes import DType
-from llmq.runtime import comm
-from llmq.runtime.comm import CommOptions, part, storages
-from llmq.runtime.copies import Copies, Memories
-from llmq.runtime.cuda_comm import CudaComm, Watch
+from llmq.runtime.comm import storages
 from llmq.runtime.device import Event, MemorySizes
-from llmq.runtime.flags import Flags
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.staged import Rings
-from llmq.runtime.tensor import Storage, Tensor
-from llmq.runtime.workers import Workers
+from llmq.runtime.tensor import Tensor
 from tests.runtime.races import Races, Span
 
 PATIENCE = 20.0  # seconds of waiting after which a test has hung
@@ -343,134 +337,3 @@ class StreamDevice(HostDevice):
         for work in self._queues.values():
             work.put(lambda: None)
         self.comm.close()
-
-
-# -- collectives ------------------------------------------------------------------------------------
-
-
-class StreamQueue:
-    """The copies and flags of a device's current stream. deaf: waits for no flag."""
-
-    def __init__(self, dev: StreamDevice, deaf: bool = False):
-        self.copy = dev.copy_bytes
-        self.wait = (lambda address, value: None) if deaf else dev.wait_word
-        self.write = dev.write_word
-
-
-class StreamComm(CudaComm):
-    """Finds calls of one rank that nothing orders, as if each wrote to the same place."""
-
-    def __init__(self, dev: StreamDevice, *args: Any):
-        super().__init__(dev, *args)
-        self._dev = dev
-        self._place = np.empty(16, np.uint8)
-        dev.races.watch(Storage("comm", self._place.ctypes.data, self._place))
-
-    def _begin(self, operation: str) -> None:
-        super()._begin(operation)
-        start = self._place.ctypes.data
-        self._dev.call(lambda: None, operation, writes=[Span(start, start + 16)])
-
-
-class StreamNccl:
-    """Like llmq.runtime.nccl.Nccl: a call waits for the peers that it gets something from, and ends
-    when its sources have been read."""
-
-    def __init__(self, dev: StreamDevice, ranks: list[StreamNccl], barrier: threading.Barrier):
-        """ranks: of all ranks, to which this one is added in the order of ranks."""
-        self._dev, self._ranks, self._barrier = dev, ranks, barrier
-        self._told: np.ndarray | None = None
-        ranks.append(self)
-
-    def _peer(self, index: int, tensor: Tensor) -> np.ndarray:
-        """A peer's tensor: its bytes, in place."""
-        place = storages(self._ranks[index % len(self._ranks)]._dev)[tensor.storage.place]
-        return place.bytes[tensor.offset : tensor.offset + tensor.nbytes]
-
-    def _part(self, buffer: Tensor, index: int) -> Tensor:
-        return part(buffer, index, len(self._ranks))
-
-    def _enqueue(
-        self, name: str, src: list[Tensor], dst: list[Tensor], sources: list[int], work: Callable
-    ) -> None:
-        """work() between two meetings of all ranks; this one gets something from `sources`."""
-        dev, index = self._dev, self._dev.queue_id(self._dev._stream)
-
-        def run() -> None:
-            self._told = dev.races.told(index)
-            self._barrier.wait(PATIENCE)
-            for source in sources:
-                dev.races.learn(index, self._ranks[source % len(self._ranks)]._told)
-            work()
-            self._barrier.wait(PATIENCE)
-
-        dev.call(run, f"NCCL {name}", [Span.of(t) for t in src], [Span.of(t) for t in dst])
-
-    def all_gather(self, dst: Tensor, src: Tensor) -> None:
-        def work() -> None:
-            for rank in range(len(self._ranks)):
-                target = self._part(dst, rank)
-                source = self._part(dst, rank) if in_place else src
-                self._peer(self._dev.rank, target)[:] = self._peer(rank, source)
-
-        in_place = comm.same_memory(self._part(dst, self._dev.rank), src)
-        self._enqueue(f"all_gather {dst.name}", [src], [dst], self._all, work)
-
-    def reduce_scatter(self, buffer: Tensor) -> None:
-        own, numpy = self._part(buffer, self._dev.rank), buffer.dtype.numpy
-
-        def work() -> None:
-            parts = [self._peer(r, own).view(numpy) for r in range(len(self._ranks))]
-            total = sum(p.astype(np.float32) for p in parts)
-            self._barrier.wait(PATIENCE)
-            self._peer(self._dev.rank, buffer).fill(0xFF)  # undefined: NaN
-            own.numpy()[:] = total.astype(numpy)
-
-        self._enqueue(f"reduce_scatter {buffer.name}", [buffer], [buffer], self._all, work)
-
-    @property
-    def _all(self) -> list[int]:
-        return list(range(len(self._ranks)))
-
-    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        rank = self._dev.rank
-        for k in range(1, len(self._ranks)):
-
-            def work(k: int = k) -> None:
-                self._peer(rank, targets[k])[:] = self._peer(rank - k, targets[0])
-
-            args = ([self._part(buffer, rank + k)], [targets[k]], [rank - k])
-            self._enqueue(f"all_to_all {buffer.name} {k}", *args, work)
-
-
-def direct_links(world: int, kind: str) -> list[list[bool]]:
-    """direct[reader][source] of "peer": all pairs, "staged": none, or "mixed": half of them."""
-    half = np.random.default_rng(world).random((world, world)) < 0.5
-    return {"peer": half | True, "staged": half & False, "mixed": half}[kind].tolist()
-
-
-def connect_streams(
-    devices: Sequence[StreamDevice],
-    options: CommOptions,
-    workers: Workers,
-    *,
-    direct: list[list[bool]],
-    deaf: bool = False,
-) -> Flags | None:
-    """As connect_cuda does it; returns the flags of copies."""
-    if len(devices) == 1:
-        return None
-    memory = [comm.allocate(dev, options) for dev in devices]
-    memories = flags = None
-    if options.copies:
-        chunk = memory[0].staging.nbytes // comm.STAGING_CHUNKS
-        rings = Rings([m.staging.ptr for m in memory], chunk, comm.STAGING_CHUNKS)
-        flags = Flags([m.flags for m in memory])
-        memories = Memories([storages(dev) for dev in devices], flags, direct, rings)
-    watch = Watch(workers, len(devices), flags, [])
-    ranks, barrier = [], threading.Barrier(len(devices))
-    for dev in devices:
-        copies = Copies(dev, StreamQueue(dev, deaf), memories) if options.copies else None
-        nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
-        dev.comm = StreamComm(dev, options, copies, nccl, watch)
-    return flags

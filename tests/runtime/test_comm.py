@@ -267,13 +267,12 @@ def every_call(dev):
 def test_a_plan_counts_bytes():
     plan = PlanDevice(HOST_SPEC, rank=1, world_size=4)
     connect([plan], CommOptions())
-    every_call(plan)
+    plan.graph((), lambda: every_call(plan))
     received, own = 3 * N * 4, N * 4
-    assert plan.comm.bytes_by_kind == {
-        "all_gather": 2 * received,
-        "reduce_scatter": received,
-        "all_to_all": received,
-    }
+    ((_, trace),) = plan.graphs
+    assert [(work.entry, work.received) for work in trace] == [
+        (name, received) for name in ("all_gather", "all_gather", "reduce_scatter", "all_to_all")
+    ]
     assert plan.bytes == {
         "all_gather": 4 * received + 2 * own,
         "reduce_scatter": 2 * received,
@@ -303,10 +302,10 @@ def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
 
     def fn(dev, workers):
         every_call(dev)
-        return dev.arenas["pinned"].used, dev.arenas["device"].used, dev.comm.bytes_by_kind
+        return dev.arenas["pinned"].used, dev.arenas["device"].used
 
     every_call(plan)
-    used = plan.sizes().pinned, plan.sizes().device, plan.comm.bytes_by_kind
+    used = plan.sizes().pinned, plan.sizes().device
     assert run(2, fn, options) == [used, used]
 
 

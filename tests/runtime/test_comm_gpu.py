@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multigpu
 MIB = 1 << 20
 SIZES = MemorySizes(device=1536 * MIB, stack=MIB, pinned=64 * MIB, write_combined=16 * MIB)
 WORLDS = (2, 4, 8)
-HANG = 120  # seconds of one test after which it has hung: print where, and end
+HANG = 60  # seconds of one test after which it has hung: print where, and end
 STEPS = 12
 BACKENDS = {
     "nccl": CommOptions(all_to_all_reduce=True),

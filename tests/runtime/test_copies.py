@@ -7,14 +7,12 @@ import pytest
 
 from llmq.dtypes import F32, I32, U8
 from llmq.runtime import comm
-from llmq.runtime.comm import CommOptions, part, storages
-from llmq.runtime.copies import Copies, Memories
-from llmq.runtime.cuda_comm import CudaComm, Watch
+from llmq.runtime.comm import CommOptions, part
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.flags import READY, RELEASED, TAKEN, Flags
-from llmq.runtime.staged import Rings
 from llmq.runtime.workers import Stopped, Workers, run_ranks
-from tests.runtime.fake_streams import StreamDevice, StreamQueue
+from tests.runtime.fake_comm import connect_streams, direct_links
+from tests.runtime.fake_streams import StreamDevice
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 OPTIONS = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
@@ -22,25 +20,6 @@ N = 75  # elements of a part: 300 bytes, four chunks of 64 and one of 44
 CHUNK = 64
 WORLDS = (2, 3, 4, 8)
 REPEATS = 6
-
-
-def links(world, kind):
-    """direct[reader][source] of all pairs, of none, or of half of them."""
-    half = np.random.default_rng(world).random((world, world)) < 0.5
-    return {"peer": half | True, "staged": half & False, "mixed": half}[kind].tolist()
-
-
-def connect(devices, workers, direct, deaf=False):
-    """As connect_cuda does it."""
-    memory = [comm.allocate(dev, OPTIONS) for dev in devices]
-    rings = Rings([m.staging.ptr for m in memory], CHUNK, comm.STAGING_CHUNKS)
-    flags = Flags([m.flags for m in memory])
-    memories = Memories([storages(dev) for dev in devices], flags, direct, rings)
-    watch = Watch(workers, len(devices), flags, [])
-    for dev in devices:
-        copies = Copies(dev, StreamQueue(dev, deaf), memories)
-        dev.comm = CudaComm(dev, OPTIONS, copies, None, watch)
-    return flags
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +36,7 @@ def run(world, direct, program, *, deaf=False, pause=0.001):
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
-            connect(devices, workers, direct, deaf)
+            connect_streams(devices, OPTIONS, workers, direct=direct, deaf=deaf)
         workers.barrier()
         result = program(dev, workers)
         dev.synchronize()
@@ -68,7 +47,6 @@ def run(world, direct, program, *, deaf=False, pause=0.001):
     finally:
         for dev in devices:
             dev.close()
-            dev.comm.close()
 
 
 def content(rank, step, index=0):
@@ -146,7 +124,7 @@ def test_gather_and_exchange(world, kind, graph):
         dev.synchronize()
         return seen
 
-    check(world, run(world, links(world, kind), program))
+    check(world, run(world, direct_links(world, kind), program))
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged"])
@@ -161,7 +139,7 @@ def test_sources(source, kind):
         dev.synchronize()
         return seen
 
-    check(3, run(3, links(3, kind), program))
+    check(3, run(3, direct_links(3, kind), program))
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged"])
@@ -193,7 +171,7 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
             expected = 100 * np.arange(world)[:, None] + number
             np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
 
-    run(4, links(4, kind), program)
+    run(4, direct_links(4, kind), program)
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
@@ -227,7 +205,7 @@ def test_buffers_are_used_again_when_they_are_pulled(count, kind):
             for source, array in enumerate(parts):
                 np.testing.assert_array_equal(array, content(source, step, dev.rank))
 
-    run(3, links(3, kind), program)
+    run(3, direct_links(3, kind), program)
 
 
 def test_each_source_is_staged_once():
@@ -240,7 +218,7 @@ def test_each_source_is_staged_once():
         dev.comm.all_gather(dst, src)
         return [(nbytes, readers) for _, nbytes, readers, _ in sends]
 
-    direct = links(4, "peer")
+    direct = direct_links(4, "peer")
     direct[2][0] = direct[3][0] = False  # reader, source
     assert run(4, direct, program) == [[(4 * N, [2, 3])], [], [], []]
 
@@ -256,7 +234,7 @@ def test_without_its_flags_the_protocol_fails():
         dev.synchronize()
         return seen
 
-    results = run(3, links(3, "mixed"), program, deaf=True)
+    results = run(3, direct_links(3, "mixed"), program, deaf=True)
     with pytest.raises(AssertionError):
         check(3, results)
 
@@ -274,7 +252,7 @@ def test_fence():
         dev.synchronize()
         return times
 
-    times = np.array(run(4, links(4, "peer"), program)).reshape(4, 4, 2)  # rank, round
+    times = np.array(run(4, direct_links(4, "peer"), program)).reshape(4, 4, 2)  # rank, round
     assert (times[:, :, 1].min(0) >= times[:, :, 0].max(0)).all()
 
 
@@ -298,7 +276,7 @@ def test_stopped_ranks_stop_waiting():
         assert dev.comm.last_operation == "fence after"
 
     with pytest.raises(ValueError, match="broken"):
-        run(3, links(3, "mixed"), program)
+        run(3, direct_links(3, "mixed"), program)
     assert sorted(ended) == [0, 2]
 
 
@@ -324,7 +302,7 @@ def test_flags():
 def test_reduce_scatter_needs_nccl():
     dev = StreamDevice(SIZES, world_size=2)
     other = StreamDevice(SIZES, world_size=2, rank=1)
-    connect([dev, other], Workers(2), links(2, "peer"))
+    connect_streams([dev, other], OPTIONS, Workers(2), direct=direct_links(2, "peer"))
     with pytest.raises(RuntimeError, match="reduce_scatter needs NCCL"):
         dev.comm.reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
     with pytest.raises(TypeError):

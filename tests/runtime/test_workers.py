@@ -219,6 +219,16 @@ def test_cleaning_up(pool):
     assert cleaned[-1] == (0, threading.current_thread().name)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_closed_runs_nothing(pool, world_size):
+    ranks, cleaned = pool(world_size), []
+    ranks.close(cleaned.append)
+    ranks.close(cleaned.append)
+    assert sorted(cleaned) == list(range(world_size))
+    with pytest.raises(RuntimeError, match="step 3: the ranks are closed"):
+        ranks.run("step 3", lambda rank: rank)
+
+
 # -- signals --
 
 
