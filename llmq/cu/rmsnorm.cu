@@ -31,6 +31,9 @@ constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARP
 // So many at least on an SM, for enough loads in flight; more where some wait to turn their tile.
 constexpr int SM_THREADS = 512;
 constexpr int FORWARD_SM_THREADS = TILE_LINES && sizeof(T) == 2 ? 768 : SM_THREADS;
+// The widest rows with a tile do not fit into the registers that two blocks leave each other.
+constexpr bool WIDEST = TILE_LINES && WARPS == 8 && VECTORS == 4;
+constexpr int BACKWARD_SM_THREADS = WIDEST ? BACKWARD_THREADS : SM_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
 template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES, TILE_LINES>;
@@ -141,7 +144,8 @@ rmsnorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__
     fp8.finish(saturated);
 }
 
-extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, SM_THREADS / BACKWARD_THREADS)
+extern "C" __global__ void
+__launch_bounds__(BACKWARD_THREADS, BACKWARD_SM_THREADS / BACKWARD_THREADS)
 rmsnorm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
                  const T* __restrict__ x, const T* __restrict__ weight,
                  const f32* __restrict__ rstd, const T* d_residual, i64 rows, i32 C, f32* abs_max,
