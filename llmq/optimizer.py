@@ -110,6 +110,8 @@ class AdamW:
             if dev.world_size > 1
             else None
         )
+        if self._gathered is not None:
+            dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
         self.arrived, self.updated, self.left = (
             [dev.event(f"optimizer.{what}.{i}") for i in range(BUFFERS)]
             for what in ("arrived", "updated", "left")

@@ -6,8 +6,7 @@ at once. A peer that cannot be reached directly is read through its staging ring
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmq.runtime.comm import part, same_memory
@@ -15,6 +14,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.flags import READY, TAKEN, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
+
+SPAN_CHUNKS = 32  # with three operations for each of 8 ranks, a queue of 1024 holds this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Copies:
         if memories.rings is not None:
             rings = memories.rings
             self._staging = Staging(self._rank, queue, self._flags, rings, self._readers)
+            # So much of a source is enqueued before the receiving starts.
+            self._span = SPAN_CHUNKS * rings.chunk
         self._fork = dev.event("comm.fork")
         self._sent = [dev.event(f"comm.sent{k}") for k in range(self._world_size)]
 
@@ -59,13 +62,12 @@ class Copies:
     def _part(self, buffer: Tensor, index: int) -> Tensor:
         return part(buffer, index, self._world_size)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Work on the staging stream, after all that the current stream has so far."""
+    def _start_staging(self) -> None:
+        """The staging stream goes on after all that the current stream has so far."""
         self._dev.record(self._fork)
         with self._dev.on("stage"):
             self._dev.wait(self._fork)
-            yield
+        self._staging.begin()
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """The own source is staged once for all who need it; the next fence waits for that, too."""
@@ -73,12 +75,10 @@ class Copies:
         in_place = same_memory(own, src)
         readers = [] if src.on_host else self._readers
         if readers:
-            with self._aside():
-                self._staging.begin()
-                self._staging.send(src.ptr, src.nbytes, readers, 0)
+            self._start_staging()
         if not in_place:
             self._queue.copy(own.ptr, src.ptr, src.nbytes)
-        pieces = []
+        pieces: list[Piece] = []
         for source in self._after:
             target = self._part(dst, source)
             if src.on_host or self._direct[self._rank][source]:
@@ -86,8 +86,20 @@ class Copies:
                 self._queue.copy(target.ptr, address, src.nbytes)
             else:
                 pieces.append(Piece(source, target.ptr, 0))
-        if pieces:
-            self._staging.receive(pieces, src.nbytes)
+        if readers or pieces:
+            self._gather_staged(src, readers, pieces)
+        self._queue.pace()
+
+    def _gather_staged(self, src: Tensor, readers: list[int], pieces: list[Piece]) -> None:
+        for start in range(0, src.nbytes, self._span):
+            position = self._staging.chunks(start)
+            nbytes = min(self._span, src.nbytes - start)
+            if readers:
+                with self._dev.on("stage"):
+                    self._staging.send(src.ptr + start, nbytes, readers, position)
+            later = [Piece(p.source, p.target + start, position) for p in pieces]
+            self._staging.receive(later, nbytes)
+            self._queue.pace()
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
         """targets[k]: where round k puts what it pulls from rank r - k, k from 1 on."""
@@ -97,8 +109,10 @@ class Copies:
             if self._direct[reader][self._rank]:
                 self._queue.write(self._flags.address(key, self._rank, reader), READY)
         if self._readers:
-            self._send_parts(buffer)
+            self._start_staging()
         for k in range(1, self._world_size):
+            if self._readers:
+                self._send_part(buffer, k)
             source = self._peer(-k)
             if k > 1:  # the target is the part that rank r + k - 1 has pulled in the round before
                 self._wait_taken(key, k - 1)
@@ -110,19 +124,19 @@ class Copies:
             else:
                 position = (k - 1) * self._staging.chunks(own.nbytes)
                 self._staging.receive([Piece(source, targets[k].ptr, position)], own.nbytes)
+            self._queue.pace()
         if self._readers:
             self._dev.wait(self._sent[-1])
 
-    def _send_parts(self, buffer: Tensor) -> None:
-        """Stage the parts of those who cannot pull them; after round k, event k is recorded."""
-        with self._aside():
-            self._staging.begin()
-            for k in range(1, self._world_size):
-                reader, piece = self._peer(k), self._part(buffer, self._peer(k))
-                if reader in self._readers:
-                    position = (k - 1) * self._staging.chunks(piece.nbytes)
-                    self._staging.send(piece.ptr, piece.nbytes, [reader], position)
-                self._dev.record(self._sent[k])
+    def _send_part(self, buffer: Tensor, k: int) -> None:
+        """Stage the part of rank r + k if it cannot pull it; in any case event k is recorded."""
+        reader = self._peer(k)
+        piece = self._part(buffer, reader)
+        with self._dev.on("stage"):
+            if reader in self._readers:
+                position = (k - 1) * self._staging.chunks(piece.nbytes)
+                self._staging.send(piece.ptr, piece.nbytes, [reader], position)
+            self._dev.record(self._sent[k])
 
     def _wait_taken(self, key: tuple, k: int) -> None:
         """Wait until rank r + k has pulled its part, or until that part is in the ring."""
@@ -150,3 +164,4 @@ class Copies:
             flag = self._flags.address(key, source, self._rank)
             self._queue.wait(flag, READY)
             self._queue.write(flag, TAKEN)
+        self._queue.pace()

@@ -205,7 +205,7 @@ class CudaDevice(Device):
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
                 getattr(self._library(kernel.file), method)(self._stream, *args)
             if self._sync_launches:
-                self._synchronize_stream()
+                self.synchronize_stream()
         except (self._runtime.CUDARuntimeError, self._driver.CUDADriverError) as error:
             raise RuntimeError(
                 f"{kernel.entry}: {error} (rank {self.rank}, grid {grid}, block {block}, "
@@ -331,6 +331,11 @@ class CudaDevice(Device):
     def wait(self, event: CudaEvent) -> None:
         self._graphs.wait(event, self._stream)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether launches go into a graph instead of to the GPU."""
+        return self._graphs.capturing is not None
+
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if self._stream != self._streams["main"]:
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
@@ -365,7 +370,8 @@ class CudaDevice(Device):
         self._count_sync()
         self._runtime.deviceSynchronize()
 
-    def _synchronize_stream(self) -> None:
+    def synchronize_stream(self) -> None:
+        """Make the host wait for the current stream."""
         self._count_sync()
         self._runtime.streamSynchronize(self._stream)
 

@@ -28,6 +28,9 @@ class Queue(Protocol):
     def write(self, address: int, value: int) -> None:
         """Write the word; everything before is visible to whoever sees it."""
 
+    def pace(self) -> None:
+        """Called between short sequences of the above: the host may wait here for the stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rings:

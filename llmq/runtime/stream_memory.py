@@ -40,6 +40,15 @@ class CudaQueue:
         """Write the word; everything before is visible to whoever sees it."""
         self._check(self._write(self._dev.stream, address, value, 0))
 
+    def pace(self) -> None:
+        """Outside of graphs, wait for the stream.
+
+        A stream holds about a thousand operations. Where it is full the driver blocks the thread,
+        and with it, for peer copies, threads of other ranks that would let the stream go on.
+        """
+        if not self._dev.capturing:
+            self._dev.synchronize_stream()
+
     def _check(self, status: int) -> None:
         if status:
             text = ctypes.c_char_p()

@@ -21,12 +21,16 @@ from tests.runtime.races import Span
 
 
 class StreamQueue:
-    """The copies and flags of a device's current stream. deaf: waits for no flag."""
+    """The copies and flags of a device's current stream.
 
-    def __init__(self, dev: StreamDevice, deaf: bool = False):
+    deaf: waits for no flag. paced: the host waits wherever it may, as it does outside of graphs.
+    """
+
+    def __init__(self, dev: StreamDevice, deaf: bool = False, paced: bool = False):
         self.copy = dev.copy_bytes
         self.wait = (lambda address, value: None) if deaf else dev.wait_word
         self.write = dev.write_word
+        self.pace = dev.synchronize_stream if paced else lambda: None
 
 
 class StreamComm(CudaComm):
@@ -128,6 +132,7 @@ def connect_streams(
     *,
     direct: list[list[bool]],
     deaf: bool = False,
+    paced: bool = False,
 ) -> Flags | None:
     """As connect_cuda does it; returns the flags of copies."""
     if len(devices) == 1:
@@ -142,7 +147,8 @@ def connect_streams(
     watch = Watch(workers, len(devices), flags, [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
-        copies = Copies(dev, StreamQueue(dev, deaf), memories) if options.copies else None
+        queue = StreamQueue(dev, deaf, paced)
+        copies = Copies(dev, queue, memories) if options.copies else None
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
         dev.comm = StreamComm(dev, options, copies, nccl, watch)
     return flags

@@ -320,17 +320,25 @@ class StreamDevice(HostDevice):
 
     def synchronize(self) -> None:
         """Wait until every stream is empty; raises what went wrong in one."""
-        assert self._capture is None, "the host may not wait while a graph is captured"
         for stream in list(self._queues):
-            done = threading.Event()
-            self._queues[stream].put(done.set)
-            deadline = time.monotonic() + PATIENCE
-            while not done.wait(0.01) and self.failure is None and time.monotonic() < deadline:
-                pass
-            if self.failure is not None:
-                raise self.failure
-            if not done.is_set():
-                raise TimeoutError(f"rank {self.rank}: stream {stream} hangs")
+            self._drain(stream)
+
+    def synchronize_stream(self) -> None:
+        """Wait until the current stream is empty; raises what went wrong in one."""
+        self.queue_id(self._stream)
+        self._drain(self._stream)
+
+    def _drain(self, stream: str) -> None:
+        assert self._capture is None, "the host may not wait while a graph is captured"
+        done = threading.Event()
+        self._queues[stream].put(done.set)
+        deadline = time.monotonic() + PATIENCE
+        while not done.wait(0.01) and self.failure is None and time.monotonic() < deadline:
+            pass
+        if self.failure is not None:
+            raise self.failure
+        if not done.is_set():
+            raise TimeoutError(f"rank {self.rank}: stream {stream} hangs")
 
     def close(self) -> None:
         self._closed.set()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.dtypes import F32, I32, U8
-from llmq.runtime import comm
+from llmq.runtime import comm, copies
 from llmq.runtime.comm import CommOptions, part
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.flags import READY, RELEASED, TAKEN, Flags
@@ -27,7 +27,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(comm, "STAGING_CHUNK", CHUNK)
 
 
-def run(world, direct, program, *, deaf=False, pause=0.001):
+def run(world, direct, program, *, deaf=False, paced=False, pause=0.001):
     """program(dev, workers) in each rank's thread; everything done, the results by rank."""
     devices = [None] * world
 
@@ -36,7 +36,7 @@ def run(world, direct, program, *, deaf=False, pause=0.001):
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
-            connect_streams(devices, OPTIONS, workers, direct=direct, deaf=deaf)
+            connect_streams(devices, OPTIONS, workers, direct=direct, deaf=deaf, paced=paced)
         workers.barrier()
         result = program(dev, workers)
         dev.synchronize()
@@ -112,19 +112,22 @@ def check(world, results):
                 np.testing.assert_array_equal(parts[source], content(source, step, rank))
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", "paced", "graph"])
 @pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_gather_and_exchange(world, kind, graph):
+def test_gather_and_exchange(world, kind, how, monkeypatch):
+    if how == "paced":
+        monkeypatch.setattr(copies, "SPAN_CHUNKS", 2)
+
     def program(dev, workers):
         seen = []
         step = both(dev, "device", False, seen)
         for _ in range(REPEATS):
-            dev.graph(("step",), step) if graph else step()
+            dev.graph(("step",), step) if how == "graph" else step()
         dev.synchronize()
         return seen
 
-    check(world, run(world, direct_links(world, kind), program))
+    check(world, run(world, direct_links(world, kind), program, paced=how == "paced"))
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged"])
