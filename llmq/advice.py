@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llmq.cards import Card, card_of
 from llmq.command_line import flag
@@ -17,6 +19,7 @@ from llmq.plan import OutOfMemory, Plan, needed_bytes
 from llmq.presets import PRESETS
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.shrink import (
+    MARGIN,
     REARRANGING,
     ROUNDING,
     STAYING,
@@ -28,6 +31,8 @@ from llmq.shrink import (
     having,
     smaller_batch,
 )
+
+T = TypeVar("T")
 
 CAREFUL = (*REARRANGING, *STAYING, smaller_batch)
 MIN_SEQ_LEN = 128  # of advice
@@ -73,7 +78,12 @@ def spelled(config: TrainConfig, changes: Changes) -> str:
 
 
 def mib(size: int) -> str:
-    """Bytes, for people."""
+    """Bytes that are needed, for people: rounded up, so that never less seems to be needed."""
+    return f"{-(-size // MIB)} MiB"
+
+
+def room(size: int) -> str:
+    """Bytes that are there, for people: rounded down."""
     return f"{size // MIB} MiB"
 
 
@@ -90,23 +100,24 @@ def check_fits(
     problems = shortages(plan, spec, limits)
     if problems:
         planner = Planner(model, spec, backend, card or card_of(spec), plan.world_size)
-        raise OutOfMemory(f"{'; '.join(problems)}; {advice(config, planner, limits)}")
+        told = advice(config, planner, limits.less(MARGIN))
+        raise OutOfMemory(f"{'; '.join(problems)}; {told}")
 
 
 def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
     """What there is too little of, with what takes most of it."""
     problems = []
-    device = needed_bytes(plan.usage, spec)
+    device = needed_bytes(plan, spec)
     if limits.device is not None and device > limits.device:
         problems.append(
-            f"out of memory: {mib(device)} are needed, {mib(limits.device)} are available "
+            f"out of memory: {mib(device)} are needed, {room(limits.device)} are available "
             f"(largest: {_largest(plan, ('device',))})"
         )
     if limits.host is not None and plan.host_bytes > limits.host:
         ranks, of_one = (" by all ranks", " of each") if plan.world_size > 1 else ("", "")
         problems.append(
-            f"out of host memory: {mib(plan.host_bytes)} are needed{ranks}, {mib(limits.host)} are "
-            f"available (largest{of_one}: {_largest(plan, ('pinned', 'write_combined'))})"
+            f"out of host memory: {mib(plan.host_bytes)} are needed{ranks}, {room(limits.host)} "
+            f"are available (largest{of_one}: {_largest(plan, ('pinned', 'write_combined'))})"
         )
     return problems
 
@@ -160,7 +171,7 @@ def _told(found: list[Saving], planner: Planner, limits: Limits) -> str:
     entries = []
     for saving in found:
         before, after = saving.device if device else saving.host
-        text = f"{saving.flags} saves {mib(before - after)} -> {mib(after)}"
+        text = f"{saving.flags} saves {room(before - after)} -> {mib(after)}"
         if planner.spec != HOST_SPEC and saving.slower >= 0.001:
             text += f" ({saving.slower:.1%} slower)"
         entries.append(text)
@@ -184,7 +195,7 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
         ways.append(_with_shorter_sequences(config, shrinker, changes))
     else:
         ways.append(f"{mib(planner.estimate(least).host)} of host memory")
-    ways.append(_with_a_smaller_model(config, shrinker))
+    ways.append(_with_a_smaller_model(config, shrinker, changes))
     useful = ", or ".join(way for way in ways if way)
     help_ = f"what would help: {useful}" if useful else "use a smaller model"
     return f"nothing fits: with {' '.join(flags)} it is {missing}; {help_}"
@@ -203,27 +214,40 @@ def _with_coarser_numbers(
 def _with_shorter_sequences(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
 ) -> str | None:
-    seq_len = config.seq_len // 2
-    while seq_len >= MIN_SEQ_LEN and seq_len % 4 == 0:
+    def fits(seq_len: int) -> bool:
         then = changed(config, {"seq_len": seq_len})
-        if not shrinker.excess(having(then, shrinker.shrink(then, REARRANGING, start))):
-            return flag("seq_len", seq_len)
+        return shrinker.fits(having(then, shrinker.shrink(then, REARRANGING, start)))
+
+    lengths, seq_len = [], config.seq_len // 2
+    while seq_len >= MIN_SEQ_LEN and seq_len % 4 == 0:
+        lengths.append(seq_len)
         seq_len //= 2
-    return None
+    longest = _last_that_fits(lengths[::-1], fits)
+    return longest and flag("seq_len", longest)
 
 
-def _with_a_smaller_model(config: TrainConfig, shrinker: Shrinker) -> str | None:
+def _with_a_smaller_model(
+    config: TrainConfig, shrinker: Shrinker, start: list[Changes]
+) -> str | None:
     """The largest preset of the same kind that fits."""
     own, planner = shrinker.planner.model, shrinker.planner
-    smaller = {
-        name: model
+
+    def fits(name: str) -> bool:
+        args = (PRESETS[name], planner.spec, planner.backend, planner.card, planner.world_size)
+        other = Shrinker(Planner(*args), shrinker.limits, shrinker.fixed)
+        return other.fits(having(config, other.shrink(config, (*REARRANGING, *STAYING), start)))
+
+    sizes = {
+        name: parameter_count(model)
         for name, model in PRESETS.items()
         if (model.architecture, model.vocab_size) == (own.architecture, own.vocab_size)
-        and parameter_count(model) < parameter_count(own)
     }
-    for name in sorted(smaller, key=lambda name: -parameter_count(smaller[name])):
-        args = (smaller[name], planner.spec, planner.backend, planner.card, planner.world_size)
-        other = Shrinker(Planner(*args), shrinker.limits, shrinker.fixed)
-        if not other.excess(having(config, other.shrink(config, REARRANGING))):
-            return flag("model", name)
-    return None
+    smaller = [name for name in sizes if sizes[name] < parameter_count(own)]
+    largest = _last_that_fits(sorted(smaller, key=sizes.__getitem__), fits)
+    return largest and flag("model", largest)
+
+
+def _last_that_fits(choices: Sequence[T], fits: Callable[[T], bool]) -> T | None:
+    """The last one of a sequence whose first ones fit; each try takes a good part of a second."""
+    count = bisect_left(choices, True, key=lambda choice: not fits(choice))
+    return choices[count - 1] if count else None

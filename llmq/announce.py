@@ -89,7 +89,7 @@ def announce_memory(
 def _other_memory(trainer: Trainer, monitors: Monitors, host_memory_before: int) -> dict[str, int]:
     """What is not ours of the device's memory, in bytes."""
     if trainer.dev.kind == "host":
-        needed = needed_bytes(trainer.plan.usage, trainer.dev.spec)
+        needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.world_size
         return {"Free": min(available, trainer.config.memory_limit or available) - needed}
     record = _system_records(trainer, monitors)[0]

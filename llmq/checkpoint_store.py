@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.checkpoint import MANIFEST, CheckpointReader
+from llmq.command_line import flag
 from llmq.dtypes import OPTION_DTYPES
 from llmq.errors import LlmqError
 from llmq.files import disk_errors
@@ -50,11 +51,17 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps epochs"
 _ELSEWHERE += " eval_every_n_steps eval_num_steps"
 
+# Options that change nothing but the order in which numbers are added up.
+_ROUNDING = ("lmhead_chunks", "attention", "tune")
+_ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
+
 
 def changed_options(
     config: TrainConfig, world_size: int, saved: dict[str, Any], saved_world_size: int
 ) -> list[str]:
     """One line for each option that makes other numbers than those of a checkpoint's run.
+
+    One more for all that change them by rounding only.
 
     saved: Manifest.options; what it lacks is not compared.
     """
@@ -77,6 +84,11 @@ def changed_options(
     ]
     if not math.isnan(before) and tokens != before:
         lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
+    rounding = [*_ROUNDING, *(_ROUNDING_OF_RANKS if max(world_size, saved_world_size) > 1 else ())]
+    other = [n for n in rounding if n in saved and saved[n] != getattr(config, n)]
+    if other:
+        flags = ", ".join(f"{flag(n, getattr(config, n))} (was {flag(n, saved[n])})" for n in other)
+        lines.append(f"numbers may be rounded otherwise than in the checkpoint's run: {flags}")
     return lines
 
 

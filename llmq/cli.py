@@ -18,7 +18,7 @@ from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
-from llmq.errors import ConfigError, Interrupted, LlmqError
+from llmq.errors import ConfigError, Interrupted, LlmqError, warn
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import given_fields, make_config
@@ -73,8 +73,7 @@ def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelC
     config = make_config(given, file)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
-    for line in config.warnings() + model_warnings(model_dir):
-        print(f"warning: {line}", file=sys.stderr)
+    warn(config.warnings() + model_warnings(model_dir))
     return config, model, model_dir
 
 

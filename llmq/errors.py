@@ -1,6 +1,8 @@
 """Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
 
 import signal
+import sys
+from collections.abc import Iterable
 
 
 class LlmqError(Exception):
@@ -13,6 +15,12 @@ class ConfigError(LlmqError):
 
 class DataError(LlmqError):
     """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Tell the user of what may not be as meant, without stopping: one line each."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
 
 
 class Interrupted(BaseException):

@@ -25,6 +25,7 @@ WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual"), False)
 WITHOUT_UPDATE |= dict.fromkeys(
     ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
 )
+WITHOUT_UPDATE["seq_len"] = 16  # what fp8 needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class Planner:
     def _values(self, plan: Plan) -> np.ndarray:
         """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
         stack = plan.usage.sizes.stack
-        memory = [needed_bytes(plan.usage, self.spec) - stack, stack, plan.host_bytes]
+        memory = [needed_bytes(plan, self.spec) - stack, stack, plan.host_bytes]
         time = step_time(plan.micro_steps, plan.update, self.card)
         return np.array([*memory, *(time.parts[name] for name in PARTS)])
 

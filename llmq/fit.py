@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 
 from llmq.advice import refusal
 from llmq.estimate import RECOMPUTE, Estimate, Planner
-from llmq.machine import MIB
 from llmq.options import TrainConfig
 from llmq.plan import OutOfMemory
-from llmq.shrink import MIN_CHUNK_ROWS, REARRANGING, Changes, Limits, Shrinker, having
+from llmq.shrink import MARGIN, MIN_CHUNK_ROWS, REARRANGING, Changes, Limits, Shrinker, having
 
 SHOWN = 5  # configurations
 WORTH_SHOWING = 0.75  # of the speed of the fastest
 LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at least by this factor
-MARGIN = MIB  # by which estimates may be wrong
 PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
 
 # What leaves least on the device, whatever it costs.
@@ -49,11 +47,7 @@ class Fit:
         """base: options as given. fixed: names of those that keep their values."""
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed = fixed - PRODUCT
-        within = Limits(
-            device=limits.device and limits.device - MARGIN,
-            host=limits.host and limits.host - MARGIN,
-        )
-        self.shrinker = Shrinker(planner, within, self.fixed)
+        self.shrinker = Shrinker(planner, limits.less(MARGIN), self.fixed)
         self._found: dict[int, Candidate | None] = {}  # by micro-batch
         self._changes: dict[int, list[Changes]] = {}
 
@@ -65,6 +59,8 @@ class Fit:
         ladder = self._ladder()
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
+        if ladder and self._speed(ladder[best]) == self._speed(ladder[0]) == 0:
+            ladder = []  # what does not even fit with the smallest one, fits with none
         while ladder and best != place:
             place = best
             near = range(max(place - 1, 0), min(place + 2, len(ladder)))
@@ -143,6 +139,9 @@ class Fit:
     def _candidate(self, config: TrainConfig) -> Candidate | None:
         """With recomputation in as few layers as will do; None if it does not fit."""
         for choice in (self._fewer_layers(config), config):
+            rough = self.planner.estimate(choice)
+            if self.limits.excess(rough.device, rough.host) > 2 * MARGIN:
+                continue  # hopeless, and an exact plan takes fifty times as long
             need = self.planner.exact(choice)
             if not self.limits.excess(need.device, need.host):
                 return Candidate(config=choice, need=need)

@@ -166,7 +166,6 @@ class Gradients:
         """The rank's part of `tensor`, summed over all ranks, goes to or onto its shard."""
         parts = self.dev.comm.all_to_all(tensor, self._spare.rows(0, slab.shard_size))
         self._add(slab, parts, accumulate)
-        self.dev.comm.wait_pulled(tensor)
 
     def _add(self, slab: Slab, parts: list[Tensor], accumulate: bool) -> None:
         """shard = or += the sum of parts, parameter by parameter.

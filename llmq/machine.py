@@ -120,8 +120,8 @@ def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
     available = available_host_memory()
     if needed > available:  # the system would promise more than it has, and kill us later
         raise LlmqError(
-            f"out of memory: {needed // MIB} MiB are needed, {available // MIB} MiB of host memory "
-            "are available: close other programs, or use a smaller model"
+            f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
+            "memory are available: close other programs, or use a smaller model"
         )
     return HostDevice(sizes, rank=rank, world_size=world_size)
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
-from llmq.errors import LlmqError
+from llmq.errors import LlmqError, warn
 from llmq.files import write_file
 from llmq.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
 from llmq.options_io import make_config
 from llmq.plan import OutOfMemory, needed_bytes
-from llmq.presets import resolve_model
+from llmq.presets import model_warnings, resolve_model
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
 from llmq.sol import flops_per_token
@@ -42,6 +42,8 @@ def open_trainer(options: dict[str, Any], steps: int) -> Trainer:
     config = make_config(options | {"steps": steps})
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
+    idle = make_config(options).warnings() + config.rank_warnings(trainer.world_size)
+    warn(idle + model_warnings(model_dir))
     trainer.load_weights()
     return trainer
 
@@ -138,7 +140,8 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
         python = waits = idle = None
         if dev.kind == "cuda":  # on the CPU the host's work is all there is
             python, waits = host_work(trainer, batches)
-            idle = idle_share(launch_times(trainer, batches), step)
+            if trainer.world_size == 1:  # launches of collectives wait for other ranks
+                idle = idle_share(launch_times(trainer, batches), step)
         result = {
             "tokens_per_second": tokens / step,
             "spread": (max(seconds) - min(seconds)) / step,
@@ -170,7 +173,7 @@ def _joules(monitors: list[GpuMonitor | None]) -> float | None:
 def _memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes: planned, and in use on the whole GPU; whether arenas and stack are as planned."""
     memory = {
-        "planned": needed_bytes(trainer.plan.usage, trainer.dev.spec),
+        "planned": needed_bytes(trainer.plan, trainer.dev.spec),
         "as_planned": trainer.usage.sizes == trainer.plan.usage.sizes,
         "used": None,
     }

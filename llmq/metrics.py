@@ -277,7 +277,8 @@ class Reporter:
             f"[T] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | norm "
             f"{result.norm:10f} | loss {result.loss:10f} | tps {rate}{tail}"
         )
-        self._losses.append(result.loss)
+        if result.tokens > 0:
+            self._losses.append(result.loss)
         for name, value, window in (
             ("Loss", result.loss, self._loss_outliers),
             ("Gradient norm", result.norm, self._norm_outliers),

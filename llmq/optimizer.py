@@ -16,7 +16,6 @@ from llmq.grads import Gradients
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.params import Slab
-from llmq.runtime.comm import exchange
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 from llmq.weights import Weights
@@ -124,7 +123,7 @@ class AdamW:
         stats: F64 (9,), this rank's sums in, those of all ranks out.
         """
         global_norm.squared(self.dev, stats, [grads.shard[s.name] for s in self.table])
-        self.combine(stats)  # from here on nobody still gathers what is written below
+        self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
         weights.start_update()
         with ExitStack() as temps:
@@ -137,7 +136,7 @@ class AdamW:
     def combine(self, stats: Tensor) -> None:
         """Sums of this rank become sums of all ranks."""
         if self._gathered is not None:
-            exchange(self.dev, self._gathered, stats, "stats")
+            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), stats)
             global_norm.combine(self.dev, stats, self._gathered)
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:

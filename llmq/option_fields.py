@@ -274,6 +274,7 @@ class Fields:
         0,
         "GPUs to use (on the CPU: threads, as if they were GPUs); 0: all GPUs, one thread",
         min=0,
+        max=64,
     )
     use_cuda_graphs: bool = option(_MACHINE, True, "Record the GPU work once and replay it")
     attention: str = option(

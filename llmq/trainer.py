@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -17,7 +16,7 @@ from llmq.checkpoint import CheckpointReader, Manifest
 from llmq.checkpoint_store import changed_options, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.dtypes import parse_dtype
-from llmq.errors import ConfigError, LlmqError
+from llmq.errors import ConfigError, LlmqError, warn
 from llmq.hf import HfWeights, export_model
 from llmq.loader import DataLoader
 from llmq.machine import Machine, choose_machine
@@ -30,9 +29,11 @@ from llmq.presets import resolve_model
 from llmq.ranks import Ranks
 from llmq.runtime.device import Device
 from llmq.schedule import learning_rate
+from llmq.shards import check_formats
 from llmq.shrink import memory_limit
 from llmq.step import Batch, Result, Step
 from llmq.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.tokens import MASKED_TARGET
 
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
@@ -214,6 +215,7 @@ class Trainer:
 
     def _checked(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         shape, count = (self.config.batch_size, self.config.seq_len), self.micro_batches
+        vocab_size = self.model.vocab_size
         if len(batches) != count:
             of_ranks = f" for each of {self.world_size} ranks" if self.world_size > 1 else ""
             raise ValueError(
@@ -226,9 +228,11 @@ class Trainer:
                     raise ValueError(
                         f"step: {name} must be int32 {shape}, got {array.dtype} {array.shape}"
                     )
-            highest = max(int(inputs.max()), int(targets.max()))
-            if inputs.min() < 0 or highest >= self.model.vocab_size:
-                raise ValueError(f"step: token ids must be in 0..{self.model.vocab_size - 1}")
+                bad = array.view(np.uint32) >= vocab_size  # a negative id is a large unsigned one
+                bad &= (name == "inputs") | (array != MASKED_TARGET)
+                if bad.any():
+                    allowed = f"token ids in 0..{vocab_size - 1}, targets also {MASKED_TARGET}"
+                    raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
         return batches
 
     def validate(self, max_batches: int | None = None) -> Result:
@@ -276,11 +280,12 @@ class Trainer:
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         loaded = "train_loaders" in self.__dict__
+        options = asdict(self.config).items()
         manifest = Manifest(
             model=self.model,
             loader=self.train_loader.state() if loaded else {},
             state=self.ranks.extra_state(),
-            options={name: _plain(value) for name, value in asdict(self.config).items()},
+            options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
         )
         return writer.commit(manifest, files)
@@ -289,19 +294,19 @@ class Trainer:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
 
         new_data: leave the training data where it is instead of going to where it was.
-        Warns of options that were others then and make other numbers. LlmqError if it is damaged,
-        of another model, or (without new_data) of other data.
+        Warns of options that were others then and make other numbers. LlmqError, and nothing has
+        changed, if it is damaged, of another model, or (without new_data) of other data.
         """
         found = find_checkpoint(Path(path), str(path))
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
             reader.check(self._step.table)
-            if not new_data:
+            check_formats(reader, self._step.state())
+            if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)
             saved = reader.manifest.options
-            for line in changed_options(self.config, self.world_size, saved, reader.world):
-                print(f"warning: {line}", file=sys.stderr)
+            warn(changed_options(self.config, self.world_size, saved, reader.world))
             self.ranks.read(reader)
             self.steps_done = reader.step
 
@@ -392,8 +397,3 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     if reason is not None and config.attention == "cudnn":
         raise ConfigError(f"--attention cudnn: {reason}")
     return "native" if reason else "cudnn"
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON knows."""
-    return str(value) if isinstance(value, Path) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from llmq.announce import (
 from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.diagnose import UpdateCheck, abs_maxes
-from llmq.errors import ConfigError, DataError, Interrupted, LlmqError
+from llmq.errors import ConfigError, DataError, Interrupted, LlmqError, warn
 from llmq.live import LiveView
 from llmq.machine import available_host_memory
 from llmq.metrics import JsonLog, PlainView, Reporter, View
@@ -51,8 +50,7 @@ def run_training(
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         _check_data(trainer)
-        for line in config.rank_warnings(trainer.world_size):
-            print(f"warning: {line}", file=sys.stderr)
+        warn(config.rank_warnings(trainer.world_size))
         log = JsonLog(config.log_file, append=checkpoint is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
@@ -91,7 +89,7 @@ def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
         problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
         if config.continue_from != NEWEST:
             raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
-        print(f"warning: --continue: {problem}, starting from the beginning", file=sys.stderr)
+        warn([f"--continue: {problem}, starting from the beginning"])
     return found
 
 
@@ -263,6 +261,12 @@ class _Run:
         batches = batches if max_batches is None else min(batches, max_batches)
         tokens = batches * config.batch_size * config.seq_len * trainer.world_size
         self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
+        if result.tokens == 0:
+            self.reporter.message(
+                f"WARNING: the validation loss is nan: all targets that were read of "
+                f"'{config.eval_file}' are masked",
+                trainer.steps_done,
+            )
         return result.loss
 
     def save(self) -> None:

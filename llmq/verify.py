@@ -17,6 +17,7 @@ import numpy as np
 
 from llmq.command_line import flag
 from llmq.config import ModelConfig
+from llmq.errors import ConfigError, warn
 from llmq.machine import choose_machine
 from llmq.measure import random_batches
 from llmq.options import OPTIONS, TrainConfig
@@ -110,8 +111,14 @@ def compare(
     The learning rate takes the course of a run of so many steps. Raises LlmqError as training does,
     OutOfMemory if the steps do not fit without the options.
     """
+    if config.continue_from is not None:
+        raise ConfigError(
+            "--continue: a verification starts with the model's weights: leave it out"
+        )
     config = replace(config, steps=steps, epochs=None)
-    plain = without_options(config, choose_machine(config.device, config.gpus).world_size)
+    world_size = choose_machine(config.device, config.gpus).world_size
+    warn(config.rank_warnings(world_size))
+    plain = without_options(config, world_size)
     try:
         without = _results(plain, model, model_dir, synthetic)
     except OutOfMemory as error:

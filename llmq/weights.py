@@ -152,8 +152,6 @@ class Weights:
         self.dev.record(self._ready)
         with self.dev.on("comm"):
             self.dev.wait(self._ready)
-            if stale:
-                self.dev.comm.fence("weights")
         if stale:
             self._gather_whole("vectors")
 
@@ -179,15 +177,13 @@ class Weights:
             self.dev.record(self._gathered[name])
 
     def _gather_streamed(self, name: str, slot: Tensor) -> None:
-        slab, comm = self.slabs[name], self.dev.comm
+        slab = self.slabs[name]
         whole = slot.rows(0, slab.size)
         part = self._part.get(name)
-        if part is None:  # peers read this rank's codes from the slot
+        if part is None:
             part = slab.shard(whole, self.dev.rank)
-            comm.fence("slot.read")
             self.quants.quantize(name, self.master[name], part)
-            comm.fence("slot.written")
-        comm.all_gather(whole, part)
+        self.dev.comm.all_gather(whole, part)
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
         """The work weights of a gathered block, by key. transposed: for products in backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,7 @@ def refused(
 
 def needed(config: TrainConfig, model: ModelConfig) -> int:
     """What must fit into a GPU."""
-    return needed_bytes(make_plan(config, model, SPEC).usage, SPEC)
+    return needed_bytes(make_plan(config, model, SPEC), SPEC)
 
 
 def entries(message: str) -> list[tuple[list[str], int, int]]:
@@ -71,14 +72,14 @@ def test_message_names_categories_and_flags_that_make_it_fit(limit):
     message = refused(make_config(given), model, Limits(device=limit * GIB))
     before = needed(make_config(given), model)
     assert message.startswith(
-        f"out of memory: {before // MIB} MiB are needed, {limit * 1024} MiB are available "
+        f"out of memory: {-(-before // MIB)} MiB are needed, {limit * 1024} MiB are available "
         "(largest: Activations "
     )
     for flags, saved, left in entries(message):
         given = followed(given, flags)
         after = needed(make_config(given), model)
-        # Sizes are those of estimates, rounded down.
-        assert left == pytest.approx(after // MIB, abs=1)
+        # Sizes are those of estimates, of what is left rounded up and of what is saved down.
+        assert left == pytest.approx(-(-after // MIB), abs=1)
         assert saved == pytest.approx((before - after) // MIB, abs=1)
         before = after
     assert before <= limit * GIB
@@ -137,8 +138,8 @@ def test_too_little_host_memory():
     config = options(batch_size=1, offload_opt_m=True, offload_opt_v=True)
     # 494e6 weights: 1.84 GiB of each moment in F32.
     message = refused(config, model, Limits(device=20 * GIB, host=2 * GIB))
-    assert message.startswith("out of host memory: 3769 MiB are needed, 2048 MiB are available")
-    assert "(largest: Adam M 1884 MiB, Adam V 1884 MiB, " in message
+    assert message.startswith("out of host memory: 3770 MiB are needed, 2048 MiB are available")
+    assert "(largest: Adam M 1885 MiB, Adam V 1885 MiB, " in message
     (flags, saved, left) = entries(message)[0]
     assert flags in (["--no-offload-opt-m"], ["--no-offload-opt-v"])
     assert (saved, left) == (pytest.approx(1884, abs=1), pytest.approx(1884, abs=1))
@@ -153,9 +154,24 @@ def test_host_memory_is_that_of_all_ranks():
     assert plan.host_bytes == 4 * plan.usage.sizes.host
     assert 1884 * MIB < plan.host_bytes < 1950 * MIB  # each rank keeps its shard of the moments
     message = refused(config, model, Limits(host=GIB), world_size=4)
-    assert f"{plan.host_bytes // MIB} MiB are needed by all ranks, 1024 MiB" in message
-    assert "(largest of each: Adam M 471 MiB, " in message
+    assert f"{-(-plan.host_bytes // MIB)} MiB are needed by all ranks, 1024 MiB" in message
+    assert "(largest of each: Adam M 472 MiB, " in message
     check_fits(config, model, SPEC, "native", plan, Limits(host=2 * GIB))
+
+
+@pytest.mark.parametrize("short", [1, MIB // 2, MIB, 3 * MIB])
+def test_what_is_needed_is_more_than_what_is_there(short):
+    """In whole MiB too, however little is missing; and what helps, fits."""
+    model, config = preset("Qwen2.5-0.5B"), options(batch_size=1, offload_opt_m=True)
+    host = make_plan(config, model, SPEC).host_bytes
+    for limits in (
+        Limits(device=needed(config, model) - short),
+        Limits(host=host - short),
+    ):
+        message = refused(config, model, limits)
+        more, less = (int(word) for word in re.findall(r"(\d+) MiB are", message))
+        assert more > less >= min(filter(None, (limits.device, limits.host))) // MIB
+        assert entries(message)[-1][2] <= less
 
 
 def test_limits_of_a_run(monkeypatch):

@@ -173,6 +173,15 @@ def test_child_says_why_not(options, status, message):
     assert message in outcome["message"]
 
 
+def test_child_says_what_does_nothing(capfd):
+    options = {"p2p": "off", "use-zero-copy": True, "warmup": 1000}
+    assert run_child(TINY | options, steps=1, repeats=1)["status"] == "ok"
+    assert capfd.readouterr().err == (
+        "warning: --use-zero-copy has no effect without --offload-master, --offload-opt-m or "
+        "--offload-opt-v\nwarning: --p2p off has no effect with one GPU\n"
+    )
+
+
 def test_child_that_dies(monkeypatch):
     def run(command, **kwargs):
         assert json.loads(kwargs["input"])["options"] == TINY

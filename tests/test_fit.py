@@ -56,7 +56,7 @@ def check(candidate, config: TrainConfig, planner: Planner, limits: Limits) -> N
     """It fits, by a plan of its own, and computes the same numbers in the same steps."""
     chosen, need = candidate.config, candidate.need
     plan = planner.plan(chosen)
-    assert needed_bytes(plan.usage, planner.spec) == need.device <= limits.device
+    assert needed_bytes(plan, planner.spec) == need.device <= limits.device
     assert plan.host_bytes == need.host
     assert limits.host is None or need.host <= limits.host
     product = config.batch_size * config.grad_accumulation
@@ -135,6 +135,21 @@ def test_refusal_for_want_of_device_memory():
     assert text.endswith("; what would help: --seq-len=4096")
 
 
+@pytest.mark.parametrize("where", [{"host": None, "memory": 12}, {"host": 64, "memory": 24}])
+def test_what_is_hopeless_is_found_out_quickly(monkeypatch, where):
+    """A plan of all 80 layers takes half a second, one of two or three layers 10 ms."""
+    layers = []
+
+    def counted(config, model, *args, **kwargs):
+        layers.append(model.num_layers)
+        return make_plan(config, model, *args, **kwargs)
+
+    monkeypatch.setattr("llmq.estimate.make_plan", counted)
+    text = refusal("Qwen2.5-72B", **where)
+    assert "; what would help: " in text
+    assert layers.count(80) == 1 and len(layers) < 600
+
+
 def test_shrinking_takes_the_cheapest_and_nothing_superfluous():
     config, card = (
         make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 32}),
@@ -193,7 +208,7 @@ def test_command_prints_json(capsys):
         given[name] = value or True
     config, card = make_config(given), find_card("4090")
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
-    assert needed_bytes(plan.usage, spec_of(card)) == best["needed_bytes"]
+    assert needed_bytes(plan, spec_of(card)) == best["needed_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +261,7 @@ def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):
     plan = make_plan(
         make_config({"model": "model", "from-scratch": True} | sizes), model, HOST_SPEC
     )
-    limit = int(0.8 * needed_bytes(plan.usage, HOST_SPEC))
+    limit = int(0.8 * needed_bytes(plan, HOST_SPEC))
     args = [f"--{name}={value}" for name, value in sizes.items()]
     assert auto("--dry-run", *args, f"--memory-limit={limit}") == 0
     assert "  Fits:            yes" in capsys.readouterr().out

@@ -273,6 +273,8 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
             **{n: getattr(RESULT, n) for n in RESULT.__slots__} | {"loss": loss}
         )
         reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None)
+    masked = replace(RESULT, loss=math.nan, tokens=0)  # has no loss
+    reporter.train_step(1, masked, lr=0.0, ms=1.0, tokens=1, sol=None)
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     line = "[V] step     2 [ 5.0%] | time:   100 ms | eval   3.250000 | train  1.500000 | tps 50000"
     assert reporter.view.lines[-1] == line

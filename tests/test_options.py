@@ -219,6 +219,7 @@ def test_values_are_converted(flag, value, field, expected):
         ({"fp8-recipe": "delayed"}, "--fp8-recipe: delayed needs --matmul-dtype e4m3"),
         ({"fp8-recipe": "mx"}, "--fp8-recipe: expected jit or delayed, got 'mx'"),
         ({"fp8-fast-accumulation": "on"}, "--fp8-fast-accumulation: expected none or forward or"),
+        ({"gpus": 1000}, "--gpus: must be at most 64, got 1000"),
         ({"zero-level": 4}, "--zero-level: must be at most 3, got 4"),
         ({"zero-level": -1}, "--zero-level: must be at least 0, got -1"),
         ({"persistent-quants": True}, "--persistent-quants: needs --matmul-dtype e4m3"),

@@ -196,6 +196,14 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
     assert record["parameters"] == 494_032_768
 
 
+@pytest.mark.parametrize("args", [(), ("--fit", "--gpu-memory=80GiB"), ("--gpus=1", "--json")])
+def test_options_that_do_nothing_are_said(capsys, args):
+    assert plan("--batch-size=1", "--memcpy-all-gather", *args) == 0
+    assert capsys.readouterr().err == "warning: --memcpy-all-gather has no effect with one GPU\n"
+    assert plan("--batch-size=1", "--memcpy-all-gather", "--gpus=2") == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

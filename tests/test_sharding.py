@@ -187,6 +187,14 @@ def test_bits(world, accum, base, options):
     against_plain(world, accum, options, base)
 
 
+@pytest.mark.parametrize("base", [SMALL, MASTER], ids=flags)
+@pytest.mark.parametrize("piece", [128, 1536, 17664, 17664 + 128, 1 << 20])
+def test_pieces_of_any_size(monkeypatch, piece, base):
+    """Shards have 15360, 17664 and 1664 elements: multiples or not, longer and shorter."""
+    monkeypatch.setattr("llmq.optimizer.PIECE", piece)
+    against_plain(1, 2, MOMENTS | {"offload_master": True}, base)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_bits_of_random_options(seed):
     world, accum, base, options = random_options(seed)

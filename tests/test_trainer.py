@@ -88,9 +88,12 @@ def test_results_come_later():
         ([batch(rows=B + 1)], r"inputs must be int32 \(2, 16\), got int32 \(3, 16\)"),
         ([(batch()[0].astype(np.int64), batch()[1])], "inputs must be int32"),
         ([(batch()[0], batch()[1][:, 1:])], "targets must be int32"),
-        ([(batch()[0] + VOCAB, batch()[1])], r"token ids must be in 0\.\.256"),
-        ([(-batch()[0], batch()[1])], r"token ids must be in 0\.\.256"),
-        ([(batch()[0], batch()[1] + VOCAB)], r"token ids must be in 0\.\.256"),
+        ([(batch()[0] + VOCAB, batch()[1])], r"inputs must be token ids in 0\.\.256"),
+        ([(-batch()[0], batch()[1])], r"inputs must be token ids in 0\.\.256"),
+        ([(np.full_like(batch()[0], -100), batch()[1])], "inputs must be .*, got -100$"),
+        ([(batch()[0], batch()[1] + VOCAB)], r"targets must be token ids in 0\.\.256"),
+        # Only -100 is masked, as in torch.
+        ([(batch()[0], np.full_like(batch()[1], -1))], "targets also -100, got -1$"),
     ],
 )
 def test_wrong_batches_are_refused(batches, message):
@@ -176,6 +179,35 @@ def test_checkpoints_that_do_not_fit():
         with pytest.raises(LlmqError, match="is of another model"):
             t.load(path)
         assert t.steps_done == 0
+
+
+def test_a_checkpoint_that_is_refused_changes_nothing():
+    with trainer(opt_m_dtype="e4m3") as t:
+        t.step()
+        path = t.save("saved")
+    with trainer() as t, trainer() as untouched:
+        results = [untouched.step() for _ in range(3)]
+        assert [t.step(), t.step()] == results[:2]
+        with pytest.raises(ConfigError, match=r"--opt-m-dtype: .* cannot be converted"):
+            t.load(path)
+        assert t.steps_done == 2
+        assert t.step() == results[2]
+
+
+def test_options_that_change_the_order_of_sums_are_said(capsys):
+    with trainer(all_to_all_reduce=True) as t:
+        path = t.save("saved")
+    with trainer() as t:
+        t.load(path)
+    assert capsys.readouterr().err == "", "one rank sums alone"
+    with trainer(gpus=2, grad_accumulation=1, batch_size=1, zero_level=2, lmhead_chunks=2) as t:
+        t.load(path)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == (
+        "warning: numbers may be rounded otherwise than in the checkpoint's run: "
+        "--lmhead-chunks=2 (was --lmhead-chunks=1), --shard-gradients (was --no-shard-gradients), "
+        "--no-all-to-all-reduce (was --all-to-all-reduce)"
+    )
 
 
 def test_a_flipped_byte_is_found(tmp_path):

@@ -460,6 +460,17 @@ def test_data_without_targets(capsys):
     assert "all targets are masked; look at the loss masks" in capsys.readouterr().err
 
 
+def test_validation_data_without_targets(capsys):
+    """As in torch the mean over nothing is nan; the run goes on, and says why."""
+    write_tokens(Path("data/eval.bin"), 7, mask=np.zeros(7 * T + 1, bool))
+    assert train(steps=2, eval_every_n_steps=1) == 0
+    warning = "WARNING: the validation loss is nan: all targets that were read of 'data/eval.bin' "
+    assert [r["step"] for r in records("info") if r["message"].startswith(warning)] == [1, 2]
+    assert capsys.readouterr().out.count(warning) == 2
+    assert [r["loss"] for r in records("eval")] == [None, None]
+    assert Path("out/model.safetensors").is_file()
+
+
 def test_full_disk_while_saving(monkeypatch, capsys):
     """One line, and the checkpoint before stays loadable."""
     assert train(steps=3, save_training_state=True) == 0

@@ -150,11 +150,26 @@ def test_random_tokens_need_no_files(capsys):
     assert _run([*command, "--grad-accumulation=1", "--synthetic"]) == 0
 
 
+def test_options_that_do_nothing_are_said(capsys):
+    assert run("--verify-steps=1", all_to_all_reduce="", ckpt_major=5) == 0
+    assert capsys.readouterr().err == (
+        "warning: --ckpt-major has no effect without --ckpt-keep-n: nothing is deleted\n"
+        "warning: --all-to-all-reduce has no effect with one GPU\n"
+    )
+
+
+def test_nothing_is_resumed(capsys):
+    assert run(**{"continue": ""}) == 2
+    assert capsys.readouterr().err == (
+        "error: --continue: a verification starts with the model's weights: leave it out\n"
+    )
+
+
 def test_memory_that_is_not_there(capsys):
     """The first run is the one that needs more."""
     given = make_config(options(recompute_block=True))
     model, _ = resolve_model(given.model, given.from_scratch)
-    needed = needed_bytes(make_plan(given, model, HOST_SPEC).usage, HOST_SPEC)
+    needed = needed_bytes(make_plan(given, model, HOST_SPEC), HOST_SPEC)
     assert run(recompute_block="", memory_limit=needed) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: without the options that are to be verified: out of memory")

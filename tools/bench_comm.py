@@ -21,7 +21,7 @@ import typer
 
 from llmq.dtypes import BF16
 from llmq.machine import PLAN_SPEC
-from llmq.runtime.comm import CommOptions, connect, part
+from llmq.runtime.comm import CommOptions, connect, part, silenced
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.links import LinkTable
@@ -46,11 +46,9 @@ def calls(dev: Device, options: CommOptions, whole: Tensor) -> dict[str, Callabl
 
     def all_gather(slab: Tensor) -> None:
         dev.comm.all_gather(slab, part(slab, dev.rank, dev.world_size))
-        dev.comm.fence("read")
 
     def all_to_all(slab: Tensor) -> None:
         dev.comm.all_to_all(slab, spare.rows(0, slab.size // dev.world_size))
-        dev.comm.wait_pulled(slab)
 
     measured = {"all_gather": all_gather, "all_to_all": all_to_all}
     if options.nccl:
@@ -66,9 +64,11 @@ def seconds(dev: Device, workers: Workers, key: tuple, call: Callable[[], None])
             for _ in range(CALLS):
                 call()
 
-    for _ in range(2):  # as it is, and captured
+    with silenced(dev), dev.without_graphs():  # as llmq.ranks.Rank.warm_up does it
+        several()
+        dev.synchronize()
+    with dev.capture_only():
         dev.graph(key, several)
-    dev.synchronize()
     workers.barrier()
     start = time.perf_counter()
     for _ in range(REPLAYS):
@@ -91,7 +91,6 @@ def program(
             slab = whole.rows(0, length)
             key = (name, mib)
             times[key] = seconds(dev, workers, key, lambda call=call, slab=slab: call(slab))
-    times["fence", 0] = seconds(dev, workers, ("fence",), lambda: dev.comm.fence("bench"))
     return times
 
 
@@ -138,8 +137,8 @@ def measure(device: str, world_size: int, options: CommOptions, sizes: list[int]
     for name, mib in results[0][1]:
         slowest = max(times[name, mib] for _, times in results)
         received = mib * MIB * (world_size - 1) / world_size
-        rate = f"{received / slowest / 1e9:9.1f} GB/s" if mib else ""
-        yield f"{name:<16}{mib or '':>6} {1e6 * slowest:10.1f} us {rate}".rstrip()
+        rate = received / slowest / 1e9
+        yield f"{name:<16}{mib:>6} {1e6 * slowest:10.1f} us {rate:9.1f} GB/s"
 
 
 def main(

@@ -1,8 +1,9 @@
 """Collectives between the ranks of one process: what the training step calls on `dev.comm`.
 
-Every call is enqueued on the current stream and returns at once. The calls of one rank must be
-ordered among themselves (one stream, or events between streams), and all ranks make the same calls
-in the same order. All ranks allocate the same tensors in the same order, so a tensor of a peer lies
+Every call is enqueued on the current stream and returns at once; when the stream has done it, its
+targets are complete and its sources may be written again. The calls of one rank must be ordered
+among themselves (one stream, or events between streams), and all ranks make the same calls in the
+same order. All ranks allocate the same tensors in the same order, so a tensor of a peer lies
 at the same offset in the peer's memory of the same place.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmq.dtypes import BF16, F32, I32, U8
+from llmq.runtime.flags import KINDS
 from llmq.runtime.tensor import Storage, Tensor
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from llmq.runtime.plan_device import PlanDevice
     from llmq.runtime.workers import Workers
 
-FLAG_NAMES = 512  # fences and all_to_all buffers of one run, chunks of the staging ring
 STAGING_CHUNK = 4 << 20  # bytes: 80 us of PCIe 5 x16, long beside the 2-3 us between two copies
 STAGING_CHUNKS = 4  # of the ring: one is written, one is read, and two keep both sides busy
 
@@ -56,7 +57,7 @@ class CommOptions:
 class CommMemory(NamedTuple):
     """Pinned memory of one rank; a tensor is None where the options need none.
 
-    flags: I32 (FLAG_NAMES * W,), what the peers tell this rank. staging: U8, STAGING_CHUNKS equal
+    flags: I32 (KINDS * W,), what the peers tell this rank. staging: U8, STAGING_CHUNKS equal
     buffers through which this rank's data go to the peers that cannot read its GPU.
     """
 
@@ -71,7 +72,7 @@ def allocate(dev: Device, options: CommOptions) -> CommMemory:
     """
     flags = staging = None
     if dev.world_size > 1 and options.copies:
-        count = FLAG_NAMES * dev.world_size
+        count = KINDS * dev.world_size
         flags = dev.alloc("comm.flags", (count,), I32, "Activations", place="pinned")
         if options.p2p != "on":
             size = STAGING_CHUNKS * STAGING_CHUNK
@@ -141,8 +142,6 @@ class Comm(ABC):
         """Part p of dst becomes rank p's src.
 
         dst (W*n,), src (n,) of the same dtype; src may be dst's own part (in place) or pinned.
-        A source is published: peers may read it at any time between two fences. So call `fence`
-        between writing a source and gathering it, and before writing it again.
         """
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
@@ -168,9 +167,8 @@ class Comm(ABC):
         """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
 
         buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
-        Destroys the other parts of buffer: in round k rank r pulls its part from rank r - k, in
-        the first round into spare, later into the part that was pulled from it in the round
-        before. Call `wait_pulled` before writing into buffer again.
+        Destroys the other parts of buffer: in round k rank r sends to rank r + k and receives from
+        rank r - k, in the first round into spare, later into the part sent in the round before.
         """
         self._check_parts("all_to_all", buffer)
         if self.world_size > 1:
@@ -188,25 +186,6 @@ class Comm(ABC):
         self._all_to_all(buffer, targets)
         world_size = self.world_size
         return [targets[(self.rank - source) % world_size] for source in range(world_size)]
-
-    def wait_pulled(self, buffer: Tensor) -> None:
-        """The current stream waits until no peer still has to read what all_to_all left in buffer.
-
-        The stream must come after that all_to_all.
-        """
-        self._begin(f"wait_pulled {buffer.name}")
-        self._wait_pulled(buffer)
-
-    def fence(self, name: str) -> None:
-        """The current streams of all ranks meet.
-
-        What they did before is done on every rank before any goes on. name: of this place in the
-        program; one of at most a few hundred. Where all is done by NCCL this does nothing, because
-        an NCCL call sends what its source holds when the source's own stream gets there, and ends
-        only when that source may be written again.
-        """
-        self._begin(f"fence {name}")
-        self._fence(name)
 
     def abort(self) -> None:  # noqa: B027 - only a GPU waits without the host
         """Stop all ranks and let what waits for a peer go on, with undefined data."""
@@ -231,13 +210,7 @@ class Comm(ABC):
 
     @abstractmethod
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
-        """targets[k]: where round k puts what it pulls from rank r - k. targets[0]: own part."""
-
-    @abstractmethod
-    def _wait_pulled(self, buffer: Tensor) -> None: ...
-
-    @abstractmethod
-    def _fence(self, name: str) -> None: ...
+        """targets[k]: where round k puts what comes from rank r - k. targets[0]: own part."""
 
 
 def part(buffer: Tensor, index: int, world_size: int) -> Tensor:
@@ -245,18 +218,6 @@ def part(buffer: Tensor, index: int, world_size: int) -> Tensor:
     n = buffer.size // world_size
     first = index % world_size * n
     return buffer.rows(first, first + n)
-
-
-def exchange(dev: Device, table: Tensor, row: Tensor, name: str) -> None:
-    """Row p of table (W*n elements) becomes rank p's `row` (n,): what is small and written often.
-
-    All work of all ranks before comes before all after. name: for fences.
-    """
-    own = part(table.view(table.size), dev.rank, dev.world_size)
-    dev.comm.fence(f"{name}.read")  # nobody still reads the rows of the last time
-    dev.copy(own, row)
-    dev.comm.fence(f"{name}.written")
-    dev.comm.all_gather(table.view(table.size), own)
 
 
 class SilentComm(Comm):
@@ -269,12 +230,6 @@ class SilentComm(Comm):
         pass
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
-        pass
-
-    def _wait_pulled(self, buffer: Tensor) -> None:
-        pass
-
-    def _fence(self, name: str) -> None:
         pass
 
 
@@ -320,12 +275,6 @@ class PlanComm(Comm):
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
         received = self._others(buffer)
         self._dev.collective("all_to_all", 2 * received, 0, received)
-
-    def _wait_pulled(self, buffer: Tensor) -> None:
-        pass
-
-    def _fence(self, name: str) -> None:
-        pass
 
 
 @contextmanager

@@ -1,7 +1,12 @@
-"""Collectives by copies that each rank pulls from its peers, without kernels and without the host.
+"""Collectives by the copy engines: each rank pushes to its peers, without kernels and the host.
 
-Peers are visited in rotated order, rank r begins with a neighbour, so that no rank is read by all
-at once. A peer that cannot be reached directly is read through its staging ring.
+Push, not pull: the driver lets the source's GPU do a copy, whichever stream asks for it, and in the
+order in which it was asked. Copies that several readers ask of one GPU would wait for each other's
+flags in any order, so that three GPUs can wait in a circle.
+
+A reader grants a target, the source writes there and says so. Peers are visited in rotated order,
+rank r begins with a neighbour, so that no rank is written by all at once. A peer that cannot be
+reached directly reads from the source's staging ring.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from dataclasses import dataclass
 
 from llmq.runtime.comm import part, same_memory
 from llmq.runtime.device import Device
-from llmq.runtime.flags import READY, TAKEN, Flags
+from llmq.runtime.flags import EMPTY, FULL, PINNED, TARGET, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
 
@@ -22,7 +27,7 @@ SPAN_CHUNKS = 32  # with three operations for each of 8 ranks, a queue of 1024 h
 class Memories:
     """What ranks know of each other.
 
-    storages: by rank and place. direct[reader][source]: whether reader can read source's GPU.
+    storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU.
     rings: None if every pair is direct.
     """
 
@@ -41,12 +46,15 @@ class Copies:
         self._rank, self._world_size = dev.rank, dev.world_size
         self._storages = memories.storages
         self._flags = memories.flags
-        self._direct = memories.direct
-        self._after = [self._peer(k) for k in range(1, self._world_size)]
-        self._readers = [r for r in self._after if not self._direct[r][self._rank]]
+        others = [self._peer(k) for k in range(1, self._world_size)]
+        self._others = others
+        self._sources = [p for p in others if memories.direct[self._rank][p]]
+        self._readers = [p for p in others if memories.direct[p][self._rank]]
+        self._staged_sources = [p for p in others if p not in self._sources]
+        self._staged_readers = [p for p in others if p not in self._readers]
         if memories.rings is not None:
             rings = memories.rings
-            self._staging = Staging(self._rank, queue, self._flags, rings, self._readers)
+            self._staging = Staging(self._rank, queue, self._flags, rings, self._staged_readers)
             # So much of a source is enqueued before the receiving starts.
             self._span = SPAN_CHUNKS * rings.chunk
         self._fork = dev.event("comm.fork")
@@ -62,6 +70,85 @@ class Copies:
     def _part(self, buffer: Tensor, index: int) -> Tensor:
         return part(buffer, index, self._world_size)
 
+    # -- direct ----------------------------------------------------------------------------------
+
+    def _grant(self, source: int) -> None:
+        """Let the source write to this rank's target."""
+        self._queue.write(self._flags.address(TARGET, source, self._rank), EMPTY)
+
+    def _push(self, reader: int, target: Tensor, src: Tensor) -> None:
+        """Copy to where the reader has `target`, once it lets us."""
+        flag = self._flags.address(TARGET, self._rank, reader)
+        self._queue.wait(flag, EMPTY)
+        self._queue.copy(self._address(reader, target), src.ptr, src.nbytes)
+        self._queue.write(flag, FULL)
+
+    def _arrived(self, source: int) -> None:
+        """Wait for what the source has pushed."""
+        self._queue.wait(self._flags.address(TARGET, source, self._rank), FULL)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def all_gather(self, dst: Tensor, src: Tensor) -> None:
+        """dst (W*n,), src (n,)."""
+        if src.on_host:
+            self._gather_pinned(dst, src)
+            return
+        own = self._part(dst, self._rank)
+        for source in self._sources:
+            self._grant(source)
+        if self._staged_readers:
+            self._start_staging()
+        if not same_memory(own, src):
+            self._queue.copy(own.ptr, src.ptr, src.nbytes)
+        for reader in self._readers:
+            self._push(reader, own, src)
+        if self._staged_readers or self._staged_sources:
+            self._gather_staged(dst, src)
+        for source in self._sources:
+            self._arrived(source)
+        self._queue.pace()
+
+    def _gather_pinned(self, dst: Tensor, src: Tensor) -> None:
+        """Each rank reads the others' sources, which are in host memory, where they are."""
+        for reader in self._others:
+            self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
+        self._queue.copy(self._part(dst, self._rank).ptr, src.ptr, src.nbytes)
+        for source in self._others:
+            flag = self._flags.address(PINNED, source, self._rank)
+            self._queue.wait(flag, FULL)
+            self._queue.copy(self._part(dst, source).ptr, self._address(source, src), src.nbytes)
+            self._queue.write(flag, EMPTY)
+        for reader in self._others:
+            self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
+        self._queue.pace()
+
+    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
+        """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
+        if self._staged_readers:
+            self._start_staging()
+        for k in range(1, self._world_size):
+            source, reader = self._peer(-k), self._peer(k)
+            self._wait_sent(k - 1)  # that part is this round's target
+            if source in self._sources:
+                self._grant(source)
+            piece = self._part(buffer, reader)
+            if reader in self._readers:
+                target = targets[1] if k == 1 else self._part(buffer, reader + k - 1)
+                self._push(reader, target, piece)
+            else:
+                self._send(piece, reader, k)
+            if source not in self._sources:
+                position = (k - 1) * self._staging.chunks(piece.nbytes)
+                self._staging.receive([Piece(source, targets[k].ptr, position)], piece.nbytes)
+            self._queue.pace()
+        self._wait_sent(self._world_size - 1)
+        for source in self._sources:
+            self._arrived(source)
+        self._queue.pace()
+
+    # -- staged ----------------------------------------------------------------------------------
+
     def _start_staging(self) -> None:
         """The staging stream goes on after all that the current stream has so far."""
         self._dev.record(self._fork)
@@ -69,99 +156,30 @@ class Copies:
             self._dev.wait(self._fork)
         self._staging.begin()
 
-    def all_gather(self, dst: Tensor, src: Tensor) -> None:
-        """The own source is staged once for all who need it; the next fence waits for that, too."""
-        own = self._part(dst, self._rank)
-        in_place = same_memory(own, src)
-        readers = [] if src.on_host else self._readers
-        if readers:
-            self._start_staging()
-        if not in_place:
-            self._queue.copy(own.ptr, src.ptr, src.nbytes)
-        pieces: list[Piece] = []
-        for source in self._after:
-            target = self._part(dst, source)
-            if src.on_host or self._direct[self._rank][source]:
-                address = self._address(source, target if in_place else src)
-                self._queue.copy(target.ptr, address, src.nbytes)
-            else:
-                pieces.append(Piece(source, target.ptr, 0))
-        if readers or pieces:
-            self._gather_staged(src, readers, pieces)
-        self._queue.pace()
-
-    def _gather_staged(self, src: Tensor, readers: list[int], pieces: list[Piece]) -> None:
+    def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
+        """The own source is staged once for all who need it."""
         for start in range(0, src.nbytes, self._span):
             position = self._staging.chunks(start)
             nbytes = min(self._span, src.nbytes - start)
-            if readers:
+            if self._staged_readers:
                 with self._dev.on("stage"):
-                    self._staging.send(src.ptr + start, nbytes, readers, position)
-            later = [Piece(p.source, p.target + start, position) for p in pieces]
-            self._staging.receive(later, nbytes)
+                    self._staging.send(src.ptr + start, nbytes, self._staged_readers, position)
+            targets = [(p, self._part(dst, p).ptr + start) for p in self._staged_sources]
+            self._staging.receive([Piece(*target, position) for target in targets], nbytes)
             self._queue.pace()
+        if self._staged_readers:
+            with self._dev.on("stage"):
+                self._dev.record(self._sent[0])
+            self._dev.wait(self._sent[0])
 
-    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        """targets[k]: where round k puts what it pulls from rank r - k, k from 1 on."""
-        own = self._part(buffer, self._rank)
-        key = ("pull", buffer.storage.place, buffer.offset)
-        for reader in self._after:
-            if self._direct[reader][self._rank]:
-                self._queue.write(self._flags.address(key, self._rank, reader), READY)
-        if self._readers:
-            self._start_staging()
-        for k in range(1, self._world_size):
-            if self._readers:
-                self._send_part(buffer, k)
-            source = self._peer(-k)
-            if k > 1:  # the target is the part that rank r + k - 1 has pulled in the round before
-                self._wait_taken(key, k - 1)
-            if self._direct[self._rank][source]:
-                flag = self._flags.address(key, source, self._rank)
-                self._queue.wait(flag, READY)
-                self._queue.copy(targets[k].ptr, self._address(source, own), own.nbytes)
-                self._queue.write(flag, TAKEN)
-            else:
-                position = (k - 1) * self._staging.chunks(own.nbytes)
-                self._staging.receive([Piece(source, targets[k].ptr, position)], own.nbytes)
-            self._queue.pace()
-        if self._readers:
-            self._dev.wait(self._sent[-1])
-
-    def _send_part(self, buffer: Tensor, k: int) -> None:
-        """Stage the part of rank r + k if it cannot pull it; in any case event k is recorded."""
-        reader = self._peer(k)
-        piece = self._part(buffer, reader)
+    def _send(self, piece: Tensor, reader: int, k: int) -> None:
+        """Stage what round k sends."""
         with self._dev.on("stage"):
-            if reader in self._readers:
-                position = (k - 1) * self._staging.chunks(piece.nbytes)
-                self._staging.send(piece.ptr, piece.nbytes, [reader], position)
+            position = (k - 1) * self._staging.chunks(piece.nbytes)
+            self._staging.send(piece.ptr, piece.nbytes, [reader], position)
             self._dev.record(self._sent[k])
 
-    def _wait_taken(self, key: tuple, k: int) -> None:
-        """Wait until rank r + k has pulled its part, or until that part is in the ring."""
-        reader = self._peer(k)
-        if self._direct[reader][self._rank]:
-            self._queue.wait(self._flags.address(key, self._rank, reader), TAKEN)
-        else:
+    def _wait_sent(self, k: int) -> None:
+        """Wait until what round k sends may be overwritten; pushes are in this stream anyway."""
+        if k > 0 and self._peer(k) in self._staged_readers:
             self._dev.wait(self._sent[k])
-
-    def wait_pulled(self, buffer: Tensor) -> None:
-        """Only the part of the last round: all_to_all itself has waited for the others."""
-        last = self._peer(-1)
-        if self._direct[last][self._rank]:
-            key = ("pull", buffer.storage.place, buffer.offset)
-            self._queue.wait(self._flags.address(key, self._rank, last), TAKEN)
-
-    def fence(self, name: str) -> None:
-        """Tell every peer, then hear from every peer."""
-        key = ("fence", name)
-        for reader in self._after:
-            flag = self._flags.address(key, self._rank, reader)
-            self._queue.wait(flag, TAKEN)  # since the last fence of this name
-            self._queue.write(flag, READY)
-        for source in self._after:
-            flag = self._flags.address(key, source, self._rank)
-            self._queue.wait(flag, READY)
-            self._queue.write(flag, TAKEN)
-        self._queue.pace()

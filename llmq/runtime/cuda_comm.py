@@ -97,14 +97,6 @@ class CudaComm(Comm):
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
         self._exchanges.all_to_all(buffer, targets)
 
-    def _wait_pulled(self, buffer: Tensor) -> None:
-        if self._exchanges is self._copies:
-            self._copies.wait_pulled(buffer)
-
-    def _fence(self, name: str) -> None:
-        if self._copies is not None:
-            self._copies.fence(name)
-
     def abort(self) -> None:
         self._watch.workers.stop()
 

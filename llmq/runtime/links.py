@@ -14,11 +14,11 @@ SLOWER = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One ordered pair: reader pulls from source. GB/s are 10^9 bytes per second.
+    """One ordered pair: source writes to reader. GB/s are 10^9 bytes per second.
 
-    access: the driver gives the reader access. correct: a copied pattern arrived as it was (None:
-    not tried). direct: GB/s of a direct copy. staged: the slower one of source to pinned memory
-    and pinned memory to reader.
+    access: the driver gives the source access to the reader's memory. correct: a copied pattern
+    arrived as it was (None: not tried). direct: GB/s of a direct copy. staged: the slower one of
+    source to pinned memory and pinned memory to reader.
     """
 
     access: bool
@@ -52,7 +52,7 @@ def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
         reason = f"slow ({measured.direct:.1f} GB/s)"
     if p2p == "on" and reason == "no access":
         raise LlmqError(
-            f"--p2p=on: GPU {reader} has no access to the memory of GPU {source}; use --p2p=auto, "
+            f"--p2p=on: GPU {source} has no access to the memory of GPU {reader}; use --p2p=auto, "
             "which copies through host memory where it must"
         )
     if p2p == "on" and reason is not None:
@@ -74,7 +74,7 @@ class LinkTable:
 
     @property
     def direct(self) -> list[list[bool]]:
-        """[reader][source]: whether reader copies from source's memory."""
+        """[reader][source]: whether source writes to reader's memory."""
         return [[link is not None and link.kind == "peer" for link in row] for row in self.links]
 
     @property

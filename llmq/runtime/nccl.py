@@ -16,6 +16,9 @@ BYTES = 0  # ncclInt8
 TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
 SUM = 0  # ncclSum
 WARM_UP_BYTES = 4096
+# Thread blocks of a call, each on a multiprocessor that spins while it waits. Measured: see
+# docs/decisions.md, "Collectives".
+CHANNELS = 8
 
 
 def load() -> Any:
@@ -33,12 +36,13 @@ def load() -> Any:
 def open_communicators(nccl: Any, indices: Sequence[int], peer_access: bool) -> list[Any]:
     """Communicators of these GPUs, by rank.
 
-    peer_access False: through host memory only. NCCL reads this from the environment, once in the
-    life of a process.
+    peer_access False: through host memory only. NCCL reads this and the number of channels from the
+    environment, once in the life of a process.
     """
     if not peer_access:
         os.environ["NCCL_P2P_DISABLE"] = "1"
         os.environ["NCCL_NVLS_ENABLE"] = "0"
+    os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
     return nccl.NcclCommunicator.initAll(list(indices))
 
@@ -86,11 +90,7 @@ def establish(nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDev
 
 
 class Nccl:
-    """One rank's end; the calls mean what they mean in Comm.
-
-    A call ends when its own sources may be written and its own targets read, so that neither
-    fences nor waits for peers are needed around it.
-    """
+    """One rank's end; the calls mean what they mean in Comm."""
 
     def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any):
         self._dev = dev
@@ -113,7 +113,7 @@ class Nccl:
         )
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        """targets[k]: where round k puts what it receives from rank r - k, k from 1 on."""
+        """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
         rank, world_size = self._dev.rank, self._dev.world_size
         for k in range(1, world_size):
             sent = part(buffer, rank + k, world_size)

@@ -70,17 +70,17 @@ def _measure(api: Any, source: _End, reader: _End, p2p: str, staged: float) -> M
     if not access:
         return Measured(access=False, correct=None, direct=None, staged=staged)
     correct = _arrives(api, source, reader)
-    direct = _speed(api, reader, reader.target, source.source)
+    direct = _speed(api, source, reader.target, source.source)
     return Measured(access=True, correct=correct, direct=direct, staged=staged)
 
 
 def _enable(api: Any, source: int, reader: int) -> bool:
-    """Give the reader access to the source's memory; False where there is no way."""
-    if not api.deviceCanAccessPeer(reader, source):
+    """Give the source access to the reader's memory; False where there is no way."""
+    if not api.deviceCanAccessPeer(source, reader):
         return False
-    api.setDevice(reader)
+    api.setDevice(source)
     try:
-        api.deviceEnablePeerAccess(source)
+        api.deviceEnablePeerAccess(reader)
     except api.CUDARuntimeError as error:
         return error.status == ALREADY_ENABLED
     return True
@@ -95,7 +95,9 @@ def _arrives(api: Any, source: _End, reader: _End) -> bool:
     api.setDevice(reader.gpu)
     found = np.zeros(PATTERN, np.uint8)
     _copy(api, reader.stream, reader.target, found.ctypes.data, PATTERN)  # not an older pattern
-    _copy(api, reader.stream, reader.target, source.source, PATTERN)
+    api.setDevice(source.gpu)
+    _copy(api, source.stream, reader.target, source.source, PATTERN)
+    api.setDevice(reader.gpu)
     _copy(api, reader.stream, found.ctypes.data, reader.target, PATTERN)
     return bool(np.array_equal(found, pattern))
 

@@ -1,7 +1,7 @@
 """Copies between GPUs that cannot reach each other, through rings of buffers in pinned memory.
 
-Each rank has one ring. It copies a chunk into the next buffer and marks it ready for those who
-read it; each of them copies it to its GPU and marks it taken. Sending runs on a stream of its own,
+Each rank has one ring. It copies a chunk into the next buffer and marks it full for those who
+read it; each of them copies it to its GPU and marks it empty. Sending runs on a stream of its own,
 so that both directions of the bus are busy, and the chunks of all sources are received in turn.
 Which buffer a chunk goes through follows from its position within one collective, so that sender
 and reader agree without talking and a graph may be replayed.
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from llmq.runtime.flags import READY, TAKEN, Flags
+from llmq.runtime.flags import EMPTY, FULL, RING, Flags
 
 
 class Queue(Protocol):
     """What a rank's current stream does with addresses in the memory of any rank."""
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy, also from another GPU to which there is access, or to and from pinned memory."""
+        """Copy from this GPU, also to another one to which there is access; or from pinned memory
+        to this GPU."""
 
     def wait(self, address: int, value: int) -> None:
         """Wait until the 32-bit word at the address has a bit in common with value."""
@@ -76,11 +77,11 @@ class Staging:
             index, buffer = self._buffer(self._rank, position + i)
             # At first the buffer may still hold what an earlier collective left for anyone.
             for reader in self._last.get(index, self._readers):
-                queue.wait(self._flag(index, self._rank, reader), TAKEN)
+                queue.wait(self._flag(index, self._rank, reader), EMPTY)
             self._last[index] = readers
             queue.copy(buffer, src + i * chunk, min(chunk, nbytes - i * chunk))
             for reader in readers:
-                queue.write(self._flag(index, self._rank, reader), READY)
+                queue.write(self._flag(index, self._rank, reader), FULL)
 
     def receive(self, pieces: Sequence[Piece], nbytes: int) -> None:
         """Copy nbytes from each source's ring, one chunk of each in turn."""
@@ -89,13 +90,13 @@ class Staging:
             for source, target, position in pieces:
                 index, buffer = self._buffer(source, position + i)
                 flag = self._flag(index, source, self._rank)
-                queue.wait(flag, READY)
+                queue.wait(flag, FULL)
                 queue.copy(target + i * chunk, buffer, min(chunk, nbytes - i * chunk))
-                queue.write(flag, TAKEN)
+                queue.write(flag, EMPTY)
 
     def _buffer(self, source: int, position: int) -> tuple[int, int]:
         index = position % self._rings.count
         return index, self._rings.addresses[source] + index * self._rings.chunk
 
     def _flag(self, index: int, source: int, reader: int) -> int:
-        return self._flags.address(("staging", index), source, reader)
+        return self._flags.address(RING + index, source, reader)

@@ -14,7 +14,7 @@ from llmq.runtime.device import Device, Event
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.tensor import Tensor
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "wait_pulled", "fence")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
 

@@ -26,11 +26,29 @@ class StreamQueue:
     deaf: waits for no flag. paced: the host waits wherever it may, as it does outside of graphs.
     """
 
-    def __init__(self, dev: StreamDevice, deaf: bool = False, paced: bool = False):
-        self.copy = dev.copy_bytes
+    def __init__(
+        self,
+        dev: StreamDevice,
+        devices: Sequence[StreamDevice],
+        deaf: bool = False,
+        paced: bool = False,
+    ):
+        self._copy = dev.copy_bytes
+        memories = [storages(other) for other in devices if other is not dev]
+        self._foreign = [
+            Span(m[place].base, m[place].base + m[place].bytes.size)
+            for m in memories
+            for place in ("device", "stack")
+        ]
         self.wait = (lambda address, value: None) if deaf else dev.wait_word
         self.write = dev.write_word
         self.pace = dev.synchronize_stream if paced else lambda: None
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Of this GPU's memory or of pinned memory."""
+        foreign = any(span.start <= src < span.stop for span in self._foreign)
+        assert not foreign, f"the copy of {nbytes} bytes to {dst:#x} reads another GPU"
+        self._copy(dst, src, nbytes)
 
 
 class StreamComm(CudaComm):
@@ -147,7 +165,7 @@ def connect_streams(
     watch = Watch(workers, len(devices), flags, [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
-        queue = StreamQueue(dev, deaf, paced)
+        queue = StreamQueue(dev, devices, deaf, paced)
         copies = Copies(dev, queue, memories) if options.copies else None
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
         dev.comm = StreamComm(dev, options, copies, nccl, watch)

@@ -10,8 +10,10 @@ import typer
 
 from llmq.dtypes import BF16, E4M3, F32, I32
 from llmq.runtime import comm
+from llmq.runtime.arena import align_up
 from llmq.runtime.comm import CommOptions, connect
 from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.runtime.flags import KINDS
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import Stopped, run_ranks
@@ -67,9 +69,7 @@ def test_all_gather(rng, world, place, dtype):
         with dev.scratch("src", (N,), dtype) as scratch:
             src = scratch if place == "stack" else make(dev, sources[0], dtype, place)
             dev.upload(src, sources[dev.rank])
-            dev.comm.fence("written")
             dev.comm.all_gather(dst, src)
-            dev.comm.fence("read")
         return dev.download(dst)
 
     for result in run(world, fn):
@@ -85,45 +85,25 @@ def test_all_gather_in_place(rng, world):
         for step in range(3):
             src = comm.part(dst, dev.rank, world)
             dev.upload(src, sources[dev.rank] + np.float32(step))
-            dev.comm.fence("written")
             dev.comm.all_gather(dst, src)
-            dev.comm.fence("read")
         return dev.download(dst)
 
     for result in run(world, fn):
         assert same(result, (sources + np.float32(2)).reshape(-1))
 
 
-@pytest.mark.parametrize("first", ["write", "gather"])
-def test_a_source_written_and_gathered_between_two_fences(first):
-    def fn(dev, workers):
-        array = np.zeros(N, np.float32)
-        src, dst = make(dev, array, F32), make(dev, np.zeros(2 * N, np.float32), F32)
-        dev.comm.all_gather(dst, src)
-        dev.comm.fence("a")
-        if first == "write":
-            src.numpy().fill(1)
-        dev.comm.all_gather(dst, src)
-        if first == "gather":
-            src.numpy().fill(1)
-        dev.comm.fence("b")
-
-    with pytest.raises(RuntimeError, match=r"fence b: x F32 \[24\] was both written and gathered"):
-        run(2, fn)
-
-
-def test_a_source_may_change_between_fences_in_which_it_is_not_gathered():
+def test_a_source_may_be_written_at_once():
     def fn(dev, workers):
         src = make(dev, np.zeros(N, np.float32), F32)
         dst = make(dev, np.zeros(2 * N, np.float32), F32)
-        for value in range(3):
-            dev.comm.fence("read")
+        found = []
+        for value in range(20):
             src.numpy().fill(value)
-            dev.comm.fence("written")
             dev.comm.all_gather(dst, src)
-        return dst.numpy()[-1]
+            found.append(dst.numpy()[[0, -1]].tolist())
+        return found
 
-    assert run(2, fn) == [2.0, 2.0]
+    assert run(2, fn) == [[[value, value] for value in range(20)]] * 2
 
 
 # -- reduce_scatter --
@@ -163,7 +143,6 @@ def test_all_to_all(rng, world):
             dev.upload(buffer, parts[dev.rank].reshape(-1))
             found = dev.comm.all_to_all(buffer, spare)
             results.append([dev.download(t) for t in found])
-            dev.comm.wait_pulled(buffer)
         return results, [t.offset for t in found], buffer.offset, spare and spare.offset
 
     for rank, (results, offsets, buffer, spare) in enumerate(run(world, fn)):
@@ -172,16 +151,6 @@ def test_all_to_all(rng, world):
         for k in range(world):  # own part stays, round 1 in spare, round k in part r + k - 1
             slot = buffer + 2 * N * ((rank + max(k - 1, 0)) % world)
             assert offsets[(rank - k) % world] == (spare if k == 1 else slot)
-
-
-def test_all_to_all_before_the_peers_have_pulled():
-    def fn(dev, workers):
-        buffer, spare = (make(dev, np.zeros(n, np.float32), F32) for n in (2 * N, N))
-        dev.comm.all_to_all(buffer, spare)
-        dev.comm.all_to_all(buffer, spare)
-
-    with pytest.raises(RuntimeError, match=r"wait_pulled was not called on x F32 \[48\]"):
-        run(2, fn)
 
 
 # -- what is refused, and how it ends --
@@ -210,7 +179,7 @@ def test_arguments_are_checked():
         plan.comm.all_to_all(six, y)
 
 
-@pytest.mark.parametrize("waiting", ["fence", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("waiting", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_a_rank_that_fails_ends_the_others(waiting):
     ended = []
     connected = threading.Barrier(3)
@@ -222,8 +191,8 @@ def test_a_rank_that_fails_ends_the_others(waiting):
             raise ValueError("broken")
         try:
             match waiting:
-                case "fence":
-                    dev.comm.fence("never")
+                case "all_gather":
+                    dev.comm.all_gather(buffer, spare)
                 case "reduce_scatter":
                     dev.comm.reduce_scatter(buffer)
                 case "all_to_all":
@@ -242,7 +211,7 @@ def test_abort_stops_the_ranks():
     def fn(dev, workers):
         if dev.rank == 1:
             dev.comm.abort()
-        dev.comm.fence("never")
+        dev.comm.reduce_scatter(make(dev, np.zeros(2, np.float32), F32))
 
     with pytest.raises(Stopped):
         run(2, fn)
@@ -258,10 +227,8 @@ def every_call(dev):
     spare, src = (dev.alloc(name, (N,), F32, "Gradients") for name in ("spare", "src"))
     dev.comm.all_gather(buffer, src)
     dev.comm.all_gather(buffer, comm.part(buffer, dev.rank, world))
-    dev.comm.fence("read")
     dev.comm.reduce_scatter(buffer)
     dev.comm.all_to_all(buffer, spare)
-    dev.comm.wait_pulled(buffer)
 
 
 def test_a_plan_counts_bytes():
@@ -279,7 +246,7 @@ def test_a_plan_counts_bytes():
         "all_to_all": 2 * received,
     }
     assert plan.launches == {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 1}
-    assert plan.comm.last_operation == "wait_pulled buffer"
+    assert plan.comm.last_operation == "all_to_all buffer"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +264,7 @@ def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
     monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
     plan = PlanDevice(HOST_SPEC, world_size=2)
     connect([plan], options)
-    expected = flags * 4 * 2 * comm.FLAG_NAMES + staging * comm.STAGING_CHUNKS * 1024
+    expected = flags * align_up(4 * 2 * KINDS) + staging * comm.STAGING_CHUNKS * 1024
     assert plan.arenas["pinned"].categories.get("Activations", 0) == expected
 
     def fn(dev, workers):
@@ -328,10 +295,9 @@ def test_bench_comm(monkeypatch, capsys):
     monkeypatch.setattr(bench, "REPLAYS", 1)
     bench.main(gpus=2, sizes="1,2", backend="nccl", device="cpu")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [
+    assert [line.split()[:2] for line in lines] == [
         [name, size] for name in ("all_gather", "all_to_all", "reduce_scatter") for size in "12"
     ]
-    assert all(line.endswith("GB/s") for line in lines[:-1])
-    assert lines[-1].startswith("fence ")
+    assert all(line.endswith("GB/s") for line in lines)
     with pytest.raises(typer.BadParameter, match="use one of nccl, nccl-off, copies, staged"):
         bench.main(backend="x")

@@ -135,15 +135,12 @@ def mixing(dev, n, place, in_place, graph=True):
         dev.record(ready)
         with dev.on("comm"):
             dev.wait(ready)
-            dev.comm.fence("written")
             dev.comm.all_gather(gathered, source)
             found = dev.comm.all_to_all(buffer, spare)
-            dev.comm.fence("read")
             dev.record(done)
         dev.wait(done)
         for p in range(world):
             dev.copy(part(kept, p, world), found[(p + 1) % world])
-        dev.comm.wait_pulled(buffer)
         dev.copy(buffer, kept)
         dev.copy(source, part(gathered, rank + 1, world))
 
@@ -233,7 +230,6 @@ def test_all_gather_of_codes_and_statistics(world, options):
         for dtype, n in ((E4M3, 4096), (F64, 8), (BF16, 1), (U8, 3)):
             src, dst = (dev.alloc("x", (k * n,), dtype, "Activations") for k in (1, world))
             dev.upload(src, np.full(n, dev.rank + 1).astype(dtype.numpy))
-            dev.comm.fence("written")
             dev.comm.all_gather(dst, src)
             results.append(dev.download(dst).astype(np.float64))
         return results

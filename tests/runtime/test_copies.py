@@ -1,5 +1,6 @@
 """The protocol of flags, rounds and staging rings, on streams that are threads."""
 
+import threading
 import time
 
 import numpy as np
@@ -9,7 +10,7 @@ from llmq.dtypes import F32, I32, U8
 from llmq.runtime import comm, copies
 from llmq.runtime.comm import CommOptions, part
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.flags import READY, RELEASED, TAKEN, Flags
+from llmq.runtime.flags import EMPTY, FULL, KINDS, RELEASED, RING, TARGET, Flags
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, direct_links
 from tests.runtime.fake_streams import StreamDevice
@@ -85,15 +86,12 @@ def both(dev, place, in_place, seen):
             part(buffer, p, world).numpy()[:] = content(dev.rank, counter.step, p)
 
     def step():
-        dev.comm.wait_pulled(buffer)
         dev.call(write)
         dev.record(ready)
         with dev.on("comm"):
             dev.wait(ready)
-            dev.comm.fence("written")
             dev.comm.all_gather(gathered, source)
             parts = dev.comm.all_to_all(buffer, spare)
-            dev.comm.fence("read")
             dev.record(done)
         dev.wait(done)
         dev.call(lambda: seen.append([t.numpy().copy() for t in (gathered, *parts)]))
@@ -159,9 +157,7 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
 
         def step(index):
             src, dst = tensors[index]
-            dev.comm.fence("read")
             dev.call(lambda: (counter.advance(), src.numpy().fill(100 * dev.rank + counter.step)))
-            dev.comm.fence("written")
             dev.comm.all_gather(dst, src)
             dev.call(lambda: found.append(dst.numpy().reshape(world, -1).copy()))
 
@@ -179,8 +175,8 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
 
 @pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_buffers_are_used_again_when_they_are_pulled(count, kind):
-    """Nothing but wait_pulled orders the peers' reading and the next writing."""
+def test_buffers_are_used_again_at_once(count, kind):
+    """Nothing but the order of the stream separates the sending from the next writing."""
 
     def program(dev, workers):
         world, found = dev.world_size, []
@@ -189,7 +185,6 @@ def test_buffers_are_used_again_when_they_are_pulled(count, kind):
         for step in range(4 * REPEATS):
             slot, spare = slots[step % count], spares[step % count]
             event = dev.event("event")
-            dev.comm.wait_pulled(slot)
 
             def write(slot=slot, step=step):
                 for p in range(world):
@@ -242,15 +237,16 @@ def test_without_its_flags_the_protocol_fails():
         check(3, results)
 
 
-def test_fence():
-    """Nobody leaves the fence before everybody has come, whichever rank is slow."""
+def test_nobody_is_written_before_it_has_come():
+    """Whichever rank is slow."""
 
     def program(dev, workers):
         times = []
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
         for slow in range(dev.world_size):
             dev.call(lambda slow=slow: time.sleep(0.02 * (slow == dev.rank)))
             dev.call(lambda: times.append(time.monotonic()))
-            dev.comm.fence("meet")
+            dev.comm.all_gather(dst, src)
             dev.call(lambda: times.append(time.monotonic()))
         dev.synchronize()
         return times
@@ -259,47 +255,56 @@ def test_fence():
     assert (times[:, :, 1].min(0) >= times[:, :, 0].max(0)).all()
 
 
+def test_copies_from_another_gpu_are_found():
+    """The driver would let that GPU do them, in an order in which ranks can wait in a circle."""
+
+    def program(dev, workers):
+        queue, other = dev.comm._copies._queue, dev.comm._copies._storages[1 - dev.rank]
+        own = dev.alloc("x", (N,), F32, "Weights")
+        with pytest.raises(AssertionError, match="reads another GPU"):
+            queue.copy(own.ptr, other["device"].base, 4)
+
+    run(2, direct_links(2, "peer"), program)
+
+
 def test_stopped_ranks_stop_waiting():
     """Rank 1 fails; the streams of the others go on, whatever they wait for."""
-    ended = []
+    ended, enqueued = [], threading.Barrier(3)
 
     def program(dev, workers):
         buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (3, 1))
-        if dev.rank == 1:
-            time.sleep(0.02)
-            raise ValueError("broken")
-        for _ in range(3):
-            dev.comm.fence("never")
+        for _ in range(3 * (dev.rank != 1)):
+            dev.comm.all_gather(buffer, spare)
             dev.comm.all_to_all(buffer, spare)
-            dev.comm.wait_pulled(buffer)
+        enqueued.wait()
+        if dev.rank == 1:
+            raise ValueError("broken")
         dev.synchronize()
         ended.append(dev.rank)
         with pytest.raises(Stopped):
-            dev.comm.fence("after")
-        assert dev.comm.last_operation == "fence after"
+            dev.comm.all_gather(buffer, spare)
+        assert dev.comm.last_operation == "all_gather x"
 
     with pytest.raises(ValueError, match="broken"):
         run(3, direct_links(3, "mixed"), program)
     assert sorted(ended) == [0, 2]
 
 
-def flag_tensors(world, names):
-    devices = [StreamDevice(SIZES, rank=r, world_size=world) for r in range(world)]
-    return [d.alloc("flags", (names * world,), I32, "Activations", "pinned") for d in devices]
-
-
 def test_flags():
-    tensors = flag_tensors(3, 2)
+    devices = [StreamDevice(SIZES, rank=r, world_size=3) for r in range(3)]
+    tensors = [d.alloc("flags", (KINDS * 3,), I32, "Activations", "pinned") for d in devices]
     flags = Flags(tensors)
-    assert all((t.numpy() == TAKEN).all() for t in tensors)
-    addresses = {flags.address(n, s, r) for n in "ab" for s in range(3) for r in range(3)}
+    for tensor in tensors:
+        states = tensor.numpy().reshape(KINDS, 3)
+        assert (states[TARGET] == FULL).all() and (np.delete(states, TARGET, 0) == EMPTY).all()
+    kinds = (TARGET, RING + comm.STAGING_CHUNKS - 1)
+    addresses = {flags.address(k, s, r) for k in kinds for s in range(3) for r in range(3)}
     assert len(addresses) == 18
-    assert flags.address("b", 2, 1) == tensors[1].ptr + 4 * (3 + 2)
-    with pytest.raises(RuntimeError, match="comm: c is one name of a flag too many"):
-        flags.address("c", 0, 1)
+    assert RING + comm.STAGING_CHUNKS <= KINDS
+    assert flags.address(1, 2, 1) == tensors[1].ptr + 4 * (3 + 2)
     flags.release([1])
-    assert (tensors[1].numpy() == RELEASED).all() and (tensors[0].numpy() == TAKEN).all()
-    assert RELEASED & READY and RELEASED & TAKEN and not READY & TAKEN
+    assert (tensors[1].numpy() == RELEASED).all() and not (tensors[0].numpy() == RELEASED).any()
+    assert RELEASED & FULL and RELEASED & EMPTY and not FULL & EMPTY
 
 
 def test_reduce_scatter_needs_nccl():

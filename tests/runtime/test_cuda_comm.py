@@ -15,6 +15,7 @@ from llmq.runtime import comm, cuda_device, nccl, stream_memory
 from llmq.runtime.comm import CommOptions, connect, part
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.flags import EMPTY, FULL
 from llmq.runtime.links import Link, LinkTable, Measured, choose
 from llmq.runtime.probe import ALREADY_ENABLED, probe
 from llmq.runtime.workers import Stopped, Workers
@@ -69,7 +70,7 @@ class Machine:
         runtime.freeHost = free
         runtime.setDevice = lambda index: setattr(self, "current", index)
         runtime.getDevice = lambda: self.current
-        runtime.deviceCanAccessPeer = lambda r, s: (r, s) not in self.unreachable
+        runtime.deviceCanAccessPeer = lambda s, r: (r, s) not in self.unreachable
         runtime.deviceEnablePeerAccess = enable
 
         def handle(flags):
@@ -134,7 +135,7 @@ def test_probe_without_peer_access(machine):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("unreachable", "--p2p=on: GPU 0 has no access to the memory of GPU 1; use --p2p=auto"),
+        ("unreachable", "--p2p=on: GPU 1 has no access to the memory of GPU 0; use --p2p=auto"),
         ("damaged", "--p2p=on: copies from GPU 1 to GPU 0 arrive damaged.*--p2p=auto"),
     ],
 )
@@ -215,7 +216,7 @@ def library(monkeypatch):
         ),
     )
     monkeypatch.setattr(nccl, "load", lambda: fake)
-    for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE"):
+    for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.setenv(name, "")  # restored afterwards
     return fake
 
@@ -261,22 +262,21 @@ def test_copies_need_no_nccl(machine, library, driver):
     tensors = [(make(dev, 2 * N), make(dev, N)) for dev in devices]
     for dev, (_, src) in zip(devices, tensors, strict=True):
         dev.upload(src, np.full(N, dev.rank + 1, np.float32))
-    a.comm.all_gather(*tensors[0])
-    assert a.download(tensors[0][0]).tolist() == [1.0] * N + [2.0] * N
-    for event in b.comm._copies._sent:
-        b.record(event)
-    b.comm.fence("x")
+    b.comm.all_gather(*tensors[1])
     flags = [dev.arenas["pinned"].tensors[0][1].ptr for dev in devices]
-    after = flags[0] + 4 * (2 * 0 + 1), flags[1] + 4 * (2 * 0 + 0)  # of rank 1, of rank 0
+    to_b, to_a = flags[1] + 4 * 0, flags[0] + 4 * 1  # in the reader's memory, by source
     assert driver.calls == [
-        ("wait", b.stream, after[0], 1, stream_memory.WAIT_AND),
-        ("write", b.stream, after[0], 2, 0),
-        ("wait", b.stream, after[1], 2, stream_memory.WAIT_AND),
-        ("write", b.stream, after[1], 1, 0),
+        ("write", b.stream, to_b, EMPTY, 0),
+        ("wait", b.stream, to_a, EMPTY, stream_memory.WAIT_AND),
+        ("write", b.stream, to_a, FULL, 0),
+        ("wait", b.stream, to_b, FULL, stream_memory.WAIT_AND),
     ]
+    a.comm.all_gather(*tensors[0])
+    for dev, (dst, _) in zip(devices, tensors, strict=True):
+        assert dev.download(dst).tolist() == [1.0] * N + [2.0] * N
     driver.status = 801
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_SUPPORTED \(rank 1\)"):
-        b.comm.fence("x")
+        b.comm.all_gather(*tensors[1])
     for dev in devices:
         dev.close()
     assert library.log == []
@@ -303,8 +303,6 @@ def test_nccl_calls(machine, library):
     assert dev.download(own).astype(np.float32).tolist() == [1.0] * N
     dev.comm.reduce_scatter(buffer)
     parts = dev.comm.all_to_all(buffer, spare)
-    dev.comm.wait_pulled(buffer)
-    dev.comm.fence("nothing")
     stream = dev.stream
     zero, two = part(buffer, 0, 3).ptr, part(buffer, 2, 3).ptr
     assert library.log == [
@@ -347,7 +345,7 @@ def test_stopped_ranks_abort_nccl(library):
     library.log.clear()
     devices[0].comm.abort()
     with pytest.raises(Stopped):
-        devices[1].comm.fence("x")
+        devices[1].comm.reduce_scatter(make(devices[1], 2 * N))
     deadline = time.monotonic() + 10
     while len(library.log) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -1,5 +1,7 @@
 """That the simulation of streams finds what it is for, and nothing else."""
 
+import time
+
 import pytest
 
 from llmq.dtypes import F32
@@ -150,20 +152,14 @@ def test_collectives(copies):
 
     def ordered(dev, dst, src):
         dev.zero(src)
-        dev.comm.fence("written")
         dev.comm.all_gather(dst, src)
-        dev.comm.fence("read")
         dev.zero(src)
-
-    def unfenced(dev, dst, src):
-        dev.zero(src)
-        dev.comm.all_gather(dst, src)
 
     def two_streams(dev, dst, src):
         with dev.on("comm"):
-            dev.comm.fence("a")
-        dev.comm.fence("b")
+            dev.comm.all_gather(dst, src)
+        dev.call(lambda: time.sleep(0.3))  # enough here, but nothing guarantees it
+        dev.comm.all_gather(dst, src)
 
     assert not lines(ordered)
-    assert bool(lines(unfenced)) == copies  # NCCL waits for its sources itself
-    assert any("fence" in line for line in lines(two_streams))
+    assert any("all_gather" in line for line in lines(two_streams))
