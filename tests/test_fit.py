@@ -135,7 +135,9 @@ def test_refusal_for_want_of_device_memory():
     assert text.endswith("; what would help: --seq-len=4096")
 
 
-@pytest.mark.parametrize("where", [{"host": None, "memory": 12}, {"host": 64, "memory": 24}])
+@pytest.mark.parametrize(
+    "where", [{"host": None, "memory": 12, "seq_len": 32768}, {"host": 64, "memory": 24}]
+)
 def test_what_is_hopeless_is_found_out_quickly(monkeypatch, where):
     """A plan of all 80 layers takes half a second, one of two or three layers 10 ms."""
     layers = []
@@ -145,9 +147,8 @@ def test_what_is_hopeless_is_found_out_quickly(monkeypatch, where):
         return make_plan(config, model, *args, **kwargs)
 
     monkeypatch.setattr("llmq.estimate.make_plan", counted)
-    text = refusal("Qwen2.5-72B", **where)
-    assert "; what would help: " in text
-    assert layers.count(80) == 1 and len(layers) < 600
+    refusal("Qwen2.5-72B", **where)
+    assert layers.count(80) == 1 and len(layers) < 500
 
 
 def test_shrinking_takes_the_cheapest_and_nothing_superfluous():

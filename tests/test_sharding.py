@@ -188,7 +188,7 @@ def test_bits(world, accum, base, options):
 
 
 @pytest.mark.parametrize("base", [SMALL, MASTER], ids=flags)
-@pytest.mark.parametrize("piece", [128, 1536, 17664, 17664 + 128, 1 << 20])
+@pytest.mark.parametrize("piece", [512, 1536, 17664, 17664 + 128, 1 << 20])
 def test_pieces_of_any_size(monkeypatch, piece, base):
     """Shards have 15360, 17664 and 1664 elements: multiples or not, longer and shorter."""
     monkeypatch.setattr("llmq.optimizer.PIECE", piece)

@@ -20,7 +20,9 @@ from llmq.runtime.flags import EMPTY, FULL, PINNED, TARGET, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
 
-SPAN_CHUNKS = 32  # with three operations for each of 8 ranks, a queue of 1024 holds this many
+# What is enqueued for sending before the receiving starts: with three operations for each of 8
+# ranks, a queue of 1024 holds this many.
+SPAN_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,6 @@ class Copies:
         if memories.rings is not None:
             rings = memories.rings
             self._staging = Staging(self._rank, queue, self._flags, rings, self._staged_readers)
-            # So much of a source is enqueued before the receiving starts.
-            self._span = SPAN_CHUNKS * rings.chunk
         self._fork = dev.event("comm.fork")
         self._sent = [dev.event(f"comm.sent{k}") for k in range(self._world_size)]
 
@@ -97,8 +97,8 @@ class Copies:
         own = self._part(dst, self._rank)
         for source in self._sources:
             self._grant(source)
-        if self._staged_readers:
-            self._start_staging()
+        if self._staged_readers or self._staged_sources:
+            self._start_staging(src.nbytes)
         if not same_memory(own, src):
             self._queue.copy(own.ptr, src.ptr, src.nbytes)
         for reader in self._readers:
@@ -125,8 +125,8 @@ class Copies:
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
         """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
-        if self._staged_readers:
-            self._start_staging()
+        if self._staged_readers or self._staged_sources:
+            self._start_staging(targets[0].nbytes)
         for k in range(1, self._world_size):
             source, reader = self._peer(-k), self._peer(k)
             self._wait_sent(k - 1)  # that part is this round's target
@@ -149,18 +149,19 @@ class Copies:
 
     # -- staged ----------------------------------------------------------------------------------
 
-    def _start_staging(self) -> None:
+    def _start_staging(self, nbytes: int) -> None:
         """The staging stream goes on after all that the current stream has so far."""
         self._dev.record(self._fork)
         with self._dev.on("stage"):
             self._dev.wait(self._fork)
-        self._staging.begin()
+        self._staging.begin(nbytes)
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
         """The own source is staged once for all who need it."""
-        for start in range(0, src.nbytes, self._span):
+        span = SPAN_CHUNKS * self._staging.chunk
+        for start in range(0, src.nbytes, span):
             position = self._staging.chunks(start)
-            nbytes = min(self._span, src.nbytes - start)
+            nbytes = min(span, src.nbytes - start)
             if self._staged_readers:
                 with self._dev.on("stage"):
                     self._staging.send(src.ptr + start, nbytes, self._staged_readers, position)

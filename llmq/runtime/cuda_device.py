@@ -23,7 +23,7 @@ from llmq.runtime.compile import cache_dir, compile_kernels
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspace
 from llmq.runtime.graph import CudaEvent, Graphs
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.pinned import PinnedMemory
+from llmq.runtime.pinned import PinnedMemory, read_write_combined
 from llmq.runtime.tensor import Storage, Tensor
 
 MIB = 1 << 20
@@ -32,7 +32,6 @@ STREAMS = ("main", "comm", "copy", "store", "stage")  # stage: the comm's own
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-BOUNCE_BYTES = 4 * MIB
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
 
 
@@ -289,21 +288,11 @@ class CudaDevice(Device):
         array = np.empty(src.shape, src.dtype.numpy)
         self.synchronize()
         if src.storage.place == "write_combined":
-            self._download_write_combined(array.ctypes.data, src)
+            read_write_combined(self._runtime, array.ctypes.data, src)
         else:
             kind = self._runtime.memcpyDefault
             self._runtime.memcpy(array.ctypes.data, src.ptr, src.nbytes, kind)
         return array
-
-    def _download_write_combined(self, target: int, src: Tensor) -> None:
-        """By way of the GPU: the CPU reads such memory at a hundredth of the speed of other."""
-        api, size = self._runtime, min(src.nbytes, BOUNCE_BYTES)
-        bounce = api.malloc(size)
-        for start in range(0, src.nbytes, size):
-            count = min(size, src.nbytes - start)
-            api.memcpy(bounce, src.ptr + start, count, api.memcpyDefault)
-            api.memcpy(target + start, bounce, count, api.memcpyDeviceToHost)
-        api.free(bounce)
 
     # -- order --
 

@@ -42,7 +42,8 @@ def open_communicators(nccl: Any, indices: Sequence[int], peer_access: bool) -> 
     if not peer_access:
         os.environ["NCCL_P2P_DISABLE"] = "1"
         os.environ["NCCL_NVLS_ENABLE"] = "0"
-    os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
+    else:
+        os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
     return nccl.NcclCommunicator.initAll(list(indices))
 

@@ -61,18 +61,25 @@ class Staging:
         self._rings = rings
         self._readers = readers
         self._last: dict[int, list[int]] = {}
+        self.chunk = rings.chunk
 
     def chunks(self, nbytes: int) -> int:
         """How many positions of a ring that many bytes take."""
-        return -(-nbytes // self._rings.chunk)
+        return -(-nbytes // self.chunk)
 
-    def begin(self) -> None:
-        """Start sending for a new collective, at position 0."""
+    def begin(self, nbytes: int) -> None:
+        """Start a new collective, at position 0. nbytes: what one source sends to one reader.
+
+        That is cut into 8 chunks: fewer would make the first and the last one, which nothing
+        overlaps, a larger share, and more would cost more waits.
+        """
         self._last.clear()
+        eighth = -(-nbytes // (8 * 256)) * 256
+        self.chunk = min(self._rings.chunk, max(self._rings.chunk // 16, eighth))
 
     def send(self, src: int, nbytes: int, readers: list[int], position: int) -> None:
         """Copy to the ring, from that position on; positions of one collective only grow."""
-        queue, chunk = self._queue, self._rings.chunk
+        queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
             index, buffer = self._buffer(self._rank, position + i)
             # At first the buffer may still hold what an earlier collective left for anyone.
@@ -85,7 +92,7 @@ class Staging:
 
     def receive(self, pieces: Sequence[Piece], nbytes: int) -> None:
         """Copy nbytes from each source's ring, one chunk of each in turn."""
-        queue, chunk = self._queue, self._rings.chunk
+        queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):
             for source, target, position in pieces:
                 index, buffer = self._buffer(source, position + i)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 
+PINNED_LIMIT = 96 << 20  # bytes that the fake system locks at most
 PROPERTIES = {
     "name": b"Fake GPU",
     "major": 9,
@@ -94,11 +95,18 @@ class FakeRuntime:
         del self.buffers[address]
 
     def hostAlloc(self, size, flags):
-        if size > 1 << 30:
+        if size > PINNED_LIMIT:
             raise CudaError("cudaErrorMemoryAllocation: out of memory")
         return self.malloc(size)
 
     freeHost = free
+
+    def hostRegister(self, address, size, flags):
+        if size > PINNED_LIMIT:
+            raise CudaError("cudaErrorMemoryAllocation: out of memory")
+        self.buffers[address] = None
+
+    hostUnregister = free
 
     def memcpyAsync(self, dst, src, size, kind, stream):
         self.work(stream, lambda: ctypes.memmove(dst, src, size))

@@ -19,7 +19,7 @@ from tests.conftest import gpu_problem
 pytestmark = pytest.mark.multigpu
 
 MIB = 1 << 20
-SIZES = MemorySizes(device=1536 * MIB, stack=MIB, pinned=64 * MIB, write_combined=16 * MIB)
+SIZES = MemorySizes(device=1536 * MIB, stack=MIB, pinned=128 * MIB, write_combined=16 * MIB)
 WORLDS = (2, 4, 8)
 HANG = 60  # seconds of one test after which it has hung: print where, and end
 STEPS = 12

@@ -19,7 +19,7 @@ from llmq.runtime.flags import EMPTY, FULL
 from llmq.runtime.links import Link, LinkTable, Measured, choose
 from llmq.runtime.probe import ALREADY_ENABLED, probe
 from llmq.runtime.workers import Stopped, Workers
-from tests.runtime.fake_cuda import CudaError, FakeRuntime, fake_api
+from tests.runtime.fake_cuda import CudaError, fake_api
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 18)
 COPIES = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
@@ -66,8 +66,6 @@ class Machine:
             self.enabled.add((self.current, source))
 
         runtime.malloc, runtime.free, runtime.memcpyAsync = take, free, memcpy
-        runtime.hostAlloc = lambda size, flags: FakeRuntime.malloc(runtime, size)
-        runtime.freeHost = free
         runtime.setDevice = lambda index: setattr(self, "current", index)
         runtime.getDevice = lambda: self.current
         runtime.deviceCanAccessPeer = lambda s, r: (r, s) not in self.unreachable

@@ -14,7 +14,7 @@ from llmq.runtime.cuda_device import CudaDevice, device_spec, unusable_reason
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel
 from tests.conftest import gpu_problem
-from tests.runtime.fake_cuda import CudaError, fake_api
+from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, fake_api
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 16, pinned=1 << 12)
 SCALE = Kernel("fake.cu", "scale", args="T* y, const T*? x, f32 a, i32 b, u32 c, i64 d, f64 e")
@@ -97,8 +97,8 @@ def test_too_little_memory(api):
 
 
 def test_too_much_pinned_memory(api):
-    sizes = MemorySizes(device=0, stack=0, pinned=2 << 30)
-    with pytest.raises(LlmqError, match=r"cannot pin 2\.0 GiB .*`ulimit -l`"):
+    sizes = MemorySizes(device=0, stack=0, pinned=PINNED_LIMIT + 1)
+    with pytest.raises(LlmqError, match=r"cannot pin 0\.1 GiB .*`ulimit -l`"):
         CudaDevice(0, sizes)
 
 

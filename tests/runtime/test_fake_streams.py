@@ -128,7 +128,7 @@ def test_collectives(copies):
     options = CommOptions(
         memcpy_all_gather=copies, memcpy_send_recv=copies, all_to_all_reduce=True, p2p="auto"
     )
-    sizes = MemorySizes(device=1 << 12, stack=1 << 12, pinned=1 << 25)
+    sizes = MemorySizes(device=1 << 12, stack=1 << 12, pinned=1 << 27)
 
     def lines(program):
         races, devices = Races(), [None, None]
