@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,10 @@ def run_child(options: dict[str, Any], steps: int, repeats: int) -> dict[str, An
         done = subprocess.run(command, input=json.dumps(job), text=True, stdout=2)
         if path.exists():
             return json.loads(path.read_text())
-    return {"status": "failed", "message": f"the process ended with status {done.returncode}"}
+    message = f"the process ended with status {done.returncode}"
+    if done.returncode == -signal.SIGKILL:
+        message = "the process was killed, as the system does when host memory runs out"
+    return {"status": "failed", "message": message}
 
 
 def run_bench(

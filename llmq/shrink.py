@@ -43,12 +43,19 @@ class Limits:
         return Limits(device=device, host=host)
 
 
+# Host memory of a run beside what is pinned, an estimate: interpreter and CUDA's libraries, and the
+# driver's of each GPU.
+PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
+
+
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
     """What a run may take on this machine."""
     if machine.kind == "host":
         available, host = available_host_memory() // machine.world_size, None
     else:
-        available, host = machine.spec.memory, available_host_memory()
+        available = machine.spec.memory
+        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
+        host = max(available_host_memory() - others, 0)
     return Limits(device=min(available, config.memory_limit or available), host=host)
 
 

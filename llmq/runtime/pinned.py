@@ -17,6 +17,9 @@ PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for ever
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
 PIECE = 256 << 20  # bytes that one thread makes present at a time
 THREADS = 8
+# By address. What is registered must stay mapped, even if its owner is forgotten instead of freed:
+# the driver would refuse whatever the system puts there next.
+_REGISTERED: dict[int, mmap.mmap] = {}
 BOUNCE_BYTES = 4 << 20
 
 
@@ -33,14 +36,14 @@ class PinnedMemory:
         Raises LlmqError if so much cannot be locked.
         """
         self._api = api
-        self._map: mmap.mmap | None = None
         try:
             # A byte more than nothing: there is no address without.
             if place == "write_combined":
                 self._address = api.hostAlloc(max(nbytes, 1), PORTABLE | WRITE_COMBINED)
             else:
-                self._map, self._address = _present(max(nbytes, 1))
+                memory, self._address = _present(max(nbytes, 1))
                 api.hostRegister(self._address, max(nbytes, 1), PORTABLE)
+                _REGISTERED[self._address] = memory
         except (api.CUDARuntimeError, OSError) as error:
             raise LlmqError(
                 f"cannot pin {nbytes / 2**30:.1f} GiB of host memory ({error}); offload less, or "
@@ -51,11 +54,11 @@ class PinnedMemory:
 
     def free(self) -> None:
         """Give the memory back; no tensor in it may be used afterwards."""
-        if self._map is None:
+        if self._address not in _REGISTERED:
             self._api.freeHost(self._address)
-        else:
-            self._api.hostUnregister(self._address)
-            self._map.close()
+            return
+        self._api.hostUnregister(self._address)
+        _REGISTERED.pop(self._address).close()
 
 
 def _present(nbytes: int) -> tuple[mmap.mmap, int]:

@@ -104,6 +104,8 @@ class FakeRuntime:
     def hostRegister(self, address, size, flags):
         if size > PINNED_LIMIT:
             raise CudaError("cudaErrorMemoryAllocation: out of memory")
+        if address in self.buffers:
+            raise CudaError("cudaErrorHostMemoryAlreadyRegistered")
         self.buffers[address] = None
 
     hostUnregister = free

@@ -1,5 +1,6 @@
 """CudaDevice and its graphs on fake CUDA bindings: everything but the GPU's own work."""
 
+import gc
 import struct
 
 import numpy as np
@@ -13,6 +14,7 @@ from llmq.runtime.compile import Cubin
 from llmq.runtime.cuda_device import CudaDevice, device_spec, unusable_reason
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.pinned import PinnedMemory
 from tests.conftest import gpu_problem
 from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, fake_api
 
@@ -100,6 +102,23 @@ def test_too_much_pinned_memory(api):
     sizes = MemorySizes(device=0, stack=0, pinned=PINNED_LIMIT + 1)
     with pytest.raises(LlmqError, match=r"cannot pin 0\.1 GiB .*`ulimit -l`"):
         CudaDevice(0, sizes)
+
+
+def test_pinned_memory_that_is_forgotten_stays_mapped(api):
+    """Else the system would use its addresses again, and the driver still knows them."""
+    used = set()
+    for _ in range(3):
+        memory = PinnedMemory(api.runtime, 1 << 20)
+        memory.storage.bytes[:] = 7
+        used.add(memory.storage.base)
+        del memory
+        gc.collect()
+    assert len(used) == 3
+    again = [PinnedMemory(api.runtime, 1 << 20) for _ in range(2)]
+    assert not used & {memory.storage.base for memory in again}
+    for memory in again:
+        memory.free()
+    assert set(api.runtime.buffers) == used
 
 
 # -- memory and copies --
