@@ -37,9 +37,9 @@ EXPLANATION = """\
 Tokens are random. tok/s: median of the repeats; ±: their range over the median. SOL: of the data
 sheet's peak, by llm.q's formula. TFLOP/s: of the model, recomputation not counted. memory: in use
 on the whole GPU, and its ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 -
-(all launches of a step, timed one by one, added up) / (a step). Python: time in which the host,
-driver included, enqueues a step into an empty queue, of a step. waits: of the host for the GPU
-within a step. start: from the command to the end of the first step."""
+(the launches of a step's main stream, timed one by one, added up) / (a step). Python: time in which
+the host, driver included, enqueues a step into an empty queue, of a step. waits: of the host for
+the GPU within a step. start: from the command to the end of the first step."""
 
 # ------------------------------------------------------------------------------------------------
 # Configurations
@@ -104,8 +104,9 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "seq_len": config.seq_len,
         "gpus": max(config.gpus, 1),
     }
-    shown = {"model", "model-dtype", "batch-size", "grad-accumulation", "from-scratch", "device"}
-    rest = {key: value for key, value in options.items() if key not in shown}
+    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # columns
+    left_out |= {"from-scratch", "device", "watchdog"}
+    rest = {key: value for key, value in options.items() if key not in left_out}
     return columns | {"flags": {key: _flag(key, value) for key, value in rest.items()}}
 
 
@@ -143,40 +144,74 @@ def run_bench(
     peers: Path | None,
     steps: int,
     repeats: int,
+    add: bool,
     argv: list[str],
 ) -> None:
     """Measure every configuration, write `out`.md and `out`.json, and print the table.
 
     given, file: as for read_runs. peers: JSON with `runs` of other programs and `floors`. steps:
-    timed in each of the repeats. Both files are written after every run. Raises LlmqError at the
-    end if a run failed; one that does not fit into memory is noted and left out.
+    timed in each of the repeats. add: to what the files hold already. They are written after every
+    run. Raises LlmqError at the end if a run failed; one that does not fit into memory is noted and
+    left out.
     """
     runs = read_runs(given, file)
     facts = {"runs": [], "floors": []} if peers is None else _read_facts(peers)
-    report = {
+    json_file = out.with_name(out.name + ".json")
+    earlier = _read_report(json_file) if add and json_file.exists() else None
+    invocation = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["llmq", *argv[1:]]),
         "steps": steps,
         "repeats": repeats,
-        "machine": None,
-        "runs": [],
     }
+    new: dict[str, Any] = {"machine": None, "invocations": [invocation], "runs": []}
     for index, options in enumerate(runs, 1):
         run = describe(options) | {"options": options}
         print(f"[{index}/{len(runs)}] {_title(run)} ...", file=sys.stderr, flush=True)
         outcome = run_child(options, steps, repeats)
-        report["machine"] = outcome.pop("machine", None) or report["machine"]
-        device = (report["machine"] or {}).get("device")
+        new["machine"] = outcome.pop("machine", None) or new["machine"]
+        device = (new["machine"] or {}).get("device")
         run |= outcome | {"peers": _peers(facts, device, run), "floor": _floor(facts, device, run)}
-        report["runs"].append(run)
+        new["runs"].append(run | {"invocation": 0})
+        report = new if earlier is None else merge(earlier, new)
         said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
         print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
-        write_file(out.with_name(out.name + ".json"), json.dumps(report, indent=1) + "\n")
+        write_file(json_file, json.dumps(report, indent=1) + "\n")
         write_file(out.with_name(out.name + ".md"), markdown(report))
     print(markdown(report))
-    failed = sum(run["status"] == "failed" for run in report["runs"])
+    failed = sum(run["status"] == "failed" for run in new["runs"])
     if failed:
         raise LlmqError(f"{failed} of {len(runs)} runs failed, {out}.md says why")
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return {key: report[key] for key in ("machine", "invocations", "runs")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--add: {path} is not a report of llmq bench ({error!r})") from None
+
+
+def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """The runs of both reports, of equal ones the later. Raises ConfigError unless they were
+    measured on the same kind of machine with the same versions."""
+    machines = [m for m in (earlier["machine"], later["machine"]) if m is not None]
+    kinds = [[m["device"], (m["gpu"] or {}).get("driver"), m["versions"]] for m in machines]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"--add: measured on {kinds[0]}, and now on {kinds[1]}: use another --out"
+        )
+    again = [make_config(run["options"]) for run in later["runs"]]
+    first = len(earlier["invocations"])
+    runs = [run for run in earlier["runs"] if make_config(run["options"]) not in again]
+    runs += [run | {"invocation": run["invocation"] + first} for run in later["runs"]]
+    invocations = earlier["invocations"] + later["invocations"]
+    used = sorted({run["invocation"] for run in runs})
+    return {
+        "machine": machines[-1] if machines else None,
+        "invocations": [invocations[index] for index in used],
+        "runs": [run | {"invocation": used.index(run["invocation"])} for run in runs],
+    }
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
@@ -303,8 +338,11 @@ def markdown(report: dict[str, Any]) -> str:
 def _heading(report: dict[str, Any]) -> str:
     machine = report["machine"]
     lines = [
-        f"`{report['command']}`, {report['date']}, {report['repeats']} x {report['steps']} steps"
+        f"`{i['command']}`, {i['date']}, {i['repeats']} x {i['steps']} steps"
+        for i in report["invocations"]
     ]
+    if len(lines) > 1:
+        lines = [f"- {line}" for line in lines] + [""]
     if machine is not None:
         driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
         device = machine["device"] + (f", driver {driver}" if driver else "")

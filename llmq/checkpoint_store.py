@@ -6,11 +6,13 @@ import math
 import os
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmq.checkpoint import MANIFEST, CheckpointReader
 from llmq.command_line import flag
+from llmq.config import ModelConfig
 from llmq.dtypes import OPTION_DTYPES
 from llmq.errors import LlmqError
 from llmq.files import disk_errors
@@ -45,6 +47,26 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
             return directory if (directory / MANIFEST).is_file() else None
     found = list_checkpoints(directory)
     return found[max(found)] if found else None
+
+
+# Of a model, what changes nothing in what its weights compute.
+_NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
+_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
+
+
+def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
+    """LlmqError if the checkpoint's weights would compute something else in this model."""
+    now = asdict(model)
+    changes = [
+        f"{name} was {value}, now it is {now[name]}"
+        for name, value in asdict(reader.manifest.model).items()
+        if name not in _NO_CONSTANTS and value != now[name]
+    ]
+    if changes:
+        raise LlmqError(
+            f"checkpoint '{reader.path}' is of another model: {', '.join(changes)}; to change a "
+            "model, edit the config.json that `llmq export` writes, and train from there"
+        )
 
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.

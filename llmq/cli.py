@@ -163,7 +163,7 @@ def verify(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check that recomputation, offloading and sharding change no bit: two runs, exit status 0."""
+    """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
     config, model, model_dir = _load(given, config_file)
     from llmq.verify import run_verify
 
@@ -288,6 +288,9 @@ def bench(
     peers: Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")] = None,
     timed_steps: Annotated[int, typer.Option(min=1, help="Steps of one repeat.")] = 5,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")] = 3,
+    add: Annotated[
+        bool, typer.Option("--add", help="To what the report holds; equal runs are replaced.")
+    ] = False,
 ) -> None:
     """Measure the speed of one or many configurations on random tokens."""
     from llmq.bench import run_bench
@@ -299,6 +302,7 @@ def bench(
         peers=peers,
         steps=timed_steps,
         repeats=repeats,
+        add=add,
         argv=sys.argv,
     )
 

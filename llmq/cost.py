@@ -7,11 +7,11 @@ them and by what carries one transfer at a time: the bus in each direction, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmq.cards import Card
 from llmq.dtypes import F32
+from llmq.plan import Plan
 from llmq.runtime.device import Event
 from llmq.runtime.plan_device import Trace, Work
 
@@ -22,6 +22,9 @@ COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
+# Of the bus's rate, in exchanges through the host: 33 GB/s between two H200, 27 among four, where a
+# copy by itself has 55 (benchmarks/h200_x4.md, the runs with --p2p=off).
+HOST_SHARE = 0.55
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 
 # The library's attention (deterministic backward): the part of the bf16 peak that it would reach
@@ -64,7 +67,8 @@ class Rates:
     def transfers(self, work: Work) -> dict[str, float]:
         """Seconds on the bus towards the card, on the bus away from it, and on the link."""
         direct = work.received if self._link else 0
-        staged = work.received - direct  # without a link: up to the host or past it, and down again
+        # Without a link: up to the host or past it, and down again.
+        staged = (work.received - direct) / HOST_SHARE
         sizes = {
             "load": (work.loaded + staged) / self._bus,
             "store": (work.stored + staged) / self._bus,
@@ -145,17 +149,14 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def step_time(micro_steps: Sequence[tuple[Trace, int]], update: Trace, card: Card) -> StepTime:
-    """The time of a step. micro_steps: what they enqueue and how many times; update: what follows.
-
-    All streams meet between micro-steps, and before the update.
-    """
-    rates = Rates(card)
+def step_time(plan: Plan, card: Card) -> StepTime:
+    """The time of a step. All streams meet between micro-steps, and before the update."""
+    rates = Rates(card if plan.peer_access else replace(card, link=0.0))
     parts = dict.fromkeys(PARTS, 0.0)
-    for trace, count in micro_steps:
+    for trace, count in plan.micro_steps:
         phase = replay(trace, rates)
         for name, seconds in phase.busy.items():
             parts[name] += count * seconds
         parts["transfers"] += count * max(phase.wall - sum(phase.busy.values()), 0.0)
-    parts["optimizer"] = replay(update, rates).wall
+    parts["optimizer"] = replay(plan.update, rates).wall
     return StepTime(parts=parts)

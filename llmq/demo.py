@@ -67,7 +67,7 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
 def run_demo(out: Path, device: str, steps: int | None) -> None:
     """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
 
-    device: "auto", "cpu" or "cuda". steps: of training, None for what takes about a minute.
+    device: "auto", "cpu" or "cuda". steps: of training, None for STEPS.
     """
     start = time.perf_counter()
     machine = choose_machine(device, 1)

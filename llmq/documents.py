@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ _PACKED_JSONL = tuple(f"{name}{pack}" for name in (*_JSONL, ".json") for pack in
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file. in_folder: found by walking a folder, so it is skipped if it is not text."""
+    """One input file. in_folder: found by walking a folder, so it may be left out."""
 
     path: str
     kind: str  # text, jsonl or parquet
@@ -98,7 +99,9 @@ def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
             if not files:
                 raise DataError(f"folder '{path}' holds no files (hidden ones are left out)")
             for file in files:
-                sources.setdefault(os.path.abspath(file), _source(file, in_folder))
+                place = os.path.abspath(file)
+                if place not in sources or not in_folder:
+                    sources[place] = _source(file, in_folder)
     return list(sources.values())
 
 
@@ -128,6 +131,39 @@ def _source(path: Path, in_folder: bool) -> Source:
     return Source(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
 
 
+def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], list[str]]:
+    """Leave out the JSONL and Parquet files of folders that lack the field; what to warn of.
+
+    Of JSONL the first record decides. DataError if no such file is left: the field is wrong then.
+    """
+    fields = {source: _fields(source) if source.in_folder else None for source in sources}
+    lacking = {source: names for source, names in fields.items() if names and field not in names}
+    kept = [source for source in sources if source not in lacking]
+    if not lacking:
+        return kept, []
+    first, names = next(iter(lacking.items()))
+    if all(source.kind == "text" for source in kept):
+        raise DataError(
+            f"'{first.path}' has no field '{field}': use --field with one of {', '.join(names)}, "
+            "or leave the file out"
+        )
+    text = f"{len(lacking)} files in folders have no field '{field}': left out, the first is "
+    return kept, [f"{text}'{first.path}'"]
+
+
+def _fields(source: Source) -> list[str] | None:
+    """Of Parquet, or of a JSONL file's first record; None for a text, and what cannot be read."""
+    if source.kind == "text":
+        return None
+    try:
+        if source.kind == "parquet":
+            return _pyarrow(source.path, "pyarrow.parquet").read_schema(source.path).names
+        record = json.loads(next(_read_jsonl(source, Position())).text)
+    except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
+        return None
+    return list(record) if isinstance(record, dict) else None
+
+
 # ------------------------------------------------------------------------------------------------
 # Which documents are for evaluation
 
@@ -135,8 +171,8 @@ def _source(path: Path, in_folder: bool) -> Source:
 class EvalSplit:
     """Sends a fraction of the documents to evaluation; of a single text its last part.
 
-    Of every 1/fraction documents one is taken, at a place that depends on the seed, so a small set
-    has its share too.
+    Of every 1/fraction documents one is taken, at a place that depends on the seed; of the first
+    1/fraction the second one, so that two documents are enough for both parts.
     """
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[Source]) -> None:
@@ -164,7 +200,7 @@ class EvalSplit:
         if self._chosen[0] != stratum:
             first, end = -(-stratum * q // p), -(-(stratum + 1) * q // p)
             digest = hashlib.blake2b(f"{self._seed} {stratum}".encode(), digest_size=8).digest()
-            place = int.from_bytes(digest, "little") % (end - first)
+            place = int.from_bytes(digest, "little") % (end - first) if stratum else 1
             self._chosen = (stratum, first + place)
         return document == self._chosen[1]
 

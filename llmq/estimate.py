@@ -111,7 +111,7 @@ class Planner:
         """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
         stack = plan.usage.sizes.stack
         memory = [needed_bytes(plan, self.spec) - stack, stack, plan.host_bytes]
-        time = step_time(plan.micro_steps, plan.update, self.card)
+        time = step_time(plan, self.card)
         return np.array([*memory, *(time.parts[name] for name in PARTS)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:

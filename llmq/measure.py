@@ -113,8 +113,8 @@ def launch_times(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
 
 
 def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
-    """The part of a step in which none of its launches runs."""
-    return 1 - sum(launch.ms for launch in launches) / 1e3 / step_seconds
+    """The part of a step in which none of the main stream's launches runs."""
+    return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
 
 
 def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -> dict[str, Any]:

@@ -185,13 +185,18 @@ def duration(milliseconds: float) -> str:
 
 
 def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
-    """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges."""
+    """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges.
+
+    A calibration is no micro-step: what it consists of, named before it ends, is left out.
+    """
     parts: list[dict[str, float]] = []
     for name, ms in ranges:
         part = name.split()[0]
         if name == "forward 0":
             parts.append({"step": len(parts), "fwd": 0.0, "head": 0.0, "bwd": 0.0})
-        if part == "optimizer":
+        if part == "calibration":
+            parts.clear()
+        elif part == "optimizer":
             parts.append({"opt": ms})
         elif part == "forward":
             parts[-1]["fwd"] += ms

@@ -146,6 +146,7 @@ class Plan:
     usage: Usage
     world_size: int
     nccl: bool  # whether anything goes by it
+    peer_access: bool  # whether GPUs may reach each other's memory
     tokens: int
     flops: int
     traffic: int
@@ -209,6 +210,7 @@ def make_plan(
         usage=Usage.of(dev),
         world_size=world_size,
         nccl=world_size > 1 and comm_options(config).nccl,
+        peer_access=config.p2p != "off",
         tokens=config.batch_size * config.seq_len * config.grad_accumulation * world_size,
         flops=int(cost[0]),
         traffic=int(cost[1]),

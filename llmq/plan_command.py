@@ -115,7 +115,7 @@ def run_plan(
         _print_fit(config, model, where, fit, json)
         return
     plan = make_plan(config, model, where.spec, where.backend, where.world_size)
-    time = step_time(plan.micro_steps, plan.update, where.card) if where.named else None
+    time = step_time(plan, where.card) if where.named else None
     if json:
         print(json_module.dumps(plan_record(plan, model, where, time), indent=2))
     else:

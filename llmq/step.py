@@ -152,8 +152,9 @@ class Step:
     def calibrate(self) -> None:
         """The first delayed scales, from a micro-step over the inbox that is done twice."""
         stale = self.weights.take_stale()
-        self._forward_backward(accumulate=False, last=False, stale=stale)
-        self.model.operands.calibrate()
+        with self.dev.range("calibration"):
+            self._forward_backward(accumulate=False, last=False, stale=stale)
+            self.model.operands.calibrate()
 
     def rehearse(self) -> None:
         """Every kind of micro-step, evaluation and update, over token 0."""

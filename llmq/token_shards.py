@@ -142,13 +142,15 @@ class Manifest:
     def write(self) -> None:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
 
-    def summary(self, was_complete: bool = False, was_resumed: bool = False) -> TokenizeSummary:
-        """The result; DataError if a complete run holds no tokens or its files are damaged."""
+    def summary(
+        self, warnings: Sequence[str], *, was_complete: bool = False, was_resumed: bool = False
+    ) -> TokenizeSummary:
+        """The result; warnings: of the inputs. DataError if files are missing or damaged."""
         tokens, position = self.data["splits"], self.data["position"]
         files = _token_files(self.out, *SPLITS)
         if sum(TokenFile(path).num_tokens for path in files) != sum(tokens.values()):
             raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
-        warnings = []
+        warnings = [*warnings]
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]

@@ -34,6 +34,7 @@ from llmq.documents import (
     Source,
     check_text,
     find_sources,
+    having_field,
     read_blocks,
 )
 from llmq.errors import ConfigError, DataError
@@ -52,7 +53,7 @@ def tokenize(
     tokenizer: str,
     out: str | Path,
     field: str = "text",
-    eval_fraction: float = 0.0,
+    eval_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
     seed: int = 0,
     workers: int | None = None,
@@ -62,10 +63,11 @@ def tokenize(
     """Write the documents of `inputs`, each ended by the tokenizer's end-of-text token, to `out`.
 
     inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSONL and
-    Parquet. eval_fraction: of the documents (of a single text: its last part). workers: processes;
-    1 encodes in this one, None chooses. Continues an interrupted run with the same arguments; does
-    nothing if it was complete. DataError or ConfigError for what the user can mend. With workers, a
-    script that calls this needs the usual `if __name__ == "__main__":`.
+    Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
+    documents, at least one of two or more (of a single text: its last part); 0: none. workers:
+    processes; 1 encodes in this one, None chooses. Continues an interrupted run with the same
+    arguments; does nothing if it was complete. DataError or ConfigError for what the user can mend.
+    With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
@@ -74,7 +76,7 @@ def tokenize(
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is {workers}: give at least 1")
     out = Path(out)
-    sources = find_sources(inputs, exclude=out)
+    sources, warnings = having_field(find_sources(inputs, exclude=out), field)
     loaded = load_tokenizer(tokenizer)
     if loaded.eos_id is None:
         raise DataError(
@@ -96,10 +98,10 @@ def tokenize(
     with locked(out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
         if manifest.data["complete"]:
-            return manifest.summary(was_complete=True)
+            return manifest.summary(warnings, was_complete=True)
         was_resumed = manifest.data["position"] != asdict(Position())
         _run(manifest, sources, encode, progress)
-        return manifest.summary(was_resumed=was_resumed)
+        return manifest.summary(warnings, was_resumed=was_resumed)
 
 
 def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.advice import check_fits
 from llmq.checkpoint import CheckpointReader, Manifest
-from llmq.checkpoint_store import changed_options, find_checkpoint
+from llmq.checkpoint_store import changed_options, check_model, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.dtypes import parse_dtype
 from llmq.errors import ConfigError, LlmqError, warn
@@ -302,6 +302,7 @@ class Trainer:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
             reader.check(self._step.table)
+            check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)

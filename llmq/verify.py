@@ -18,7 +18,7 @@ import numpy as np
 from llmq.command_line import flag
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError, warn
-from llmq.machine import choose_machine
+from llmq.machine import Machine, choose_machine
 from llmq.measure import random_batches
 from llmq.options import OPTIONS, TrainConfig
 from llmq.plan import OutOfMemory
@@ -49,8 +49,8 @@ _OFF: dict[str, Any] = {
     "write_combined": False,
     "memcpy_all_gather": False,
     "memcpy_send_recv": False,
-    "use_cuda_graphs": False,
 }
+_OFF_ON_A_GPU = {"use_cuda_graphs": False}
 _OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
 
 
@@ -116,13 +116,16 @@ def compare(
             "--continue: a verification starts with the model's weights: leave it out"
         )
     config = replace(config, steps=steps, epochs=None)
-    world_size = choose_machine(config.device, config.gpus).world_size
-    warn(config.rank_warnings(world_size))
-    plain = without_options(config, world_size)
+    machine = choose_machine(config.device, config.gpus)
+    warn(config.rank_warnings(machine.world_size))
+    plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)
-    except OutOfMemory as error:
-        raise OutOfMemory(f"without the options that are to be verified: {error}") from None
+    except OutOfMemory:  # whose advice is to add the options
+        raise OutOfMemory(
+            "without the options that are to be verified the run does not fit into memory or "
+            "--memory-limit: verify them with a smaller --model, --batch-size or --seq-len"
+        ) from None
     having = _results(config, model, model_dir, synthetic)
     tested = [name for name in OPTIONS if getattr(config, name) != getattr(plain, name)]
     return Comparison(
@@ -132,9 +135,10 @@ def compare(
     )
 
 
-def without_options(config: TrainConfig, world_size: int) -> TrainConfig:
+def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
     """The same run without what saves memory and must change nothing."""
-    return replace(config, **_OFF | (_OFF_WITH_ONE_RANK if world_size == 1 else {}))
+    off = _OFF | (_OFF_ON_A_GPU if machine.kind == "cuda" else {})
+    return replace(config, **off | (_OFF_WITH_ONE_RANK if machine.world_size == 1 else {}))
 
 
 def _results(

@@ -20,7 +20,7 @@ from llmq.plan import Usage, comm_options, make_plan, step_options
 from llmq.presets import preset
 from llmq.ref import quantize
 from llmq.runtime.comm import connect
-from llmq.runtime.device import HOST_SPEC, Device
+from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.workers import Workers, run_ranks
 from llmq.step import Batch, Result, Step
@@ -150,6 +150,7 @@ def run(
     *,
     of: ModelConfig = QWEN2,
     make: Callable[..., Device] = HostDevice,
+    spec: DeviceSpec = HOST_SPEC,
     connect: Callable[..., Any] = connect,
     **options: Any,
 ) -> Outcome:
@@ -157,10 +158,11 @@ def run(
 
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
-    make(sizes, rank=, world_size=, poison=): a rank's device. connect: as llmq.runtime.comm's.
+    make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
+    connect: as llmq.runtime.comm's.
     """
     cfg = config(world, accum, **options)
-    plan = make_plan(cfg, of, HOST_SPEC, world_size=world)
+    plan = make_plan(cfg, of, spec, world_size=world)
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:

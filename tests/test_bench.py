@@ -127,9 +127,8 @@ def test_wrong_peers(tmp_path, text):
     path = tmp_path / "peers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--peers"):
-        run_bench(
-            {"model": "tiny"}, None, out=tmp_path / "x", peers=path, steps=1, repeats=1, argv=[]
-        )
+        given = {"steps": 1, "repeats": 1, "add": False, "argv": []}
+        run_bench({"model": "tiny"}, None, out=tmp_path / "x", peers=path, **given)
 
 
 # -- one run -------------------------------------------------------------------------------------
@@ -267,7 +266,8 @@ def test_host_work_is_what_enqueueing_takes_without_waits():
 
 
 def test_idle_share():
-    launches = [LaunchTime("a", 30.0, 0, 0), LaunchTime("b", 60.0, 0, 0)]
+    launches = [LaunchTime("a", 30.0, 0, 0, True), LaunchTime("b", 60.0, 0, 0, True)]
+    launches.append(LaunchTime("copy", 500.0, 0, 0, False))  # beside them
     assert idle_share(launches, 0.1) == pytest.approx(0.1)
 
 
@@ -304,6 +304,7 @@ class FakeGpu(HostDevice):
     def __init__(self):
         super().__init__(MemorySizes(device=1 << 20, stack=0, pinned=0))
         self.api, self.use_graphs = FakeEvents(), True
+        self._streams = {"main": self.stream}
 
     def zero(self, tensor):
         self.api.clock += 5.0
@@ -322,7 +323,7 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
 
     launches = time_launches(dev, work)
     # Each span holds one record of 0.25 ms, which the empty spans show to be its own cost.
-    assert launches == [LaunchTime("fill", 0.0, 32, 0), LaunchTime("zero", 5.0, 32, 0)]
+    assert launches == [LaunchTime("fill", 0.0, 32, 0, True), LaunchTime("zero", 5.0, 32, 0, True)]
     assert graphs == [False] and dev.use_graphs
     assert not dev.api.live
     assert not {"launch", "copy", "zero"} & set(vars(dev))
@@ -352,7 +353,7 @@ MACHINE = {
 }
 
 
-def bench_with(monkeypatch, tmp_path, outcomes, file, given=None):
+def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, add=False):
     """Run the parent with these outcomes of its children."""
     outcomes = iter(outcomes)
     monkeypatch.setattr(bench, "run_child", lambda options, steps, repeats: next(outcomes))
@@ -363,6 +364,7 @@ def bench_with(monkeypatch, tmp_path, outcomes, file, given=None):
         peers=BENCHMARKS / "peers.json",
         steps=5,
         repeats=3,
+        add=add,
         argv=["/usr/bin/llmq", "bench", "--config", "a b.yaml"],
     )
 
@@ -433,10 +435,40 @@ def test_failed_runs_end_the_command_but_not_the_others(monkeypatch, tmp_path, c
     assert "[2/2] tiny bf16 2 x 4 ...\n  ok: 153,123 tok/s\n" in capsys.readouterr().err
 
 
+def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
+    def ok(speed, machine=MACHINE):
+        result = RESULT | {"tokens_per_second": speed}
+        return {"status": "ok", "result": result, "machine": machine}
+
+    def measure(text, *outcomes):
+        file = suite(tmp_path, text)
+        bench_with(monkeypatch, tmp_path, outcomes, file, add=True)
+        report = json.loads((tmp_path / "h100.v1.json").read_text())
+        speeds = [(run["batch"], run["result"]["tokens_per_second"]) for run in report["runs"]]
+        return speeds, [run["invocation"] for run in report["runs"]]
+
+    assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(10.0), ok(20.0))[0] == [
+        (1, 10.0), (2, 20.0),
+    ]  # fmt: skip
+    both = measure('model: tiny\nbatch-size: "2"\n', ok(21.0))  # replaces
+    assert both == ([(1, 10.0), (2, 21.0)], [0, 1])
+    lines = (tmp_path / "h100.v1.md").read_text().splitlines()
+    assert [line[:14] for line in lines[2:4]] == ["- `llmq bench "] * 2 and lines[4] == ""
+    assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(11.0), ok(22.0))[1] == [0, 0]
+    before = (tmp_path / "h100.v1.json").read_text()
+    other = MACHINE | {"device": "NVIDIA H200"}
+    with pytest.raises(ConfigError, match=r"--add: measured on .*H100.*, and now on .*H200"):
+        measure("model: tiny\n", ok(1.0, other))
+    assert (tmp_path / "h100.v1.json").read_text() == before
+    (tmp_path / "h100.v1.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--add: .*h100\.v1\.json is not a report of llmq bench"):
+        measure("model: tiny\n", ok(1.0))
+
+
 def test_report_without_any_result():
     run = describe({"model": "tiny"}) | {"status": "failed", "message": "why", "peers": {}}
-    report = {"date": "d", "command": "c", "steps": 1, "repeats": 1, "machine": None}
-    text = markdown(report | {"runs": [run]})
+    invocation = {"date": "d", "command": "c", "steps": 1, "repeats": 1}
+    text = markdown({"invocations": [invocation], "machine": None, "runs": [run]})
     assert text.startswith("`c`, d, 1 x 1 steps\n\n- tiny bf16 4 x 4: failed: why\n")
 
 
@@ -454,5 +486,6 @@ def test_command_line(monkeypatch, tmp_path):
         "peers": None,
         "steps": 2,
         "repeats": 3,
+        "add": False,
         "argv": sys.argv,
     }

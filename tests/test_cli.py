@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import typer
 
+import llmq.cli
+import llmq.tokenize
 from llmq import __version__
 from llmq.cli import _run, app
 from llmq.errors import LlmqError
@@ -290,6 +292,20 @@ def test_commands_call_their_implementation(stub, args, target, expected):
     assert _run(args.split()) == 0
     real.bind(*call.args, **call.kwargs)  # the real function takes these arguments
     assert expected in (None, (call.args, call.kwargs))
+
+
+def test_tokenize_has_the_defaults_of_its_implementation():
+    def defaults(function):
+        return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+    command, real = defaults(llmq.cli.tokenize), defaults(llmq.tokenize.tokenize)
+    assert command == {name: real[name] for name in command}
+
+
+def test_help_of_verify_promises_what_it_does():
+    """With several GPUs both runs share weights and gradients in the same way."""
+    text = typer.main.get_command(app).commands["verify"].help
+    assert "recomputation and offloading" in text and "shard" not in text
 
 
 def test_results_are_printed(stub, capsys):

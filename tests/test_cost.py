@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmq.cards import CARDS, find_card, spec_of
-from llmq.cost import COPY_SHARE, LAUNCH, PARTS, Rates, replay, step_time
+from llmq.cost import COPY_SHARE, HOST_SHARE, LAUNCH, PARTS, Rates, replay, step_time
 from llmq.dtypes import BF16, E4M3, F32
 from llmq.options_io import make_config
 from llmq.plan import make_plan
@@ -41,7 +42,7 @@ def measured_runs() -> list:
 def test_prediction_is_what_was_measured(card, run):
     config = make_config(run["options"])
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
-    time = step_time(plan.micro_steps, plan.update, card)
+    time = step_time(plan, card)
     speed = run["result"]["tokens_per_second"]
     # The aim of the model. It has two constants fitted to such runs; the rest is from tables of
     # single operations.
@@ -51,7 +52,7 @@ def test_prediction_is_what_was_measured(card, run):
 def predicted(card=H100, **options):
     config = make_config(FULL | {name.replace("_", "-"): v for name, v in options.items()})
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
-    return step_time(plan.micro_steps, plan.update, card)
+    return step_time(plan, card)
 
 
 def test_parts_are_where_they_belong():
@@ -132,7 +133,18 @@ def test_cards_without_a_link_exchange_through_the_host():
     gigabyte = 10**9
     received = [work("comm", "all_gather", received=gigabyte)]
     assert replay(received, Rates(H100)).wall == pytest.approx(1 / H100.link)
-    assert replay(received, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus)
+    assert replay(received, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus / HOST_SHARE)
+
+
+def test_without_peer_access_there_is_no_link():
+    model, options = preset("Qwen2.5-0.5B"), {"zero-level": 3, "batch-size": 1}
+    times = {}
+    for p2p in ("auto", "off"):
+        config = make_config(FULL | options | {"p2p": p2p})
+        plan = make_plan(config, model, spec_of(H100), "cudnn", 4)
+        times[p2p] = [step_time(plan, card).total for card in (H100, replace(H100, link=0.0))]
+    assert times["off"] == [times["auto"][1]] * 2
+    assert times["off"][0] > 1.5 * times["auto"][0]
 
 
 def exchanged(**options) -> tuple[dict, dict]:
@@ -310,6 +322,6 @@ def test_published_runs_with_offloading(words, gpus, model, batch, accumulation,
         given[name] = value or True
     config, card = make_config(given), find_card(words)
     plan = make_plan(config, preset(config.model), spec_of(card), "cudnn", gpus)
-    time = step_time(plan.micro_steps, plan.update, card)
+    time = step_time(plan, card)
     # The aim; and this is another program, which is up to a tenth slower where they were compared.
     assert plan.tokens / time.total == pytest.approx(speed, rel=0.15)

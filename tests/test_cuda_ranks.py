@@ -1,4 +1,4 @@
-"""Two GPUs: the numbers of one, exact plans, resuming, and how a rank that fails ends the other."""
+"""Several GPUs: the numbers of one, exact plans, resuming, and the end when a rank fails."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = [
 
 T = 64  # the longest sequence of the test models
 COPIES = {"memcpy_all_gather": True, "all_to_all_reduce": True, "memcpy_send_recv": True}
-OPTION_SETS = {
-    "zero1": {},
-    "zero3": {"zero_level": 3},
-    "zero3_copies": {"zero_level": 3, **COPIES},
-    "zero3_staged": {"zero_level": 3, **COPIES, "p2p": "off"},
-    "zero2_offload": {"zero_level": 2, "offload_opt_m": True, "offload_master": True},
+COLLECTIVES = {
+    "nccl": {},
+    "nccl_exchange": {"all_to_all_reduce": True},
+    "copies": COPIES,
+    "staged": {**COPIES, "p2p": "off"},
 }
+OFFLOAD = {"offload_opt_m": True, "offload_opt_v": True, "offload_master": True}
 
 
 @pytest.fixture
@@ -47,18 +47,47 @@ def batches(seed):
     return [random_batch(rng, T=T) for _ in range(4)]
 
 
-@pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS)
-def test_two_gpus_compute_what_one_does(path, options):
-    results = []
-    for world in (1, 2):
-        with trainer(path, world, **options if world > 1 else {}) as t:
-            results.append([t.step(batches(seed)) for seed in range(5)])
-            assert t.usage == t.plan.usage
-    for one, two in zip(*results, strict=True):
-        assert one.tokens == two.tokens
+@pytest.fixture(params=[2, 4])
+def world(request):
+    if gpu_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
+
+
+def run(path, world, **options):
+    """The results of ten steps; what was planned is what was allocated."""
+    with trainer(path, world, **options) as t:
+        results = [t.step(batches(seed)) for seed in range(10)]
+        assert t.usage == t.plan.usage
+    return results
+
+
+@pytest.fixture
+def alone(path):
+    return run(path, 1)
+
+
+@pytest.mark.parametrize("offload", [{}, OFFLOAD], ids=["on_gpu", "offload"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("collectives", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_several_gpus_compute_what_one_does(path, world, alone, collectives, level, offload):
+    together = run(path, world, zero_level=level, **collectives, **offload)
+    for one, all_of_them in zip(alone, together, strict=True):
+        assert one.tokens == all_of_them.tokens
         # TF32 products are the same, F32 sums are in another order.
-        np.testing.assert_allclose(two.loss, one.loss, rtol=1e-5)
-        np.testing.assert_allclose(two.norm, one.norm, rtol=1e-4)
+        np.testing.assert_allclose(all_of_them.loss, one.loss, rtol=1e-5)
+        np.testing.assert_allclose(all_of_them.norm, one.norm, rtol=1e-4)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_how_parts_travel_changes_no_bit(path, world, level):
+    """The sums are ours, in the order of ranks, whoever brings the parts."""
+    results = [
+        run(path, world, model_dtype="bf16", zero_level=level, **collectives)
+        for name, collectives in COLLECTIVES.items()
+        if name != "nccl"
+    ]
+    assert results[1:] == results[:-1]
 
 
 def test_a_continued_run_is_the_same_to_the_bit(path, tmp_path):

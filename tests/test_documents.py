@@ -188,6 +188,56 @@ def test_bad_parquet(tmp_path):
         run(tmp_path / "b.parquet", out=tmp_path / "out3")
 
 
+def test_files_of_a_folder_that_lack_the_field(tmp_path):
+    """They are left out, with a warning, as long as others have it."""
+    folder, out = tmp_path / "d", tmp_path / "out"
+    folder.mkdir()
+    write_parquet(folder / "a.parquet", ["no"], field="body")
+    (folder / "b.jsonl").write_text('\n{"url": "no"}\n{"text": "neither"}\n')
+    write_jsonl(folder / "c.jsonl", ["one"])
+    (folder / "d.jsonl").write_text("\n")  # no record at all
+    (folder / "e.txt").write_text("two")
+    write_parquet(folder / "f.parquet", ["three"])
+    warning = (
+        f"2 files in folders have no field 'text': left out, the first is '{folder}/a.parquet'"
+    )
+    summary = run(folder, out=out)
+    assert ids(out) == encoded("one", "two", "three")
+    assert summary.warnings == [warning] == run(folder, out=out).warnings
+    assert f"\nwarning: {warning}" in summary.describe()
+    with pytest.raises(DataError, match="no column 'text': use --field with id, body"):
+        run(folder, folder / "a.parquet", out=tmp_path / "named")
+    run(folder, out=out, field="body", overwrite=True)
+    assert ids(out) == encoded("no", "two")
+
+
+def test_a_field_that_no_file_of_a_folder_has(tmp_path):
+    """Not the files are wrong then, but the field: texts beside them are not all there is."""
+    write_parquet(tmp_path / "a.parquet", ["x"], field="body")
+    (tmp_path / "README.md").write_text("about the data")
+    with pytest.raises(DataError) as error:
+        run(tmp_path, out=tmp_path / "out")
+    assert one_line(error) == (
+        f"'{tmp_path}/a.parquet' has no field 'text': use --field with one of id, body, or leave "
+        "the file out"
+    )
+
+
+def test_bad_files_of_a_folder_are_still_errors(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["good"])
+    for name, content, message in (
+        ("b.jsonl", b"{", r"b.jsonl:1: not readable as JSON"),
+        ("b.jsonl", b"[1]", r"b.jsonl:1: a list instead of a JSON object"),
+        ("b.jsonl", b'{"text": "x"}\n{"body": "x"}', r"b.jsonl:2: no field 'text'"),
+        ("b.jsonl.gz", b"no gzip", r"cannot read '.*b.jsonl.gz'"),
+        ("b.parquet", b"no parquet", r"cannot read '.*b.parquet'"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            run(tmp_path, out=tmp_path / "out", overwrite=True)
+        (tmp_path / name).unlink()
+
+
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)

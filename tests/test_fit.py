@@ -291,4 +291,4 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
     assert sizes[1] < sizes[0]
     out = capsys.readouterr().out
     assert "  Device:          NVIDIA GeForce RTX 4090, 20736 MiB\n" in out
-    assert "  Host memory:     9216 MiB\n" in out
+    assert "  Host memory:     6656 MiB\n" in out

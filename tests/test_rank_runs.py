@@ -146,7 +146,7 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     sensors, asked = [Sensors(), Sensors()], []
 
     def connect(devices, options, workers):
-        connect_host(devices, options, workers)
+        connect_host(devices, workers)
         return table
 
     def gpu_info(index):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 
 from llmq.runtime import comm
+from llmq.runtime.device import HOST_SPEC
 from tests.runtime.fake_comm import connect_streams, direct_links
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Races
@@ -22,6 +24,7 @@ A2A = {"all_to_all_reduce": True}
 COPIES = GATHER | A2A | {"memcpy_send_recv": True}
 HEAD = {"head_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
+GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
 # Ranks, micro-steps, options.
 CASES = {
@@ -73,7 +76,8 @@ def on_streams(world, accum, options, *, program=program, links="mixed", **devic
     races = Races()
     make = partial(StreamDevice, races=races, **device)
     connect = partial(connect_streams, direct=direct_links(world, links))
-    outcome = run(world, accum, program, of=MODEL, make=make, connect=connect, **options)
+    device = {"make": make, "spec": GPU, "connect": connect}
+    outcome = run(world, accum, program, of=MODEL, **device, **options)
     assert not races.found, "\n".join(sorted(set(races.found)))
     return outcome
 

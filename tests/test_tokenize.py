@@ -73,6 +73,18 @@ def test_eval_split_does_not_depend_on_the_number_of_documents():
     assert len({b - a for a, b in itertools.pairwise(chosen)}) > 5  # not periodic
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("fraction", [0.0001, 0.02, 0.3, 0.6, 0.99, 0.9999999])
+def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
+    for seed in range(3):
+        write_jsonl(tmp_path / "a.jsonl", [f"document {i}" for i in range(count)])
+        out = tmp_path / str(seed)
+        summary = run(tmp_path / "a.jsonl", out=out, eval_fraction=fraction, seed=seed)
+        assert summary.tokens["train"] and summary.tokens["eval"] and not summary.warnings
+        if fraction * count <= 1:
+            assert ids(out, "eval") == encoded("document 1")
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
     monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 1000)

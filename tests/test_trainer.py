@@ -181,6 +181,29 @@ def test_checkpoints_that_do_not_fit():
         assert t.steps_done == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1e6}, "rope_theta was 10000.0, now it is 1000000.0"),
+        ({"rms_norm_eps": 1e-5}, "norm_eps was 1e-06, now it is 1e-05"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "num_heads was 2"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling was None"),
+    ],
+)
+def test_a_checkpoint_of_other_constants_with_the_same_shapes(changes, message):
+    config = CONFIG | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    Path("model/config.json").write_text(json.dumps(config))
+    with trainer() as t:
+        path = t.save("saved")
+    harmless = {"max_position_embeddings": 99, "bos_token_id": 3, "initializer_range": 0.5}
+    Path("model/config.json").write_text(json.dumps(config | harmless))
+    with trainer() as t:
+        t.load(path)
+    Path("model/config.json").write_text(json.dumps(config | changes))
+    with trainer() as t, pytest.raises(LlmqError, match=f"is of another model: {message}"):
+        t.load(path)
+
+
 def test_a_checkpoint_that_is_refused_changes_nothing():
     with trainer(opt_m_dtype="e4m3") as t:
         t.step()

@@ -398,6 +398,14 @@ def test_useless_flag_is_said_to_be(capsys):
     assert re.search(r"\[Allocations\]\n(GPU |HOST)  +\w+ - +[\w.]+: +0 MiB\n", out)
 
 
+def test_a_calibration_is_no_micro_step_of_the_breakdown():
+    """Delayed scales begin with one, in the first step."""
+    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed"}
+    assert train(steps=2, **fp8, debug_time_breakdown=True) == 0
+    found = [r["breakdown"] for r in records("info") if r["type"] == "time-breakdown"]
+    assert [[part.get("step", "opt") for part in parts] for parts in found] == [[0, 1, "opt"]] * 2
+
+
 def test_cpu_path_loads_no_cuda_library():
     """On --device cpu nobody even tries; auto says in one line why there is no GPU."""
     command = [sys.executable, "-c", WITHOUT_CUDA, "train", *flags(steps=1, device="auto")]

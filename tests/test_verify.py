@@ -62,19 +62,21 @@ def test_options_that_save_memory_change_nothing(capsys, changes):
     assert [row["name"] for row in found["results"]] == ["step 0", "step 1", "evaluation"]
     assert all(row["with"] == row["without"] for row in found["results"])
     assert found["results"][0]["with"]["norm"] > 0
-    given = {flag.partition("=")[0] for flag in found["options"]} - {"--use-cuda-graphs"}
+    given = {flag.partition("=")[0] for flag in found["options"]}
     kept = {"model_dtype", "master_dtype", "grad_accum_dtype", "matmul_dtype", "fp8_recipe", "gpus"}
     kept |= {"zero_level", "all_to_all_reduce"} if "gpus" in changes else set()
     assert given >= {f"--{name.replace('_', '-')}" for name in changes if name not in kept}
+    assert "--use-cuda-graphs" not in given, "there are none on the CPU"
     assert not given & {f"--{name.replace('_', '-')}" for name in kept}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 @pytest.mark.parametrize("formats", [{"model_dtype": "bf16"}, FP8], ids=["bf16", "fp8"])
-def test_on_a_gpu(formats):
+def test_on_a_gpu(formats, capsys):
     memory = dict.fromkeys(("recompute_block", "offload_residual", "offload_opt_m"), "")
     assert run("--verify-steps=4", **formats, **memory, zero_level=3, device="cuda") == 0
+    assert "--use-cuda-graphs" in capsys.readouterr().out
 
 
 def test_the_steps_are_those_of_training():
@@ -89,10 +91,7 @@ def test_the_steps_are_those_of_training():
 def test_what_is_printed(capsys):
     assert run(recompute_ffn="", lmhead_chunks=2) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "[Verify]",
-        "  Options: --recompute-swiglu --recompute-ffn --use-cuda-graphs",
-    ]
+    assert lines[:2] == ["[Verify]", "  Options: --recompute-swiglu --recompute-ffn"]
     assert lines[3].startswith("    step 0 | loss   5.5") and lines[3].endswith(" | equal")
     assert lines[-1] == "Bitwise equal: step 0 to evaluation."
 
@@ -172,7 +171,9 @@ def test_memory_that_is_not_there(capsys):
     needed = needed_bytes(make_plan(given, model, HOST_SPEC), HOST_SPEC)
     assert run(recompute_block="", memory_limit=needed) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: without the options that are to be verified: out of memory")
+    assert err.startswith("error: without the options that are to be verified the run does not fit")
+    assert "verify them with a smaller --model, --batch-size or --seq-len" in err
+    assert "--recompute" not in err
 
 
 def test_other_errors_pass_through(monkeypatch):

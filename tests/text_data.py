@@ -19,7 +19,8 @@ EOS = 256
 
 
 def run(*inputs, out, **kwargs):
-    kwargs = {"tokenizer": "bytes", "workers": 1, "progress": False, **kwargs}
+    defaults = {"tokenizer": "bytes", "eval_fraction": 0.0, "workers": 1, "progress": False}
+    kwargs = defaults | kwargs
     return tokenize([str(name) for name in inputs], out=out, **kwargs)
 
 

@@ -19,14 +19,15 @@ from llmq.options_io import make_config
 from llmq.plan import make_plan
 from llmq.presets import preset
 
-PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len", "gpus"}
+PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
+PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 
 
-def predicted(card: Card, options: dict[str, Any]) -> float:
+def predicted(card: Card, options: dict[str, Any], gpus: int) -> float:
     """Tokens per second."""
     config = make_config(options)
-    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn")
-    return plan.tokens / step_time(plan.micro_steps, plan.update, card).total
+    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn", gpus)
+    return plan.tokens / step_time(plan, card).total
 
 
 def row(card: Card, run: dict[str, Any]) -> str:
@@ -38,7 +39,7 @@ def row(card: Card, run: dict[str, Any]) -> str:
         if name not in PLAIN
     )
     batch = f"{options['batch-size']} x {options['grad-accumulation']}"
-    measured, guess = run["result"]["tokens_per_second"], predicted(card, options)
+    measured, guess = run["result"]["tokens_per_second"], predicted(card, options, run["gpus"])
     return (
         f"| {run['model']} | {batch} | {flags} | {measured:,.0f} | {guess:,.0f} | "
         f"{100 * (guess / measured - 1):+.1f} % |"
@@ -54,7 +55,7 @@ def main(paths: list[str]) -> None:
         report = json.loads(Path(path).read_text())
         card = CARDS.get((report.get("machine") or {}).get("device"))
         for run in report["runs"] if card else []:
-            if run["status"] == "ok" and run["gpus"] == 1:
+            if run["status"] == "ok":
                 print(row(card, run))
 
 

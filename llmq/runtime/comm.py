@@ -66,7 +66,7 @@ class CommMemory(NamedTuple):
 
 
 def allocate(dev: Device, options: CommOptions) -> CommMemory:
-    """Take a rank's memory for collectives: the same on every kind of device, so that plan = run.
+    """Take a GPU's memory for collectives: the same in a plan for it, so that plan = run.
 
     With p2p "auto" the ring is taken whether or not the probe finds that it is needed.
     """
@@ -110,7 +110,7 @@ def connect(
     if kind == "host":
         from llmq.runtime.host_comm import connect_host
 
-        connect_host(devices, options, workers)
+        connect_host(devices, workers)
         return None
     from llmq.runtime.cuda_comm import connect_cuda
 
@@ -249,8 +249,11 @@ class PlanComm(Comm):
     """Counts. As memory traffic: what is received is written, as much is read."""
 
     def __init__(self, dev: PlanDevice, options: CommOptions):
+        from llmq.runtime.device import HOST_SPEC  # which imports this module
+
         super().__init__(dev.rank, dev.world_size)
-        allocate(dev, options)
+        if dev.spec != HOST_SPEC:
+            allocate(dev, options)
         self._dev, self._options = dev, options
 
     def _others(self, buffer: Tensor) -> int:

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmq.runtime.comm import Comm, CommOptions, allocate, part, same_memory, storages
+from llmq.runtime.comm import Comm, part, same_memory, storages
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.tensor import Storage, Tensor
 from llmq.runtime.workers import Workers
 
 
-def connect_host(devices: Sequence[HostDevice], options: CommOptions, workers: Workers) -> None:
-    """Give each device its HostComm."""
+def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
+    """Give each device its HostComm, which needs no memory of its own."""
     memories = [storages(dev) for dev in devices]
     for dev in devices:
-        allocate(dev, options)
         dev.comm = HostComm(dev.rank, memories, workers)
 
 

@@ -63,12 +63,14 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """One launch. traffic: bytes that it must move, as the kernel declares them."""
+    """One launch. traffic: bytes that it must move, as the kernel declares them. main: whether it
+    was on the main stream."""
 
     name: str
     ms: float
     traffic: int
     flops: int
+    main: bool
 
 
 @contextmanager
@@ -156,13 +158,13 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     it does once the device has work for a few milliseconds, or gaps count as time of the launches.
     """
     marks = Marks(dev)
-    spans: list[tuple[str, int, int, int, int]] = []
+    spans: list[tuple[str, int, int, bool, int, int]] = []
 
     def timed(call: Callable[..., None], describe: Callable[..., tuple]) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
-            first = marks.mark()
+            main, first = _is_current(dev, "main"), marks.mark()
             call(*args, **options)
-            spans.append((*describe(*args, **options), first, marks.mark()))
+            spans.append((*describe(*args, **options), main, first, marks.mark()))
 
         return run
 
@@ -179,8 +181,8 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
         dev.synchronize()
     own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
     times = [
-        LaunchTime(name, max(marks.milliseconds(first, second) - own, 0.0), traffic, flops)
-        for name, traffic, flops, first, second in spans
+        LaunchTime(name, max(marks.milliseconds(first, second) - own, 0.0), traffic, flops, main)
+        for name, traffic, flops, main, first, second in spans
     ]
     marks.close()
     return times

@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -262,10 +263,13 @@ def test_a_plan_counts_bytes():
 )
 def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
     monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
+    gpu = PlanDevice(replace(HOST_SPEC, name="a GPU"), world_size=2)
+    connect([gpu], options)
+    expected = flags * align_up(4 * 2 * KINDS) + staging * comm.STAGING_CHUNKS * 1024
+    assert gpu.arenas["pinned"].used == expected
     plan = PlanDevice(HOST_SPEC, world_size=2)
     connect([plan], options)
-    expected = flags * align_up(4 * 2 * KINDS) + staging * comm.STAGING_CHUNKS * 1024
-    assert plan.arenas["pinned"].categories.get("Activations", 0) == expected
+    assert plan.arenas["pinned"].used == 0, "on the CPU nothing is staged"
 
     def fn(dev, workers):
         every_call(dev)
