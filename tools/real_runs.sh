@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Real runs on one GPU: text -> tokens -> training of the 0.5B preset in several formats, each model
+# exported and evaluated by transformers, all losses in one plot.
+#
+#   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
+#
+# RUN: bf16, fp8, or fp8 with -delayed, -head and -all, such as fp8-delayed-head: delayed scales, the
+# LM head in fp8, fast accumulation in all products. WORK gets the tokenizer, the token files (made
+# once), and of each RUN its log, console output and model. The text is every .py, .md and .txt file
+# of the folder. The last table has the evaluation losses beside the first RUN's.
+set -euo pipefail
+usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
+work=${1:?$usage} text=${2:?$usage}
+: "${3:?$usage}"
+shift 2
+for run in "$@"; do
+    [[ $run =~ ^(bf16|fp8(-delayed)?(-head)?(-all)?)$ ]] || { echo "error: $run: $usage" >&2; exit 64; }
+done
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+mkdir -p "$work"
+cd "$work"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+if [ ! -d data ]; then
+    find "$text" -type f \( -name '*.py' -o -name '*.md' -o -name '*.txt' \) -size -2M | sort >files.txt
+    shuf --random-source=files.txt -n 4000 files.txt >sample.txt
+    xargs -a sample.txt -d '\n' "$python" "$root/tools/train_tokenizer.py" tokenizer
+    inputs=()
+    for kind in py md txt; do
+        grep -q "\.$kind\$" files.txt && inputs+=("$text/**/*.$kind")
+    done
+    "$python" -m llmq tokenize "${inputs[@]}" \
+        --tokenizer tokenizer --out data.part --eval-fraction 0.004 | tail -n 4
+    mv data.part data
+fi
+
+for run in "$@"; do
+    options=()
+    [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
+    [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
+    [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
+    [[ $run == *-all* ]] && options+=(--fp8-fast-accumulation all)
+    "$python" -m llmq train --model Qwen2.5-0.5B --from-scratch --name "$run" \
+        --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --batch-size 32 \
+        --grad-accumulation 2 --steps 300 --lr 6e-4 --warmup 30 --final-lr-fraction 0.1 \
+        --opt-m-dtype bf16 --opt-v-dtype bf16 --eval-num-steps 4 --ckpt-interval 0 \
+        --no-save-training-state --out-dir "model-$run" --log-file "$run.json" \
+        "${options[@]}" >"$run.txt"
+    grep '^\[V\]' "$run.txt" | tail -n 1
+    "$python" "$root/tools/eval_hf.py" "model-$run" 'data/eval*.bin' --device cuda 2>/dev/null
+done
+
+"$python" -m llmq plot "${@/%/.json}" --out loss.png
+"$python" - "$@" <<'END' | tee losses.txt
+import json, sys
+
+losses = {}
+for run in sys.argv[1:]:
+    with open(f"{run}.json") as file:
+        losses[run] = [r["loss"] for r in json.load(file) if r["log"] == "eval"][-1]
+first, *_ = losses.values()
+for run, loss in losses.items():
+    print(f"{run:18} evaluation loss {loss:.4f}  {100 * (loss / first - 1):+.2f} %")
+END
