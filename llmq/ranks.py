@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from llmq.shards import assemble, parts_of, read_group, write_group
 from llmq.step import RESULTS, Batch, Piece, Result, Step, StepOptions
 
 T = TypeVar("T")
+IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
 
 
 class Rank:
@@ -278,17 +280,18 @@ class Ranks:
 
     def close(self) -> None:
         """Free the devices and end the threads. Once more changes nothing."""
-        try:
-            stopped = self.pool.workers.stopped.is_set() or self.pool.closed
-            if not stopped:  # peers may still read this rank's memory
-                self.pool.run("finishing", self._synchronize)
-        finally:
-            self.pool.close(self._close)
+        idle = threading.Barrier(self.world_size)
 
-    def _synchronize(self, index: int) -> None:
-        if self._ranks[index] is not None:
-            self._ranks[index].dev.synchronize()
+        def close(index: int) -> None:
+            rank = self._ranks[index]
+            try:
+                if rank is not None:
+                    rank.dev.synchronize()
+            finally:
+                # Until all are idle, a peer may use this rank's memory, also if ranks were stopped.
+                with suppress(threading.BrokenBarrierError):
+                    idle.wait(IDLE_SECONDS)
+                if rank is not None:
+                    rank.dev.close()
 
-    def _close(self, index: int) -> None:
-        if self._ranks[index] is not None:
-            self._ranks[index].dev.close()
+        self.pool.close(close)

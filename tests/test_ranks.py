@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from llmq.machine import Machine
 from llmq.params import weight_table
 from llmq.ranks import Ranks
 from llmq.runtime.comm import SingleComm
+from llmq.runtime.host_device import HostDevice
 from llmq.shards import write_group
 from llmq.step import Step
 from tests.runs import VOCAB, B, T, make_workplace, options, write_tokens
@@ -275,6 +277,32 @@ def test_a_closed_trainer(world):
         t.close()
     with pytest.raises(RuntimeError, match="step 1: the ranks are closed"):
         t.step(batches())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_memory_is_freed_while_a_rank_works(monkeypatch, fails):
+    """On GPUs the others may still be writing into it, even when ranks were stopped."""
+    said = []
+
+    def idle(dev):
+        time.sleep(0.1 * dev.rank)
+        said.append("idle")
+        if fails and dev.rank == 0:
+            raise RuntimeError("the device is lost")
+
+    def update(self):
+        raise LlmqError("no more")
+
+    with contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(LlmqError, match=r"^rank [012]: no more$"))
+        with trainer(3) as t:
+            monkeypatch.setattr(HostDevice, "synchronize", idle)
+            monkeypatch.setattr(HostDevice, "close", lambda dev: said.append("closed"))
+            if fails:
+                monkeypatch.setattr(Step, "update", update)
+                t.step(batches())
+    assert said == ["idle"] * 3 + ["closed"] * 3
 
 
 def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):

@@ -357,6 +357,7 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         self._count_sync()
+        self._runtime.setDevice(self.index)  # the one that cleans up is another thread
         self._runtime.deviceSynchronize()
 
     def synchronize_stream(self) -> None:
