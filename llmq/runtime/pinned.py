@@ -64,8 +64,10 @@ class PinnedMemory:
 def _present(nbytes: int) -> tuple[mmap.mmap, int]:
     """Memory of zeros, in large pages where the system has them, and its address."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    # After a fork the first one to write gets a copy: the GPU must not be left with the other page.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
     address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
 
     def touch(start: int) -> None:
