@@ -59,9 +59,9 @@ class Activation:
 
 
 def activation_table(config: ModelConfig, recompute: Recompute, fp8: bool) -> dict[str, Activation]:
-    """By name, in order of computation. A product that is recomputed in fp8 needs its input's codes
-    as they lie, so that input is recomputed too."""
-    r, C, F = recompute.normalized(), config.hidden_size, config.intermediate_size
+    """By name, in order of computation; recompute: normalized. A product that is recomputed in fp8
+    needs its input's codes as they lie, so that input is recomputed too."""
+    r, C, F = recompute, config.hidden_size, config.intermediate_size
     heads = config.num_heads + config.num_kv_heads
     gated = config.activation == "swiglu"
     table = {

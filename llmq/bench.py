@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llmq.errors import ConfigError, LlmqError
-from llmq.files import write_file
-from llmq.options import OPTIONS
+from llmq.files import disk_errors, write_file
+from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config
 
 GIB = 1 << 30
@@ -64,6 +65,8 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
             for key, values in options.items()
         ]
         expanded += [dict(choice) for choice in itertools.product(*choices)]
+    if not expanded:
+        raise ConfigError(f"--config: {file} has an empty list, so there is nothing to run")
     for options in expanded:
         for key in options:
             if key in _WITHOUT_EFFECT:
@@ -89,8 +92,14 @@ def _read_mapping(file: Path) -> dict[str, Any]:
 
 def _by_flag(options: dict[str, Any]) -> dict[str, Any]:
     """The same options under each one's first flag; unknown ones are left to make_config."""
-    flags = {str(key).replace("_", "-"): value for key, value in options.items()}
-    return {_FIRST_FLAG.get(flag, flag): value for flag, value in flags.items()}
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        flag = str(key).replace("_", "-")
+        flag = _FIRST_FLAG.get(flag, flag)
+        if flag in found:
+            raise ConfigError(f"--config: {flag} is given twice, under two names")
+        found[flag] = value
+    return found
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +167,8 @@ def run_bench(
     facts = {"runs": [], "floors": []} if peers is None else _read_facts(peers)
     json_file = out.with_name(out.name + ".json")
     earlier = _read_report(json_file) if add and json_file.exists() else None
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     invocation = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["llmq", *argv[1:]]),
@@ -193,17 +204,28 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 
 def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """The runs of both reports, of equal ones the later. Raises ConfigError unless they were
-    measured on the same kind of machine with the same versions."""
+    """The runs of both reports, of equal ones the later, but a measured one before a failed one.
+
+    Raises ConfigError unless they were measured on the same kind of machine with the same versions.
+    """
     machines = [m for m in (earlier["machine"], later["machine"]) if m is not None]
     kinds = [[m["device"], (m["gpu"] or {}).get("driver"), m["versions"]] for m in machines]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise ConfigError(
             f"--add: measured on {kinds[0]}, and now on {kinds[1]}: use another --out"
         )
-    again = [make_config(run["options"]) for run in later["runs"]]
+
+    def config(run: dict[str, Any]) -> TrainConfig:  # without the log's name, made from the time
+        return replace(make_config(run["options"]), log_file=None)
+
+    again = [config(run) for run in later["runs"]]
+    measured = [config(run) for run in later["runs"] if run["status"] == "ok"]
     first = len(earlier["invocations"])
-    runs = [run for run in earlier["runs"] if make_config(run["options"]) not in again]
+    runs = [
+        run
+        for run in earlier["runs"]
+        if config(run) not in (measured if run["status"] == "ok" else again)
+    ]
     runs += [run | {"invocation": run["invocation"] + first} for run in later["runs"]]
     invocations = earlier["invocations"] + later["invocations"]
     used = sorted({run["invocation"] for run in runs})

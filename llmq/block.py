@@ -18,7 +18,7 @@ from types import ModuleType
 from llmq import linear, norm
 from llmq.activations import Layer, Recompute
 from llmq.config import ModelConfig
-from llmq.dtypes import F32, DType
+from llmq.dtypes import F32
 from llmq.linear import Operand, Target
 from llmq.operands import Making, Operands, slot
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
@@ -37,7 +37,6 @@ class Blocks:
         residuals: Residuals,
         operands: Operands,
         recompute: Recompute,
-        dtype: DType,
         B: int,
         T: int,
         *,
@@ -45,9 +44,8 @@ class Blocks:
         attention_chunks: int,
     ):
         """Allocates every activation of B sequences of T tokens."""
-        self.dev, self.config, self.dtype, self.B, self.T = dev, config, dtype, B, T
-        self.rows = B * T
-        self.operands = operands
+        self.dev, self.config, self.operands, self.B, self.T = dev, config, operands, B, T
+        self.rows, self.dtype = operands.rows, operands.dtype
         fp8 = operands.fp8
         self.fast_forward = fp8 is not None and fp8.fast_forward
         self.fast_backward = fp8 is not None and fp8.fast_backward
@@ -55,11 +53,11 @@ class Blocks:
         shape = (self.rows, config.hidden_size)
         kinds = recompute.of_layers(config.num_layers)
         shared = (
-            dev.alloc("residual_att", shape, dtype, "Activations")
+            dev.alloc("residual_att", shape, self.dtype, "Activations")
             if any(kind.block for kind in kinds)
             else None
         )
-        self.branch = dev.alloc("branch", shape, dtype, "Activations")
+        self.branch = dev.alloc("branch", shape, self.dtype, "Activations")
         codes = None if fp8 is None else fp8.value
         self.layers = [
             Layer(dev, config, index, kind, residuals.tensors[index], shared, codes, B, T)

@@ -36,16 +36,21 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
     """The checkpoint that --continue names, None if there is no complete one.
 
-    spec: NEWEST in `directory`; a step in `directory`; the path of a step_… directory; or the path
-    of a directory that contains some, the newest of which is meant.
+    spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at.
     """
     if spec.isdecimal():
         return list_checkpoints(directory).get(int(spec))
-    if spec != NEWEST:
-        directory = Path(os.path.abspath(Path(spec).expanduser()))
-        if directory.name.startswith("step_"):
-            return directory if (directory / MANIFEST).is_file() else None
-    found = list_checkpoints(directory)
+    if spec == NEWEST:
+        return checkpoint_at(directory)
+    return checkpoint_at(Path(os.path.abspath(Path(spec).expanduser())))
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """A complete checkpoint, whatever its directory is called, or the newest in a directory."""
+    path = path.expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    found = list_checkpoints(path)
     return found[max(found)] if found else None
 
 
@@ -139,10 +144,10 @@ def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path
 def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
     """Write the model of a checkpoint for Hugging Face; returns the names of the files.
 
-    checkpoint: a step_… directory, or one that contains some, the newest of which is meant.
+    checkpoint: as for checkpoint_at.
     model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists.
     """
-    path = checkpoint if (checkpoint / MANIFEST).is_file() else find_checkpoint(checkpoint)
+    path = checkpoint_at(checkpoint)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
     with CheckpointReader(path) as reader:

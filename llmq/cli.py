@@ -9,6 +9,8 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,9 +65,26 @@ def _checked(name: str, value: str) -> str:
 def _size(flag: str, value: str | None) -> int | None:
     """Bytes of an option that is not one of TrainConfig's."""
     try:
-        return None if value is None else parse_size(value)
+        size = None if value is None else parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
+    if size == 0:
+        raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    return size
+
+
+@contextmanager
+def _ending_children() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that no child process outlives this one."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Interrupted(signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelConfig, Path | None]:
@@ -187,16 +206,17 @@ def tokenize(
     """Turn text into token files."""
     from llmq.tokenize import tokenize
 
-    summary = tokenize(
-        inputs,
-        tokenizer=tokenizer,
-        out=out,
-        field=field,
-        eval_fraction=eval_fraction,
-        shard_tokens=shard_tokens,
-        workers=workers,
-        overwrite=overwrite,
-    )
+    with _ending_children():
+        summary = tokenize(
+            inputs,
+            tokenizer=tokenizer,
+            out=out,
+            field=field,
+            eval_fraction=eval_fraction,
+            shard_tokens=shard_tokens,
+            workers=workers,
+            overwrite=overwrite,
+        )
     print(summary.describe())
 
 
@@ -295,16 +315,17 @@ def bench(
     """Measure the speed of one or many configurations on random tokens."""
     from llmq.bench import run_bench
 
-    run_bench(
-        given,
-        config_file,
-        out=out,
-        peers=peers,
-        steps=timed_steps,
-        repeats=repeats,
-        add=add,
-        argv=sys.argv,
-    )
+    with _ending_children():
+        run_bench(
+            given,
+            config_file,
+            out=out,
+            peers=peers,
+            steps=timed_steps,
+            repeats=repeats,
+            add=add,
+            argv=sys.argv,
+        )
 
 
 # The base of all errors of the command-line parser, whose own module is not public.
@@ -337,6 +358,8 @@ def _one_line(error: BaseException) -> str:
     """What the user needs to know of an error."""
     if isinstance(error, _UsageError):
         text = error.format_message()
+        if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
+            text += " Put a pattern such as 'data/train*.bin' in quotes."
     elif isinstance(error, MemoryError):
         text = f"out of host memory, lower --batch-size or --seq-len {error}".strip()
     elif isinstance(error, OSError) and error.strerror:

@@ -59,13 +59,13 @@ class Gradients:
         streamed = max((s.size for s in table if s.name not in self._whole), default=0)
         count = SLOTS if streamed else 0
         self._slots = [self._alloc(f"grad.slot.{i}", streamed) for i in range(count)]
-        self._computed = dev.event("grad.computed")
-        self._reduced = [dev.event(f"grad.reduced.{i}") for i in range(count)]
+        self._computed = dev.event()
+        self._reduced = [dev.event() for _ in range(count)]
         spare = max(slab.shard_size for slab in table)
         self._spare = (
             self._alloc("grad.spare", spare) if options.all_to_all and dev.world_size > 1 else None
         )
-        self._done = dev.event("grad.done")
+        self._done = dev.event()
         self._open = False
 
     def _alloc(self, name: str, size: int, place: str = "device") -> Tensor:

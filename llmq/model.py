@@ -38,7 +38,7 @@ class Model:
     """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
-        self.dev, self.config, self.options, self.weights = dev, config, options, weights
+        self.dev, self.config, self.weights = dev, config, weights
         B, T = options.micro_batch, options.seq_len
         rows, shape = B * T, (B * T, config.hidden_size)
         self.residuals = Residuals(
@@ -52,7 +52,6 @@ class Model:
             self.residuals,
             self.operands,
             options.recompute,
-            options.dtype,
             B,
             T,
             attention_backend=options.attention_backend,
@@ -87,10 +86,12 @@ class Model:
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
-            residuals.write(layer)
+            if keep:
+                residuals.write(layer)
             with self.dev.range(f"forward {layer}"):
                 self.blocks.forward(layer, weights.get(f"layers.{layer}"))
-            residuals.written(layer, keep=keep)
+            if keep:
+                residuals.written(layer)
             weights.release(f"layers.{layer}")
         self.head.forward(weights.get("head"), self.blocks.layers[-1], self.blocks.branch)
         weights.release("head")

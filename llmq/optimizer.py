@@ -106,18 +106,15 @@ class AdamW:
                 if name in moments:
                     dev.zero(moments[name])
             dev.upload(self.segments[name], segments)
-        self._gathered = (
-            dev.alloc("stats.all", (dev.world_size, len(STATS)), F64, "Activations")
-            if dev.world_size > 1
-            else None
-        )
-        if self._gathered is not None:
+        self._gathered: Tensor | None = None
+        if dev.world_size > 1:
+            shape = (dev.world_size, len(STATS))
+            self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
             dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
         self.arrived, self.updated, self.left = (
-            [dev.event(f"optimizer.{what}.{i}") for i in range(BUFFERS)]
-            for what in ("arrived", "updated", "left")
+            [dev.event() for _ in range(BUFFERS)] for _ in range(3)
         )
-        self.start = dev.event("optimizer.start")
+        self.start = dev.event()
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
@@ -128,10 +125,11 @@ class AdamW:
         self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
         weights.start_update()
+        states = [self._state(weights, grads, slab) for slab in self.table]
         with ExitStack() as temps:
-            staging = _Staging(self, temps, [self._state(weights, grads, s) for s in self.table])
-            for slab in self.table:
-                self._update_slab(slab, weights, grads, scalars, staging)
+            staging = _Staging(self, temps, states)
+            for slab, state in zip(self.table, states, strict=True):
+                self._update_slab(slab, state, weights, scalars, staging)
             staging.finish()
         weights.finish_update()
 
@@ -154,9 +152,8 @@ class AdamW:
         )
 
     def _update_slab(
-        self, slab: Slab, weights: Weights, grads: Gradients, scalars: Tensor, staging: _Staging
+        self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
     ) -> None:
-        state = self._state(weights, grads, slab)
         step = PIECE if staging.passes_through(state) else slab.shard_size
         first = self.dev.rank * slab.shard_size
         for start in range(0, slab.shard_size, step):
@@ -192,7 +189,8 @@ class _Staging:
 
     def __init__(self, optimizer: AdamW, temps: ExitStack, states: list[_State]):
         self.dev, self._used = optimizer.dev, 0
-        self._events = (optimizer.arrived, optimizer.updated, optimizer.left)
+        self._arrived, self._updated = optimizer.arrived, optimizer.updated
+        self._left = optimizer.left
         self._zero_copy = optimizer.options.zero_copy
         self._buffers: dict[str, list[Tensor]] = {}
         sizes: dict[str, tuple[int, DType]] = {}
@@ -207,9 +205,8 @@ class _Staging:
             ]
         if sizes:
             self.dev.record(optimizer.start)
-            for stream in ("copy", "store"):
-                with self.dev.on(stream):
-                    self.dev.wait(optimizer.start)
+            with self.dev.on("copy"):
+                self.dev.wait(optimizer.start)
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
@@ -231,7 +228,7 @@ class _Staging:
             yield state
             return
         index = self._used % BUFFERS
-        arrived, updated, left = (events[index] for events in self._events)
+        arrived, updated, left = self._arrived[index], self._updated[index], self._left[index]
         here = {name: self._buffers[name][index].rows(0, t.size) for name, t in moved.items()}
         with self.dev.on("copy"):
             if self._used >= BUFFERS:
@@ -252,5 +249,5 @@ class _Staging:
 
     def finish(self) -> None:
         """What follows on the main stream comes after all that leaves."""
-        for index in range(min(self._used, BUFFERS)):
-            self.dev.wait(self._events[2][index])
+        for left in self._left[: self._used]:
+            self.dev.wait(left)

@@ -94,10 +94,9 @@ def _read_file(file: Path) -> dict[str, Any]:
 
     try:
         text = file.read_text(encoding="utf-8")
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from None
-    try:
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"--config: {file} is not valid: {message}") from None

@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 
 from llmq.config import ModelConfig
+from llmq.runtime.arena import align_up
 from llmq.runtime.tensor import Tensor
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
@@ -86,16 +87,19 @@ class Slab:
         """Whether these are the matrices of a transformer block."""
         return self.name.startswith("layers.")
 
+    def _ranges(self) -> list[tuple[Param, int]]:
+        """Parameters, each with the element where the next one begins."""
+        stops = [p.offset for p in self.params[1:]] + [self.size]
+        return list(zip(self.params, stops, strict=True))
+
     def segments(self) -> np.ndarray:
         """int64 (S, 2): the element each parameter's range ends at, and whether it decays."""
-        ends = [p.offset for p in self.params[1:]] + [self.size]
-        return np.array([(e, p.decay) for e, p in zip(ends, self.params, strict=True)], np.int64)
+        return np.array([(stop, p.decay) for p, stop in self._ranges()], np.int64)
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of elements that belong to no parameter."""
-        starts = [p.offset for p in self.params[1:]] + [self.size]
-        ends = [p.offset + p.size for p in self.params]
-        return [(e, s) for e, s in zip(ends, starts, strict=True) if e < s]
+        ends = [(p.offset + p.size, stop) for p, stop in self._ranges()]
+        return [(end, stop) for end, stop in ends if end < stop]
 
     def view(self, slab: Tensor, param: Param) -> Tensor:
         """A parameter inside a tensor of `size` elements."""
@@ -112,11 +116,7 @@ class Slab:
         The gap behind a parameter counts as its own, so that pieces are multiples of
         ELEMENT_ALIGN where start and stop are.
         """
-        ends = [p.offset for p in self.params[1:]] + [self.size]
-        clipped = [
-            (p, max(start, p.offset), min(stop, end))
-            for p, end in zip(self.params, ends, strict=True)
-        ]
+        clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
 
 
@@ -130,27 +130,19 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
     return views
 
 
-class _Builder:
-    """Collects the parameters of one slab after another."""
-
-    def __init__(self, world_size: int) -> None:
-        self.multiple = ELEMENT_ALIGN * world_size
-        self.slabs: list[Slab] = []
-
-    def slab(self, name: str, rows: list[tuple]) -> None:
-        """rows: (index, block, key, full name, shape, decay, init, hf parts)."""
-        params, offset = [], 0
-        for index, block, key, full, shape, decay, init, hf in rows:
-            params.append(
-                Param(
-                    name=full, block=block, key=key, shape=shape, decay=decay, init=init,
-                    index=index, offset=offset, hf=hf,
-                )
-            )  # fmt: skip
-            offset += -(-prod(shape) // ELEMENT_ALIGN) * ELEMENT_ALIGN
-        size = -(-offset // self.multiple) * self.multiple
-        shard_size = size * ELEMENT_ALIGN // self.multiple
-        self.slabs.append(Slab(name=name, params=tuple(params), size=size, shard_size=shard_size))
+def _slab(name: str, rows: list[tuple], world_size: int) -> Slab:
+    """rows: (index, block, key, full name, shape, decay, init, hf parts)."""
+    params, offset = [], 0
+    for index, block, key, full, shape, decay, init, hf in rows:
+        params.append(
+            Param(
+                name=full, block=block, key=key, shape=shape, decay=decay, init=init,
+                index=index, offset=offset, hf=hf,
+            )
+        )  # fmt: skip
+        offset += align_up(prod(shape), ELEMENT_ALIGN)
+    size = align_up(offset, ELEMENT_ALIGN * world_size)
+    return Slab(name=name, params=tuple(params), size=size, shard_size=size // world_size)
 
 
 def _whole(name: str, rows: int, transposed: bool = False) -> tuple[HfPart, ...]:
@@ -247,14 +239,12 @@ def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
 
     numbered = [(block, *row) for block, rows in blocks.items() for row in rows]
     numbered = [(index, *row) for index, row in enumerate(numbered)]
-    build = _Builder(world_size)
-    for block in blocks:
-        matrices = [row for row in numbered if row[1] == block and len(row[4]) == 2]
-        if block == "head":
-            build.slab("vectors", [row for row in numbered if len(row[4]) == 1])
-        if matrices:
-            build.slab(block, matrices)
-    return tuple(build.slabs)
+    groups = {name: [r for r in numbered if r[1] == name and len(r[4]) == 2] for name in blocks}
+    head = groups.pop("head")
+    groups["vectors"] = [row for row in numbered if len(row[4]) == 1]
+    if head:
+        groups["head"] = head
+    return tuple(_slab(name, rows, world_size) for name, rows in groups.items())
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -126,12 +126,7 @@ class Usage:
         return cls(
             categories=categories,
             stack=tuple(dev.stack.high_water_tensors),
-            sizes=MemorySizes(
-                device=dev.arenas["device"].used,
-                stack=dev.stack.high_water_mark,
-                pinned=dev.arenas["pinned"].used,
-                write_combined=dev.arenas["write_combined"].used,
-            ),
+            sizes=dev.sizes(),
         )
 
 

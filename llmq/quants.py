@@ -86,7 +86,7 @@ class Quants:
     def finish_scales(self) -> None:
         """Scales from the largest values of all ranks."""
         if self._gathered is not None:
-            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), self._abs_maxes)
+            self.dev.comm.all_gather(self._gathered, self._abs_maxes)
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
         abs_max.scales(self.dev, self._scales, self._abs_maxes, E4M3_MAX)
 

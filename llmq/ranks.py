@@ -68,7 +68,7 @@ class Rank:
                 self.dev.zero(piece.tensor)
 
     def finish(self) -> None:
-        """Wait until nothing is enqueued and no peer touches what this rank holds; all ranks do."""
+        """Wait until all that was enqueued is done."""
         self.dev.synchronize()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
@@ -256,17 +256,14 @@ class Ranks:
 
     def read(self, reader: CheckpointReader) -> None:
         """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
-        self.run("finishing", Rank.finish)
         self.run("loading the checkpoint", lambda rank: rank.read(reader))
 
     def load(self, read: Callable[[Param], np.ndarray]) -> None:
         """Fill the weights. read: a whole parameter; called by all threads."""
-        self.run("finishing", Rank.finish)
         self.run("loading weights", lambda rank: rank.load(read))
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
         """Random weights."""
-        self.run("finishing", Rank.finish)
         self.run(
             "initializing weights",
             lambda rank: rank.step.weights.init(model, seed, zero_projections=zero_projections),

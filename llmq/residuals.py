@@ -19,40 +19,36 @@ class Residuals:
     def __init__(
         self, dev: Device, num_layers: int, shape: tuple[int, int], dtype: DType, *, offload: bool
     ):
-        self.dev, self.num_layers = dev, num_layers
-        self.offload = offload and num_layers > SLOTS
-        count = SLOTS if self.offload else num_layers
+        self.dev = dev
+        count = min(SLOTS, num_layers) if offload else num_layers
         buffers = [dev.alloc(f"residual.{i}", shape, dtype, "Activations") for i in range(count)]
         self.tensors = [buffers[layer % count] for layer in range(num_layers)]
-        leaving = num_layers - SLOTS if self.offload else 0
         self._host = [
             dev.alloc(f"residual.host.{i}", shape, dtype, "Activations", "pinned")
-            for i in range(leaving)
+            for i in range(num_layers - count)
         ]
         self._left, self._free, self._arrived = (
-            [dev.event(f"residual.{what}.{i}") for i in range(SLOTS)]
-            for what in ("left", "free", "arrived")
+            [dev.event() for _ in range(SLOTS)] for _ in range(3)
         )
 
     def leaves(self, layer: int) -> bool:
         """Whether the layer's residual goes to host memory between forward and backward."""
-        return layer < len(self._host)
+        return 0 <= layer < len(self._host)
 
     def write(self, layer: int) -> None:
-        """Before the current stream writes a layer's residual."""
-        if self.offload and layer >= SLOTS:
+        """Before the current stream writes a layer's residual in a forward pass that is kept."""
+        if self.leaves(layer - SLOTS):
             self.dev.wait(self._left[layer % SLOTS])
 
-    def written(self, layer: int, *, keep: bool) -> None:
-        """The layer's forward pass is enqueued. keep: backward will read its residual."""
+    def written(self, layer: int) -> None:
+        """The layer's forward pass is enqueued, and backward will read its residual."""
         if not self.leaves(layer):
             return
         index = layer % SLOTS
         self.dev.record(self._free[index])
         with self.dev.on("store"):
             self.dev.wait(self._free[index])
-            if keep:
-                self.dev.copy(self._host[layer], self.tensors[layer])
+            self.dev.copy(self._host[layer], self.tensors[layer])
             self.dev.record(self._left[index])
 
     def read(self, layer: int) -> None:
@@ -63,7 +59,7 @@ class Residuals:
     def was_read(self, layer: int) -> None:
         """The layer's backward pass is enqueued: its buffer is for the residual two layers down."""
         following = layer - SLOTS
-        if not self.offload or following < 0:
+        if not self.leaves(following):
             return
         index = layer % SLOTS
         self.dev.record(self._free[index])

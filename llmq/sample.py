@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.checkpoint import CheckpointReader
-from llmq.checkpoint_store import find_checkpoint
+from llmq.checkpoint_store import checkpoint_at
 from llmq.config import ModelConfig
 from llmq.decode import Decoder
 from llmq.dtypes import F32, DType, parse_dtype
@@ -126,7 +126,7 @@ def open_model(
     model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
     a directory that contains some, the newest of which is meant. Raises LlmqError.
     """
-    step = find_checkpoint(Path(model), model) if Path(model).is_dir() else None
+    step = checkpoint_at(Path(model))
     if step is None:
         config, directory = resolve_model(model, from_scratch=False)
         with HfWeights(directory) as weights:

@@ -29,15 +29,16 @@ STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
 
 
 class Scales:
-    """The slots of `names`; limits: the largest finite values of their formats."""
+    """A slot for each name. known: whether scales are there before the tensors are."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float], *, delayed: bool):
+        """limits: by name, the largest finite value of its format."""
         self.dev, self.delayed = dev, delayed
         self.index = {name: i for i, name in enumerate(limits)}
         n = len(limits)
         self.abs_maxes = self._alloc("abs_maxes", n, STRIDE)
         self.scales = self._alloc("scales", n, STRIDE)
-        self._seen = False  # a step, or its rehearsal
+        self.known = False
         # Of tensors that are made again: nobody reads it.
         self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
         dev.zero(self._ignored)
@@ -53,11 +54,6 @@ class Scales:
 
     def _alloc(self, name: str, *shape: int) -> Tensor:
         return self.dev.alloc(name, shape, F32, "Activations")
-
-    @property
-    def known(self) -> bool:
-        """Whether scales are there before the tensors are."""
-        return self.delayed and self._seen
 
     def _slot(self, table: Tensor, row: int) -> Tensor:
         return table.view(table.size).rows(row * STRIDE, row * STRIDE + 1)
@@ -98,13 +94,13 @@ class Scales:
     def calibrate(self) -> None:
         """The first delayed scales, from tensors that were quantized just in time."""
         self._record()
-        self._seen = True
+        self.known = True
 
     def _record(self) -> None:
         """Add the largest values over all ranks to the history; scales from it."""
         if self._gathered is not None:
             flat = self.abs_maxes.view(self.abs_maxes.size)
-            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), flat)
+            self.dev.comm.all_gather(self._gathered, flat)
             abs_max.combine(self.dev, flat, self._gathered)
         self._update(self.abs_maxes)
 
@@ -121,8 +117,8 @@ class Scales:
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Continue with a history; one that is not of the same tensors is none at all."""
         columns = [state.get(f"{STATE}{name}", []) for name in self.index]
-        self._seen = self.delayed and all(len(column) == HISTORY for column in columns)
-        if self._seen:
+        self.known = self.delayed and all(len(column) == HISTORY for column in columns)
+        if self.known:
             self.dev.upload(self._history, np.array(columns, np.float32).T)
             self._update(None)
         elif self.delayed:

@@ -90,7 +90,7 @@ class Ring:
         self.slots = [
             dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(slots)
         ]
-        self.events: list[Event] = [dev.event(f"{name}.{i}") for i in range(slots)]
+        self.events: list[Event] = [dev.event() for _ in range(slots)]
         self.used = 0
 
     def advance(self) -> int:

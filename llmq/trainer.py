@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.advice import check_fits
 from llmq.checkpoint import CheckpointReader, Manifest
-from llmq.checkpoint_store import changed_options, check_model, find_checkpoint
+from llmq.checkpoint_store import changed_options, check_model, checkpoint_at
 from llmq.config import ModelConfig
 from llmq.dtypes import parse_dtype
 from llmq.errors import ConfigError, LlmqError, warn
@@ -33,7 +33,7 @@ from llmq.shards import check_formats
 from llmq.shrink import memory_limit
 from llmq.step import Batch, Result, Step
 from llmq.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.tokens import MASKED_TARGET
+from llmq.tokens import MASKED_TARGET, expand_pattern
 
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
@@ -269,8 +269,8 @@ class Trainer:
 
         A model directory has its own; `llmq tokenize` leaves a copy beside the token files.
         """
-        beside = Path(self.config.train_file).expanduser().parent / "tokenizer"
-        for folder in (self.model_dir, beside):
+        files = expand_pattern(self.config.train_file) or [Path(self.config.train_file)]
+        for folder in (self.model_dir, files[0].parent / "tokenizer"):
             if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
                 return str(folder.resolve())
         return "bytes" if self.model.vocab_size == ByteTokenizer.vocab_size else None
@@ -297,7 +297,7 @@ class Trainer:
         Warns of options that were others then and make other numbers. LlmqError, and nothing has
         changed, if it is damaged, of another model, or (without new_data) of other data.
         """
-        found = find_checkpoint(Path(path), str(path))
+        found = checkpoint_at(Path(path))
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:

@@ -164,8 +164,9 @@ class _Run:
         """Weights: from the checkpoint, else from scratch or the model's directory."""
         trainer, reporter = self.trainer, self.reporter
         if checkpoint is not None:
-            step = int(checkpoint.name.removeprefix("step_").removesuffix(".old"))
-            with reporter.section(f"Loading checkpoint {step} from `{checkpoint.parent}`"):
+            name = checkpoint.name.removeprefix("step_").removesuffix(".old")
+            name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
+            with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
                 trainer.load(checkpoint, new_data=self.config.new_data)
             self.saved_at = trainer.steps_done
         elif self.config.from_scratch:

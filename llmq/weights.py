@@ -80,10 +80,10 @@ class Weights:
         streamed = [slab.size for slab in table if slab.name not in self._whole]
         self._slots = Slots(dev, max(streamed, default=0), options.fp8 or options.dtype)
         self._operands: dict[tuple, dict[str, Operand]] = {}
-        self._gathered = {name: dev.event(f"gathered.{name}") for name in self._whole}
-        self._ready = dev.event("weights.ready")
+        self._gathered = {name: dev.event() for name in self._whole}
+        self._ready = dev.event()
         self._held: set[str] = set()
-        self._updated = self._refresh = False
+        self._updated = self._stale = False
         self._to_gather: set[str] = set()
 
     # -- storage ---------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Weights:
 
     def start_micro_step(self, stale: bool) -> None:
         """Before the first gather of a micro-step or evaluation. stale: as take_stale said."""
-        self._refresh = stale
+        self._stale = stale
         self._to_gather = set(self._whole) if stale else set()
         self._slots.forget()
         if not stale and not self._slots.buffers:
@@ -189,7 +189,7 @@ class Weights:
         """The work weights of a gathered block, by key. transposed: for products in backward."""
         if block not in self._held:
             raise AssertionError(f"weights: get({block!r}) without gather")
-        if self._refresh:
+        if self._stale:
             for name in ("vectors", block):
                 if name in self._gathered:
                     self.dev.wait(self._gathered[name])
@@ -239,8 +239,8 @@ class Weights:
         alone = self.dev.world_size == 1
         if self.quants is not None:
             self.quants.finish_scales()
-            for slab in filter(lambda slab: slab.is_block, self.table):
-                name, whole = slab.name, self._whole.get(slab.name)
+            for name, slab in self.quants.slabs.items():
+                whole = self._whole.get(name)
                 codes = self._part.get(name) if whole is None else slab.shard(whole, self.dev.rank)
                 if codes is not None:
                     self.quants.quantize(name, self.master[name], codes)
@@ -316,8 +316,8 @@ class Slots:
         self.buffers = [
             dev.alloc(f"weights.slot.{i}", (size,), dtype, category) for i in range(count)
         ]
-        self._filled = [dev.event(f"weights.filled.{i}") for i in range(count)]
-        self._released = [dev.event(f"weights.released.{i}") for i in range(count)]
+        self._filled = [dev.event() for _ in range(count)]
+        self._released = [dev.event() for _ in range(count)]
         self.forget()
 
     def forget(self) -> None:

@@ -1,8 +1,10 @@
 """`llmq bench`: configurations, the child that measures, and the report."""
 
+import dataclasses
 import json
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from llmq.dtypes import F32
 from llmq.errors import ConfigError, LlmqError
 from llmq.measure import host_work, idle_share, launch_times, open_trainer, random_batches
 from llmq.ops import fill
+from llmq.options_io import make_config
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
@@ -82,6 +85,9 @@ def test_runs_inherit_and_lists_are_multiplied_out(tmp_path):
         ("model: tiny\nbatch-size: [1, 0]", "--batch-size: must be at least 1"),
         ("model: tiny\nckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
         ("model: tiny\nsteps: 4", "--steps: has no effect on a benchmark"),
+        ("model: tiny\nbatch: 4\nbatch_size: 2", "batch-size is given twice"),
+        ("model: tiny\nruns: []", "an empty list"),
+        ("model: tiny\nbatch: []", "an empty list"),
     ],
 )
 def test_wrong_files(tmp_path, text, message):
@@ -463,6 +469,42 @@ def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
     (tmp_path / "h100.v1.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"--add: .*h100\.v1\.json is not a report of llmq bench"):
         measure("model: tiny\n", ok(1.0))
+
+
+def test_a_failure_does_not_replace_a_result():
+    def report(status, batch="1"):
+        run = {"options": TINY | {"batch-size": batch}, "status": status, "invocation": 0}
+        return {"machine": MACHINE, "invocations": [status], "runs": [run]}
+
+    def merged(earlier, later):
+        return [run["status"] for run in bench.merge(earlier, later)["runs"]]
+
+    assert merged(report("ok"), report("failed")) == ["ok", "failed"]
+    assert merged(report("ok"), report("ok", batch=1)) == ["ok"]
+    assert merged(report("failed"), report("ok")) == ["ok"]
+    assert merged(report("does not fit"), report("failed")) == ["failed"]
+
+
+def test_equal_runs_are_equal_in_another_minute(monkeypatch):
+    minutes = iter(range(60))
+
+    def later(options):
+        now = datetime(2026, 1, 1, 0, next(minutes), tzinfo=UTC)
+        return dataclasses.replace(make_config(options), log_file=None).normalized(now)
+
+    monkeypatch.setattr(bench, "make_config", later)
+    run = {"options": TINY, "status": "ok", "invocation": 0}
+    report = {"machine": MACHINE, "invocations": ["a"], "runs": [run]}
+    assert len(bench.merge(report, report)["runs"]) == 1
+
+
+def test_the_folder_of_the_report_is_made_before_measuring(monkeypatch, tmp_path):
+    ok = {"status": "ok", "result": RESULT, "machine": MACHINE}
+    bench_with(monkeypatch, tmp_path / "new" / "er", [ok], None, given={"model": "tiny"})
+    assert (tmp_path / "new" / "er" / "h100.v1.md").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(LlmqError, match="cannot write"):  # no outcome: nothing may be measured
+        bench_with(monkeypatch, tmp_path / "file", [], None, given={"model": "tiny"})
 
 
 def test_report_without_any_result():

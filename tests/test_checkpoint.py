@@ -23,7 +23,13 @@ from llmq.checkpoint import (
     Manifest,
     slab_ranges,
 )
-from llmq.checkpoint_store import clean_old, export_checkpoint, find_checkpoint, list_checkpoints
+from llmq.checkpoint_store import (
+    checkpoint_at,
+    clean_old,
+    export_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+)
 from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
 from llmq.hf import HfWeights
@@ -518,6 +524,19 @@ def test_find_checkpoint(tmp_path, monkeypatch):
     assert find_checkpoint(a, ".") == b / "step_00000007"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_checkpoint(a, "~/b/step_00000007") == b / "step_00000007"
+    assert checkpoint_at(Path("~/b/step_00000007")) == b / "step_00000007"
+
+
+def test_directories_of_checkpoints_may_have_any_name(tmp_path, monkeypatch):
+    fake(tmp_path, "best", "step_best", "7/step_00000003", "latest/step_00000004")
+    monkeypatch.chdir(tmp_path)
+    for name in ("best", "step_best"):
+        assert checkpoint_at(Path(name)) == Path(name)
+        assert find_checkpoint(Path("7"), name) == tmp_path / name
+    assert checkpoint_at(Path("7")) == Path("7/step_00000003")  # a path, not a step
+    assert checkpoint_at(Path("latest")) == Path("latest/step_00000004")
+    assert checkpoint_at(Path("8")) is None
+    assert find_checkpoint(Path("7"), "7") is None
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):

@@ -5,8 +5,10 @@ import importlib
 import inspect
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,6 +327,9 @@ def test_results_are_printed(stub, capsys):
         (["train", *TINY, "--lr", "x"], "--learning-rate: expected a number, got 'x'"),
         (["train", *TINY, "--seq-len", "2048"], "--seq-len: 2048 exceeds"),
         (["train", *TINY, "extra"], "unexpected extra argument"),
+        (["train", "--train-file", "a.bin", "b.bin"], "(b.bin) Put a pattern such as"),
+        (["plan", *TINY, "--gpu-memory", "0"], "--gpu-memory: must be at least 1, got 0"),
+        (["plan", *TINY, "--host-memory", "x"], "--host-memory: expected a size"),
         (["train", "--model", "tinny", "--from-scratch"], "did you mean tiny"),
         (["sample", "m", "--device", "tpu"], "--device: expected auto or cpu or cuda, got 'tpu'"),
         (["sample", "m", "--top-p", "2"], "top-p"),
@@ -377,6 +382,35 @@ def test_interrupt_exits_130(stub, capsys):
     stub("training.run_training", error=KeyboardInterrupt())
     assert _run(["train", *TINY]) == 130
     assert "error" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "target"),
+    [
+        (["bench"], "bench.run_bench"),
+        ("tokenize x --tokenizer bytes --out o".split(), "tokenize.tokenize"),
+    ],
+)
+def test_what_has_child_processes_cleans_up_after_sigterm(monkeypatch, args, target):
+    cleaned_up = []
+
+    def terminated(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)  # Python acts on a signal at the next opportunity
+        finally:
+            cleaned_up.append(True)
+
+    module, function = target.split(".")
+    stand_in = SimpleNamespace(**{function: terminated})
+    monkeypatch.setitem(sys.modules, f"llmq.{module}", stand_in)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without the handler: a failure
+    try:
+        assert _run(args) == 128 + signal.SIGTERM
+        assert cleaned_up == [True]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_warnings_go_to_stderr(stub, capsys):

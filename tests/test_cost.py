@@ -245,7 +245,7 @@ def test_trace_of_the_plan_device():
     dev = PlanDevice(HOST_SPEC)
     x = dev.alloc("x", (64,), F32, "Activations")
     far = dev.alloc("far", (64,), F32, "Activations", "pinned")
-    event = dev.event("e")
+    event = dev.event()
 
     def run() -> None:
         with dev.range("outer"), dev.range("inner"):

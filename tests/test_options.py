@@ -540,6 +540,8 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
         ("a.yaml", "lr: fast", "a.yaml: --learning-rate: expected a number"),
         ("a.yaml", "lr: [1", "a.yaml is not valid: "),
         ("a.json", "lr: 1", "a.json is not valid: "),
+        ("a.yaml", b"lr: \xff", "a.yaml is not valid: "),
+        ("a.json", b"\xff{}", "a.json is not valid: "),
         ("a.yaml", "- lr", "a.yaml must hold one mapping"),
         ("missing.yaml", None, "missing.yaml: No such file or directory"),
     ],
@@ -547,7 +549,7 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
 def test_bad_config_files(tmp_path, name, text, message):
     file = tmp_path / name
     if text is not None:
-        file.write_text(text)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as error:
         make_config({}, file)
     assert message in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
+import numpy as np
 import pytest
 
 from llmq.runtime import comm
@@ -97,6 +98,25 @@ def test_random_options(seed):
     links = ("peer", "mixed", "staged")[seed % 3]
     got = on_streams(world, accum, options, links=links, graphs=seed % 2 == 0, pause=1e-4)
     assert_same_run(got, run(world, accum, program, of=MODEL, **options))
+
+
+@pytest.mark.parametrize(
+    "name", ["copies", "copies, everything", "gathers by copies", "nccl, everything"]
+)
+def test_weights_that_are_made_anew_while_steps_are_enqueued(name):
+    """Nobody has to wait: what peers do with a rank's memory is over when its own streams are."""
+    world, accum, options = CASES[name]
+
+    def again(session: Session) -> list:
+        step, tickets = session.step, [session.train(0)]
+        step.weights.init(MODEL, seed=2)
+        tickets.append(session.train(1))
+        step.weights.load(lambda param: np.full(param.shape, 0.01, np.float32))
+        tickets.append(session.train(2))
+        return [step.result(ticket) for ticket in tickets]
+
+    got = on_streams(world, accum, options, program=again, pause=1e-4)
+    assert_same_run(got, run(world, accum, again, of=MODEL, **options))
 
 
 def test_graphs_are_captured_once():

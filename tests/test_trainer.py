@@ -312,6 +312,13 @@ def test_where_the_tokenizer_is(prepare, expected):
     assert found == expected
 
 
+def test_the_tokenizer_is_found_beside_files_of_a_pattern_with_folders():
+    _touch("data/tokenizer/tokenizer.json")
+    for pattern in ("*/train*.bin", "{data,more}/train*.bin"):
+        with trainer(train_file=pattern) as t:
+            assert t.tokenizer == str(Path("data/tokenizer").resolve())
+
+
 def _touch(name):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("{}")

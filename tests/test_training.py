@@ -118,6 +118,14 @@ def test_what_continue_names(capsys):
     assert "\n4 of these steps are done already\n" in out
 
 
+def test_a_renamed_checkpoint_is_continued(capsys):
+    assert train(steps=2, ckpt_interval=1) == 0
+    os.rename("ckpt/step_00000001", "step_best")
+    assert train(steps=2, log_file="again.json", **{"continue": "step_best"}) == 0
+    assert measured("again.json") == {1: measured()[1]}
+    assert f"Loading checkpoint best from `{os.getcwd()}` ..." in capsys.readouterr().out
+
+
 def test_continue_without_a_checkpoint(capsys):
     """The newest of none is a fresh start, as restarting jobs want it; a named one is an error."""
     assert train(steps=1, **{"continue": ""}) == 0

@@ -57,8 +57,8 @@ class CommOptions:
 class CommMemory(NamedTuple):
     """Pinned memory of one rank; a tensor is None where the options need none.
 
-    flags: I32 (KINDS * W,), what the peers tell this rank. staging: U8, STAGING_CHUNKS equal
-    buffers through which this rank's data go to the peers that cannot read its GPU.
+    flags: I32 (KINDS * W,), by which it waits for its peers. staging: U8, STAGING_CHUNKS equal
+    buffers through which this rank's data go to the peers whose GPUs it cannot write to.
     """
 
     flags: Tensor | None
@@ -97,7 +97,8 @@ def connect(
     workers: of the ranks' threads; needed by more than one rank, except on the plan device. When
     they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.
     Close the devices when the threads of all ranks have ended, or after `dev.synchronize()` and a
-    barrier: until then peers may read their memory. A plan needs one device, of any rank.
+    barrier: until then peers may use their flags and staging buffers. A plan needs one device, of
+    any rank.
     Raises LlmqError where GPUs cannot talk to each other as the options demand.
     """
     if devices[0].world_size == 1:
@@ -186,9 +187,6 @@ class Comm(ABC):
         self._all_to_all(buffer, targets)
         world_size = self.world_size
         return [targets[(self.rank - source) % world_size] for source in range(world_size)]
-
-    def abort(self) -> None:  # noqa: B027 - only a GPU waits without the host
-        """Stop all ranks and let what waits for a peer go on, with undefined data."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing that needs closing
         """Release what a library holds; the device does this when it is closed."""

@@ -48,17 +48,16 @@ class Copies:
         self._rank, self._world_size = dev.rank, dev.world_size
         self._storages = memories.storages
         self._flags = memories.flags
-        others = [self._peer(k) for k in range(1, self._world_size)]
-        self._others = others
+        self._others = others = [self._peer(k) for k in range(1, self._world_size)]
         self._sources = [p for p in others if memories.direct[self._rank][p]]
         self._readers = [p for p in others if memories.direct[p][self._rank]]
         self._staged_sources = [p for p in others if p not in self._sources]
         self._staged_readers = [p for p in others if p not in self._readers]
         if memories.rings is not None:
-            rings = memories.rings
-            self._staging = Staging(self._rank, queue, self._flags, rings, self._staged_readers)
-        self._fork = dev.event("comm.fork")
-        self._sent = [dev.event(f"comm.sent{k}") for k in range(self._world_size)]
+            args = (self._rank, queue, self._flags, memories.rings)
+            self._staging = Staging(*args, self._staged_readers)
+        self._fork = dev.event()
+        self._sent = [dev.event() for _ in range(self._world_size)]
 
     def _peer(self, k: int) -> int:
         return (self._rank + k) % self._world_size

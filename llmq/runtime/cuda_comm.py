@@ -76,7 +76,6 @@ class CudaComm(Comm):
         watch: Watch,
     ):
         super().__init__(dev.rank, dev.world_size)
-        self._copies = copies
         self._nccl = nccl
         self._watch = watch
         self._gathers = copies if options.memcpy_all_gather else nccl
@@ -96,9 +95,6 @@ class CudaComm(Comm):
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
         self._exchanges.all_to_all(buffer, targets)
-
-    def abort(self) -> None:
-        self._watch.workers.stop()
 
     def close(self) -> None:
         self._watch.close(self.rank)

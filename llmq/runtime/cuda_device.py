@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import cache_dir, compile_kernels
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspace
 from llmq.runtime.graph import CudaEvent, Graphs
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 from llmq.runtime.tensor import Storage, Tensor
 
@@ -131,11 +131,15 @@ class CudaDevice(Device):
         self._nvtx = api.nvtx
         self._runtime.setDevice(index)
         stack_offset = align_up(sizes.device)
-        self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
-        self._host_memory = [
-            PinnedMemory(self._runtime, getattr(sizes, place), place)
-            for place in ("pinned", "write_combined")
-        ]
+        with ExitStack() as undo:
+            self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
+            undo.callback(self._runtime.free, self._memory)
+            self._host_memory = []
+            for place in ("pinned", "write_combined"):
+                memory = PinnedMemory(self._runtime, getattr(sizes, place), place)
+                undo.callback(memory.free)
+                self._host_memory.append(memory)
+            undo.pop_all()  # all is there
         storages = {
             "device": Storage("device", self._memory),
             "stack": Storage("stack", self._memory + stack_offset),
@@ -152,8 +156,8 @@ class CudaDevice(Device):
         self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
         self.use_graphs = graphs and not self._sync_launches
         self._tune = tune
-        self._modules: dict[tuple, int] = {}
-        self._functions: dict[tuple, int] = {}
+        self._modules: dict[Source, int] = {}
+        self._functions: dict[tuple[Source, str], int] = {}
         self._dynamic_shared: dict[int, int] = {}
         self._arguments: dict[Kernel, Arguments] = {}
         self._libraries: dict[str, Any] = {}
@@ -235,8 +239,7 @@ class CudaDevice(Device):
 
     def _function(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> int:
         """The loaded entry point; compiles and loads it on first use."""
-        source = (kernel.file, tuple(sorted((v, t.name) for v, t in types.items())))
-        source += (tuple(sorted(consts.items())),)
+        source = Source.of(kernel, types, consts)
         function = self._functions.get((source, kernel.entry))
         if function is None:
             if source not in self._modules:
@@ -299,7 +302,7 @@ class CudaDevice(Device):
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         before, self._stream = self._stream, self._streams[stream]
-        if self._graphs.capturing is not None:
+        if self.capturing:
             self._graphs.use_stream(stream)
         try:
             yield
@@ -311,8 +314,8 @@ class CudaDevice(Device):
         self._events.append(handle)
         return handle
 
-    def event(self, name: str) -> CudaEvent:
-        return CudaEvent(self._runtime, name, self._new_event(), self._count_sync)
+    def event(self) -> CudaEvent:
+        return CudaEvent(self._runtime, self._new_event(), self._count_sync)
 
     def record(self, event: CudaEvent) -> None:
         self._graphs.record(event, self._stream)
@@ -329,18 +332,10 @@ class CudaDevice(Device):
         if self._stream != self._streams["main"]:
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         if self.use_graphs:
-            self._graphs.run(key, fn, self.stack.used)
+            enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
+            enqueue(key, fn, self.stack.used)
         elif not self._capture_only:
             fn()
-
-    @contextmanager
-    def capture_only(self) -> Iterator[None]:
-        with super().capture_only():
-            self._graphs.capture_only = True
-            try:
-                yield
-            finally:
-                self._graphs.capture_only = False
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
@@ -351,7 +346,7 @@ class CudaDevice(Device):
             self.use_graphs = before
 
     def _count_sync(self) -> None:
-        if self._graphs.capturing is not None:
+        if self.capturing:
             raise RuntimeError("the host may not wait for the GPU while a graph is captured")
         self.sync_calls += 1
 

@@ -119,6 +119,11 @@ class Device(ABC):
         """A tensor from the LIFO stack, for the length of a `with` block; content undefined."""
         return self.stack.scratch(name, shape, dtype)
 
+    def sizes(self) -> MemorySizes:
+        """What has been taken so far: what another device needs to repeat it."""
+        used = {place: arena.used for place, arena in self.arenas.items()}
+        return MemorySizes(stack=self.stack.high_water_mark, **used)
+
     @abstractmethod
     def launch(
         self,
@@ -162,7 +167,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def event(self, name: str) -> Event:
+    def event(self) -> Event:
         """A new event."""
 
     @abstractmethod

@@ -15,10 +15,9 @@ WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the
 class CudaEvent(Event):
     """A CUDA event. capture: what it was last recorded in; None outside of a graph."""
 
-    def __init__(self, api: Any, name: str, handle: int, count_sync: Callable[[], None]):
+    def __init__(self, api: Any, handle: int, count_sync: Callable[[], None]):
         self._api = api
         self._count_sync = count_sync
-        self.name = name
         self.handle = handle
         self.capture: Capture | None = None
 
@@ -59,24 +58,20 @@ class Graphs:
         self._start = new_event()
         self._side = new_event()
         self.capturing: Capture | None = None
-        self.capture_only = False
+
+    def prepare(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
+        """Capture fn's launches, all of which have been loaded and tuned; run nothing."""
+        self._ran.add(key)
+        if key not in self._captured:
+            captured = self._captured[key] = self._capture(key, fn, stack_used)
+            self._api.graphUpload(captured.executable, self._main)
 
     def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
         """Run fn's launches: at first as they are, then from a graph.
 
         Everything is loaded, tuned and allocated when fn runs for the first time, because
-        capturing forbids it. With capture_only nothing runs, and everything must have been loaded.
-        Raises RuntimeError when a replay would use other addresses.
+        capturing forbids it. Raises RuntimeError when a replay would use other addresses.
         """
-        if self.capturing is not None:
-            fn()  # a part of the graph being captured
-            return
-        if self.capture_only:
-            self._ran.add(key)
-            if key not in self._captured:
-                captured = self._captured[key] = self._capture(key, fn, stack_used)
-                self._api.graphUpload(captured.executable, self._main)
-            return
         if key not in self._ran:
             self._ran.add(key)
             fn()

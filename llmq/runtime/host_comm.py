@@ -64,6 +64,3 @@ class HostComm(Comm):
         for k in range(1, self.world_size):
             self._peer(self.rank, targets[k])[:] = self._peer(self.rank - k, targets[0])
             self._workers.barrier()
-
-    def abort(self) -> None:
-        self._workers.stop()

@@ -111,7 +111,7 @@ class HostDevice(Device):
     def on(self, stream: str) -> Iterator[None]:
         yield
 
-    def event(self, name: str) -> Event:
+    def event(self) -> Event:
         return HostEvent()
 
     def record(self, event: Event) -> None:

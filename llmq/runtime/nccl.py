@@ -8,7 +8,7 @@ from typing import Any
 
 from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
-from llmq.runtime.comm import part, same_memory
+from llmq.runtime.comm import part
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.tensor import Tensor
 
@@ -100,8 +100,8 @@ class Nccl:
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """Pinned sources go to their place in dst first: peers may read sources directly."""
-        own = part(dst, self._dev.rank, self._dev.world_size)
-        if src.on_host and not same_memory(own, src):
+        if src.on_host:
+            own = part(dst, self._dev.rank, self._dev.world_size)
             self._dev.copy(own, src)
             src = own
         self._communicator.allGather(src.ptr, dst.ptr, src.nbytes, BYTES, self._dev.stream)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, MemorySizes
+from llmq.runtime.device import PLACES, Device, DeviceSpec, Event
 from llmq.runtime.host_device import HostEvent
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.tensor import Storage, Tensor
@@ -68,15 +68,6 @@ class PlanDevice(Device):
         self._trace: Trace | None = None  # of the graph that is being run
         self._stream = "main"
         self._part = ""
-
-    def sizes(self) -> MemorySizes:
-        """What a real device needs to repeat this run."""
-        return MemorySizes(
-            device=self.arenas["device"].used,
-            stack=self.stack.high_water_mark,
-            pinned=self.arenas["pinned"].used,
-            write_combined=self.arenas["write_combined"].used,
-        )
 
     def launch(
         self,
@@ -147,7 +138,7 @@ class PlanDevice(Device):
         finally:
             self._part = before
 
-    def event(self, name: str) -> Event:
+    def event(self) -> Event:
         return HostEvent()
 
     def record(self, event: Event) -> None:

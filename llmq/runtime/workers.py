@@ -86,16 +86,14 @@ class RankPool:
         world_size: int,
         *,
         watchdog: float = 0.0,
-        on_stop: Callable[[], None] | None = None,
         describe: Callable[[int], str] | None = None,
     ):
         """watchdog: seconds without `beat` or the end of a command after which commands that are
-        under way are taken to hang; 0: never. on_stop: called once when the ranks are stopped, in a
-        thread of its own, to end what they wait for. describe: more on what a rank is doing.
+        under way are taken to hang; 0: never. describe: more on what a rank is doing.
         """
         self.world_size = world_size
         self.workers = Workers(world_size)
-        self._watchdog, self._on_stop, self._describe = watchdog, on_stop, describe
+        self._watchdog, self._describe = watchdog, describe
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._deadline: float | None = None  # of the patience, once the ranks are stopped
@@ -173,7 +171,7 @@ class RankPool:
                 try:
                     command.results[rank] = command.fn(rank)
                 except Stopped:
-                    self.stop()
+                    self._stop()
                 except BaseException as error:
                     self._fail(self._named(error, rank))
             with self._changed:
@@ -197,23 +195,18 @@ class RankPool:
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
-        self.stop()
+        self._stop()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Stop all ranks. Once more changes nothing."""
         with self._changed:
-            first = self._deadline is None
-            if first:
-                self._deadline = time.monotonic() + PATIENCE
-        self.workers.stop()
-        if first and self._on_stop is not None:  # which may hang
-            self._start("stop", self._on_stop)
-        with self._changed:
+            self._deadline = self._deadline or time.monotonic() + PATIENCE
+            self.workers.stop()
             self._changed.notify_all()
 
     def _settle(self) -> bool:
         """Stop, and wait for commands that are under way to end; whether they have."""
-        self.stop()
+        self._stop()
         with self._changed:
             while any(self._running) and (left := self._deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, POLL))

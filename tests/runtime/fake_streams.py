@@ -253,7 +253,7 @@ class StreamDevice(HostDevice):
         finally:
             self._stream = before
 
-    def event(self, name: str) -> StreamEvent:
+    def event(self) -> StreamEvent:
         return StreamEvent()
 
     def record(self, event: StreamEvent) -> None:

@@ -129,7 +129,7 @@ def mixing(dev, n, place, in_place, graph=True):
     source = part(gathered, rank, world)
     if not in_place:
         source = dev.alloc("source", (n,), F32, "Activations", place)
-    ready, done = dev.event("ready"), dev.event("done")
+    ready, done = dev.event(), dev.event()
 
     def step():
         dev.record(ready)

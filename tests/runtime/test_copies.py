@@ -77,7 +77,7 @@ def both(dev, place, in_place, seen):
     source = dev.alloc("source", (N,), F32, "Master", place)
     if in_place:
         source = part(gathered, dev.rank, world)
-    ready, done = dev.event("ready"), dev.event("done")
+    ready, done = dev.event(), dev.event()
 
     def write():
         counter.advance()
@@ -184,7 +184,7 @@ def test_buffers_are_used_again_at_once(count, kind):
         slots = [dev.alloc("slot", (world * N,), F32, "Gradients") for _ in range(count)]
         for step in range(4 * REPEATS):
             slot, spare = slots[step % count], spares[step % count]
-            event = dev.event("event")
+            event = dev.event()
 
             def write(slot=slot, step=step):
                 for p in range(world):
@@ -209,7 +209,7 @@ def test_buffers_are_used_again_at_once(count, kind):
 def test_each_source_is_staged_once():
     def program(dev, workers):
         sends = []
-        staging = dev.comm._copies._staging
+        staging = dev.comm._gathers._staging
         send = staging.send
         staging.send = lambda *args: (sends.append(args), send(*args))
         src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
@@ -259,7 +259,8 @@ def test_copies_from_another_gpu_are_found():
     """The driver would let that GPU do them, in an order in which ranks can wait in a circle."""
 
     def program(dev, workers):
-        queue, other = dev.comm._copies._queue, dev.comm._copies._storages[1 - dev.rank]
+        copies = dev.comm._gathers
+        queue, other = copies._queue, copies._storages[1 - dev.rank]
         own = dev.alloc("x", (N,), F32, "Weights")
         with pytest.raises(AssertionError, match="reads another GPU"):
             queue.copy(own.ptr, other["device"].base, 4)

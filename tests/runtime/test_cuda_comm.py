@@ -341,7 +341,7 @@ def test_stopped_ranks_abort_nccl(library):
     devices, workers = open_devices(), Workers(2)
     connect(devices, CommOptions(), workers)
     library.log.clear()
-    devices[0].comm.abort()
+    workers.stop()
     with pytest.raises(Stopped):
         devices[1].comm.reduce_scatter(make(devices[1], 2 * N))
     deadline = time.monotonic() + 10

@@ -21,7 +21,7 @@ def work(dev: Device):
     fill.constant(dev, x, 3.0)
     with dev.scratch("temporary", (100,), BF16) as temporary:
         dev.zero(temporary)
-    event = dev.event("copied")
+    event = dev.event()
     with dev.on("copy"):
         dev.copy(pinned, x)
         dev.record(event)

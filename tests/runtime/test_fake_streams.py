@@ -43,7 +43,7 @@ CONFLICTS = {
 
 def conflict(dev, kind, ordered):
     a, b, c = tensors(dev)
-    done = dev.event("done")
+    done = dev.event()
     with dev.on("comm"):
         if kind == "scratch":
             with dev.scratch("x", (N,), F32) as x:
@@ -85,7 +85,7 @@ def test_reads_of_the_same_and_writes_of_different_places_are_no_races(dev):
 def test_what_is_known_is_passed_on(dev):
     """main waits for comm, which has waited for copy; but not for what copy did later."""
     a, b, c = tensors(dev)
-    first, second = dev.event("first"), dev.event("second")
+    first, second = dev.event(), dev.event()
     with dev.on("copy"):
         dev.zero(a)
         dev.record(first)

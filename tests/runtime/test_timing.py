@@ -34,7 +34,7 @@ def dev(monkeypatch):
 
 
 def recorded(dev, stream):
-    event = dev.event(stream)
+    event = dev.event()
     with dev.on(stream):
         dev.record(event)
     return event
@@ -91,6 +91,6 @@ def test_on_the_cpu_all_collectives_count():
     x = dev.alloc("x", (4,), F32, "Weights")
     with time_waits(dev) as waits, dev.on("comm"):
         dev.comm.all_gather(x, x)
-        dev.wait(dev.event("e"))
+        dev.wait(dev.event())
     assert len(waits) == 1
     assert waits[0] >= 0

@@ -148,28 +148,6 @@ def test_a_posted_failure_is_raised_by_what_comes_next(pool):
     assert ran == []
 
 
-def test_what_waits_for_a_peer_is_told_to_stop(pool):
-    """on_stop ends waits that the stop flag does not; it is called once."""
-    released, calls, started = threading.Event(), [], threading.Barrier(3)
-
-    def on_stop():
-        calls.append(threading.current_thread().name)
-        released.set()
-
-    ranks = pool(3, on_stop=on_stop)
-
-    def fn(rank):
-        started.wait()
-        if rank:
-            raise ValueError(f"rank {rank}")
-        assert released.wait(5)
-        raise RuntimeError("the peer has gone")  # a consequence, not the cause
-
-    with pytest.raises(ValueError, match=r"rank [12]"):
-        ranks.run("x", fn)
-    assert calls == ["stop"]
-
-
 def test_ranks_that_were_stopped_without_an_error(pool):
     ranks = pool(2)
     ranks.workers.stop()
@@ -263,12 +241,11 @@ def test_a_signal_that_is_only_noted_disturbs_nothing(pool):
 
 
 def test_watchdog_says_what_the_ranks_do_and_ends_them(pool, capsys):
-    release = threading.Event()
-    ranks = pool(2, watchdog=0.2, on_stop=release.set, describe=lambda r: f"micro-step {r}")
+    ranks = pool(2, watchdog=0.2, describe=lambda r: f"micro-step {r}")
 
     def fn(rank):
         if rank == 0:
-            release.wait(10)
+            ranks.workers.stopped.wait(10)
 
     start = time.monotonic()
     with pytest.raises(LlmqError, match=r"no rank has made progress for 0 seconds; .*--watchdog"):
