@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from llmq.runtime.arguments import Arguments
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Arg, Kernel
+from tests.emulator.guard import guarded
 
 HERE = Path(__file__).resolve().parent
 FLAGS = (
@@ -51,6 +53,7 @@ _ATTRIBUTE = re.compile(r"__\w+__\s*\([^()]*\)")
 _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(\w+)\s*\(')
 _CLUSTER = re.compile(r"__cluster_dims__\s*\(\s*(\w+)")
 
+_launches = itertools.count()
 _lock = threading.Lock()  # a compiled kernel file keeps its launch in static variables
 
 
@@ -147,7 +150,8 @@ def _fits(arg: Arg, types: dict[str, DType], parameter: str) -> bool:
 
 
 class EmulatorDevice(HostDevice):
-    """Runs every `.cu` kernel on the CPU; memory reads as NaN until something wrote it.
+    """Runs every `.cu` kernel on the CPU; memory reads as NaN until something wrote it. In every
+    other launch the pages before, else those behind, the tensors may not be touched.
 
     capability: the GPU that the kernels are compiled for. num_sms: small, so that grids that
     depend on it loop.
@@ -180,12 +184,12 @@ class EmulatorDevice(HostDevice):
         self._check_parameters(kernel, types, library)
         cluster = _CLUSTER.search(text[: text.index(f"{kernel.entry}(")][-300:])
         arguments = Arguments(kernel)
-        arguments.set(args)
         size = cluster.group(1) if cluster else "1"  # a number or the name of a constant
         numbers = (ctypes.c_uint * 7)(*geometry, int((consts or {}).get(size, size)))
         run = getattr(library, f"launch_{kernel.entry}")
         run.restype = ctypes.c_char_p
-        with _lock:
+        with guarded(args, front=next(_launches) % 2 == 0) as inside, _lock:
+            arguments.set(inside)
             problem = run(numbers, ctypes.c_size_t(smem), ctypes.c_void_p(arguments.address))
         if problem:
             raise RuntimeError(f"{kernel.entry}: {problem.decode()}")

@@ -1,5 +1,9 @@
 """The emulator itself, on small kernels written for it."""
 
+import faulthandler
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -69,6 +73,10 @@ extern "C" __global__ void geometry(i32* out, i32* count) {
     out[block * blockDim.x * blockDim.y * blockDim.z + thread] = atomicAdd(count, 1);
 }
 
+extern "C" __global__ void shifted(float* out, const float* x, i32 by) {
+    out[threadIdx.x] = x[threadIdx.x + by];
+}
+
 // Each block of a pair adds the other's value.
 extern "C" __global__ void __cluster_dims__(2) pair_sum(float* out, const float* x) {
     __shared__ float mine;
@@ -88,6 +96,7 @@ DIVERGE = Kernel(FILE, "diverge", args="f32* out")
 HALF_SHUFFLE = Kernel(FILE, "half_shuffle", args="f32* out")
 VOTES = Kernel(FILE, "votes", args="i32* out")
 GEOMETRY = Kernel(FILE, "geometry", args="i32* out, inout i32* count")
+SHIFTED = Kernel(FILE, "shifted", args="f32* out, const f32* x, i32 by")
 PAIR_SUM = Kernel(FILE, "pair_sum", args="f32* out, const f32* x")
 
 
@@ -117,6 +126,21 @@ def test_reduction_over_a_block(emulated, dtype):
     out = empty(emulated, (3,), F32)
     emulated.launch(ROW_SUMS, 3, 256, (out, put(emulated, x, dtype), 2048))
     np.testing.assert_array_equal(out.numpy(), x.sum(1))
+
+
+@pytest.mark.parametrize("by", [4, -4])  # elements: what is read is 16 bytes outside
+def test_what_is_outside_of_a_tensor_may_not_be_read(emulated, by):
+    x, out = put(emulated, np.arange(64.0), F32), empty(emulated, (64,), F32)
+    for _ in range(2):  # the forbidden page is before x, then behind it
+        emulated.launch(SHIFTED, 1, 64, (out, x, 0))
+        assert np.array_equal(out.numpy(), x.numpy())
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        for _ in range(2):
+            emulated.launch(SHIFTED, 1, 64, (out, x, by))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) in (signal.SIGSEGV, signal.SIGBUS)
 
 
 def test_a_missing_barrier_shows_up(emulated):
