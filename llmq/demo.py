@@ -42,8 +42,9 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "model": "tiny",
             "from-scratch": True,
             "model-dtype": "fp32" if kind == "host" else "bf16",
-            "train-file": str(out / "data" / "train*.bin"),
-            "eval-file": str(out / "data" / "eval*.bin"),
+            # Names, no patterns: what is special in patterns may be in `out`.
+            "train-file": str(out / "data" / "train-000.bin"),
+            "eval-file": str(out / "data" / "eval-000.bin"),
             "batch-size": 8,
             "seq-len": 128,
             "grad-accumulation": 1,

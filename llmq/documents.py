@@ -95,9 +95,9 @@ def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
             raise DataError(f"input '{name}' is not there: give text files, folders or patterns")
         for path in paths:
             in_folder = path.is_dir()
-            files = _walk(path, exclude) if in_folder else [path]
-            if not files:
-                raise DataError(f"folder '{path}' holds no files (hidden ones are left out)")
+            files = _walk(path, exclude) if in_folder else [path] * path.is_file()
+            if not files:  # of a pipe neither the size nor a place to resume at is known
+                raise DataError(f"'{path}' is not a file and holds no files, hidden ones left out")
             for file in files:
                 place = os.path.abspath(file)
                 if place not in sources or not in_folder:

@@ -173,7 +173,7 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
     if name.lower() in _BY_LOWER_NAME:
         raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
     where = f"--model: {name!r} is not a directory and not a repository in the cache {_hub_cache()}"
-    if "/" in name:
+    if name.count("/") == 1 and name[0] not in "./~":
         raise ConfigError(f"{where}; download it first: hf download {name}")
     raise ConfigError(f"{where}; presets need --from-scratch, {_near_presets(name)}")
 

@@ -58,6 +58,8 @@ class Trainer:
 
     def __init__(self, **options: Any):
         config = make_config(options)
+        if config.continue_from is not None:
+            raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
         model, model_dir = resolve_model(config.model, config.from_scratch)
         self._open(config.validate_with(model), model, model_dir)
         self.load_weights()
@@ -236,10 +238,7 @@ class Trainer:
         return batches
 
     def validate(self, max_batches: int | None = None) -> Result:
-        """The loss on the validation files, from their start; None: on all of them.
-
-        max_batches: of each rank.
-        """
+        """The loss on the validation files from their start. max_batches: of a rank; None: all."""
         count = self.eval_loader.batches_per_epoch
         count = count if max_batches is None else min(count, max_batches)
 

@@ -59,6 +59,11 @@ def test_demo(little_text, capsys):
     assert _run(["sample", "here/model", "--max-new-tokens", "2", "--device", "cpu"]) == 0
 
 
+def test_demo_into_a_folder_that_looks_like_a_pattern(little_text, capsys):
+    assert _run(["demo", "--out", "a [1]{b,c}*", "--steps", "1", "--device", "cpu"]) == 0
+    assert Path("a [1]{b,c}*/model/model.safetensors").exists()
+
+
 def test_a_gpu_gets_more_steps_and_bf16():
     host = demo_config(Path("d"), "auto", "host", None)
     cuda = demo_config(Path("d"), "auto", "cuda", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -246,6 +247,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_bad_inputs(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").touch()
     (tmp_path / "latin1.txt").write_bytes(b"abc\xe4")
@@ -258,6 +260,7 @@ def test_bad_inputs(tmp_path):
         "none.txt": "is not there",
         "*.md": "is not there",
         "empty": "holds no files",
+        "pipe": "is not a file",
         "blank.txt": "there is no text in the 1 input files",
         "text": "there is no text in the 1 input files",
         "latin1.txt": "not UTF-8 text at byte 3",

@@ -118,6 +118,10 @@ def test_resolve_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* hf download nothing/here"):
         resolve_model("nothing/here", from_scratch=False)
+    for path in (tmp_path / "none", "./none", "~/none"):
+        with pytest.raises(ConfigError, match="is not a directory") as error:
+            resolve_model(str(path), from_scratch=False)
+        assert "hf download" not in str(error.value)
     with pytest.raises(ConfigError, match=r"presets need --from-scratch, did you mean gpt2"):
         resolve_model("gpt3", from_scratch=False)
     with pytest.raises(ConfigError, match=r"there is no .*config\.json; .* --from-scratch"):

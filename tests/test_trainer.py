@@ -319,6 +319,11 @@ def test_the_tokenizer_is_found_beside_files_of_a_pattern_with_folders():
             assert t.tokenizer == str(Path("data/tokenizer").resolve())
 
 
+def test_continue_is_not_ignored():
+    with pytest.raises(ConfigError, match=r"--continue: .* load\(\)"):
+        trainer(**{"continue": True})
+
+
 def _touch(name):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("{}")
