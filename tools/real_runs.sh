@@ -5,9 +5,10 @@
 #   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
 #
 # RUN: bf16, fp8, or fp8 with -delayed, -head and -all, such as fp8-delayed-head: delayed scales, the
-# LM head in fp8, fast accumulation in all products. WORK gets the tokenizer, the token files (made
-# once), and of each RUN its log, console output and model. The text is every .py, .md and .txt file
-# of the folder. The last table has the evaluation losses beside the first RUN's.
+# LM head in fp8, fast accumulation in all products. WORK gets the tokenizer, the token files, and of
+# each RUN its log, console output, model and what transformers say of it; what is there is not made
+# again. The text is every .py, .md and .txt file of the folder. The last table has the evaluation
+# losses beside the first RUN's.
 set -euo pipefail
 usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
 work=${1:?$usage} text=${2:?$usage}
@@ -36,6 +37,7 @@ if [ ! -d data ]; then
 fi
 
 for run in "$@"; do
+    [ -e "$run-transformers.txt" ] && continue
     options=()
     [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
@@ -44,11 +46,13 @@ for run in "$@"; do
     "$python" -m llmq train --model Qwen2.5-0.5B --from-scratch --name "$run" \
         --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --batch-size 32 \
         --grad-accumulation 2 --steps 300 --lr 6e-4 --warmup 30 --final-lr-fraction 0.1 \
-        --opt-m-dtype bf16 --opt-v-dtype bf16 --eval-num-steps 4 --ckpt-interval 0 \
+        --opt-m-dtype bf16 --opt-v-dtype bf16 --lmhead-chunks 4 --eval-num-steps 4 --ckpt-interval 0 \
         --no-save-training-state --out-dir "model-$run" --log-file "$run.json" \
         "${options[@]}" >"$run.txt"
     grep '^\[V\]' "$run.txt" | tail -n 1
-    "$python" "$root/tools/eval_hf.py" "model-$run" 'data/eval*.bin' --device cuda 2>/dev/null
+    "$python" "$root/tools/eval_hf.py" "model-$run" 'data/eval*.bin' --device cuda 2>/dev/null \
+        | tee "$run-part.txt"
+    mv "$run-part.txt" "$run-transformers.txt"
 done
 
 "$python" -m llmq plot "${@/%/.json}" --out loss.png
