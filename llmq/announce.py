@@ -115,7 +115,14 @@ def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -
     """What begins now."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = steps / trainer.steps_per_epoch
-    reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
-    if done > 0:
-        reporter.message(f"{done} of these steps are done already", done)
+    if done < steps:
+        reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
+        if done > 0:
+            reporter.message(f"{done} of these steps are done already", done)
+    else:
+        reporter.message(
+            f"Nothing left to train: the run has {steps} steps, {done} are done; raise --steps or "
+            "--epochs to go on",
+            done,
+        )
     reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)

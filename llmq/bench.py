@@ -21,6 +21,7 @@ from typing import Any
 
 from llmq.errors import ConfigError, LlmqError
 from llmq.files import disk_errors, write_file
+from llmq.option_file import read_option_file
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config
 
@@ -53,7 +54,7 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
     `runs` a list of mappings with those of each. A list as a value stands for one run with each
     of its elements. Raises ConfigError.
     """
-    shared = {} if file is None else _read_mapping(file)
+    shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise ConfigError(f"--config: {file}: runs must be a list of mappings of options")
@@ -73,21 +74,6 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
                 raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
         make_config(options)  # what is wrong comes up before the first run
     return expanded
-
-
-def _read_mapping(file: Path) -> dict[str, Any]:
-    import yaml  # here, so that --help does not wait for it
-
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))  # JSON is YAML too
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"--config: {file} is not valid: {message}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: {file} must hold one mapping of options")
-    return content
 
 
 def _by_flag(options: dict[str, Any]) -> dict[str, Any]:

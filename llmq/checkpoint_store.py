@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -24,13 +25,46 @@ from llmq.tokenizer import ByteTokenizer
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by step, oldest first."""
+    """The complete checkpoints in a directory by step, oldest first.
+
+    LlmqError if one was renamed to another step: their order would not be what it seems.
+    """
+    found = _by_name(directory)
+    for path in found.values():
+        _check_name(path)
+    return found
+
+
+def _by_name(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in a directory by the step in their name, in this order."""
     found = {}
     for path in sorted(directory.glob("step_*")):
-        name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
-        if name and (path / MANIFEST).is_file():
-            found.setdefault(int(name[1]), path)
+        step = _named_step(path)
+        if step is not None and (path / MANIFEST).is_file():
+            found.setdefault(step, path)
     return dict(sorted(found.items()))
+
+
+def _named_step(path: Path) -> int | None:
+    name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
+    return int(name[1]) if name else None
+
+
+def _recorded_step(path: Path) -> int | None:
+    """The step that a complete checkpoint holds; None if it is damaged: reading it will tell."""
+    try:
+        return json.loads((path / MANIFEST).read_bytes())["run"]["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _check_name(path: Path) -> None:
+    named, recorded = _named_step(path), _recorded_step(path)
+    if None not in (named, recorded) and named != recorded:
+        raise LlmqError(
+            f"'{path}' holds step {recorded}, though its name says {named}: rename it to "
+            f"step_{recorded:08d}, or to a name that is no step"
+        )
 
 
 def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
@@ -46,9 +80,13 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """A complete checkpoint, whatever its directory is called, or the newest in a directory."""
+    """A complete checkpoint, whatever its directory is called, or the newest in a directory.
+
+    LlmqError if it is called like another step.
+    """
     path = path.expanduser()
     if (path / MANIFEST).is_file():
+        _check_name(path)
         return path
     found = list_checkpoints(path)
     return found[max(found)] if found else None
@@ -125,11 +163,13 @@ def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path
     keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
     and are not counted; of the others the keep_n newest stay. saved: the step of the checkpoint
     that was just written, which counts as the newest, also beside later ones of an abandoned run.
+    A checkpoint that was renamed to another step is the user's business: it stays, not counted.
     What interrupted saves left behind goes too, so no save may be under way.
     """
     gone = sorted(directory.glob("step_*.tmp"))
-    found = list_checkpoints(directory)
+    found = _by_name(directory)
     if keep_n > 0:
+        found = {s: path for s, path in found.items() if _recorded_step(path) in (s, None)}
         minors = [step for step in found if major <= 0 or step % major]
         minors.sort(key=lambda step: (step == saved, step))
         gone += [found[step] for step in minors[:-keep_n]]

@@ -192,7 +192,7 @@ def verify(
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines or Parquet files, globs.")],
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSON, JSON lines or Parquet files, globs.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",

@@ -1,33 +1,31 @@
-"""The documents of text files, JSONL and Parquet, as a stream that can be resumed anywhere.
+"""The documents of text files, JSON and Parquet, as a stream that can be resumed anywhere.
 
-A text file is one document; each line of JSONL and each row of Parquet is one. Memory is constant:
-a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a time.
+A text file is one document; each record of JSON and each row of Parquet is one (`records.py`).
+Memory is constant: a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a
+time.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import importlib
-import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from llmq.errors import DataError
+from llmq.records import Item, column_names, json_layout, read_json, read_parquet
 from llmq.tokens import expand_pattern
 
 PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
 BLOCK_PIECES = 1024  # small documents that travel together
 
-_JSONL = (".jsonl", ".ndjson")
-_PACKED_JSONL = tuple(f"{name}{pack}" for name in (*_JSONL, ".json") for pack in (".gz", ".zst"))
+_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Source:
     """One input file. in_folder: found by walking a folder, so it may be left out."""
 
     path: str
-    kind: str  # text, jsonl or parquet
+    kind: str  # text, jsonl, json or parquet
     size: int  # bytes
     mtime_ns: int
     in_folder: bool
@@ -47,14 +45,14 @@ class Position:
 
     source: int = 0
     offset: int = 0
-    line: int = 0  # lines of JSONL before it
+    line: int = 0  # lines of JSONL before it, or elements of an array
     document: int = 0  # documents before it, over all sources
     skipped: int = 0  # files that were not text
     bytes_read: int = 0  # of all sources, as they lie on the disk; for the progress bar
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. text: str, or bytes that hold a line of JSONL."""
+    """A document or a part of one. text: str, or bytes that hold a JSON record."""
 
     text: str | bytes
     is_eval: bool
@@ -67,15 +65,6 @@ class Block(NamedTuple):
 
     pieces: list[Piece]
     end: Position
-
-
-class _Item(NamedTuple):
-    text: str | bytes
-    is_end: bool
-    offset: int  # after this item, as in Position
-    line: int
-    bytes_read: int  # of this file
-    where: str
 
 
 # ------------------------------------------------------------------------------------------------
@@ -120,8 +109,8 @@ def _walk(folder: Path, exclude: Path) -> list[Path]:
 def _source(path: Path, in_folder: bool) -> Source:
     name = path.name.lower()
     kind = "text"
-    if name.endswith(_JSONL + _PACKED_JSONL):
-        kind = "jsonl"
+    if json_name := _JSON_NAME.fullmatch(name):
+        kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
     elif name.endswith((".parquet", ".pq")):
         kind = "parquet"
     try:
@@ -131,10 +120,24 @@ def _source(path: Path, in_folder: bool) -> Source:
     return Source(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
 
 
-def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], list[str]]:
-    """Leave out the JSONL and Parquet files of folders that lack the field; what to warn of.
+def _json_kind(path: Path, in_folder: bool) -> str:
+    """Of a .json file, which may hold anything; what has no records is a text in a folder."""
+    try:
+        kind = json_layout(str(path))
+    except (OSError, EOFError, zlib.error):  # reading it will tell
+        return "jsonl"
+    if kind is None and not in_folder:
+        raise DataError(
+            f"'{path}' holds neither an object on each line nor an array of objects: write it as "
+            ".jsonl, or rename it to .txt to take it as a text"
+        )
+    return kind or "text"
 
-    Of JSONL the first record decides. DataError if no such file is left: the field is wrong then.
+
+def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], list[str]]:
+    """Leave out the JSON and Parquet files of folders that lack the field; what to warn of.
+
+    Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
     """
     fields = {source: _fields(source) if source.in_folder else None for source in sources}
     lacking = {source: names for source, names in fields.items() if names and field not in names}
@@ -152,13 +155,13 @@ def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], l
 
 
 def _fields(source: Source) -> list[str] | None:
-    """Of Parquet, or of a JSONL file's first record; None for a text, and what cannot be read."""
+    """Of Parquet, or of a JSON file's first record; None for a text, and what cannot be read."""
     if source.kind == "text":
         return None
     try:
         if source.kind == "parquet":
-            return _pyarrow(source.path, "pyarrow.parquet").read_schema(source.path).names
-        record = json.loads(next(_read_jsonl(source, Position())).text)
+            return column_names(source.path)
+        record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
     except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
         return None
     return list(record) if isinstance(record, dict) else None
@@ -253,15 +256,15 @@ class _NotTextError(Exception):
     """A file in a folder is not text."""
 
 
-def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[_Item]:
-    if source.kind == "jsonl":
-        return _read_jsonl(source, at)
+def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[Item]:
+    if source.kind == "text":
+        return _read_text(source, at.offset, cut)
     if source.kind == "parquet":
-        return _read_parquet(source, field, at.offset)
-    return _read_text(source, at.offset, cut)
+        return read_parquet(source.path, field, source.size, at.offset)
+    return read_json(source.path, source.kind, at.offset, at.line)
 
 
-def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[_Item]:
+def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[Item]:
     """Pieces of a text. It is cut at `cut`, and where a cut does not change the tokens."""
     with open(source.path, "rb") as file:
         for stop in [source.size] if cut is None else [cut, source.size]:
@@ -276,7 +279,7 @@ def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[_Item]:
                     block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
                 text = _decode(source, offset, block)
                 offset += len(block)
-                yield _Item(text, offset == source.size, offset, 0, offset, source.path)
+                yield Item(text, offset == source.size, offset, 0, offset, source.path)
 
 
 def _decode(source: Source, offset: int, data: bytes) -> str:
@@ -326,74 +329,3 @@ def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
     at = len(block) - 1
     while (at := block.rfind(byte, start, at)) >= 0:
         yield at
-
-
-def _read_jsonl(source: Source, at: Position) -> Iterator[_Item]:
-    """The lines that are not blank, undecoded: that is left to the workers."""
-    line, offset = at.line, at.offset
-    with open(source.path, "rb") as raw, _unpack(source.path, raw) as file:
-        if file is raw:
-            file.seek(offset)
-        else:
-            for skipped in range(0, offset, PIECE_BYTES):
-                file.read(min(PIECE_BYTES, offset - skipped))
-        for text in file:
-            line += 1
-            offset += len(text)
-            if text.strip():
-                bytes_read = offset if file is raw else raw.tell()
-                yield _Item(text, True, offset, line, bytes_read, f"{source.path}:{line}")
-
-
-def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    if path.lower().endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.lower().endswith(".zst"):
-        stream = _pyarrow(path, "pyarrow").CompressedInputStream(raw, "zstd")
-        return io.BufferedReader(stream)
-    return raw
-
-
-def _read_parquet(source: Source, field: str, row: int) -> Iterator[_Item]:
-    arrow_error = _pyarrow(source.path, "pyarrow").ArrowException
-    try:
-        file = _pyarrow(source.path, "pyarrow.parquet").ParquetFile(source.path)
-        rows = file.metadata.num_rows
-        if field not in file.schema_arrow.names:
-            columns = ", ".join(file.schema_arrow.names)
-            raise DataError(f"'{source.path}' has no column '{field}': use --field with {columns}")
-        first = 0  # row of the group
-        for group in range(file.num_row_groups):
-            end = first + file.metadata.row_group(group).num_rows
-            at = first
-            first = end
-            if end <= row:
-                continue
-            for batch in file.iter_batches(BLOCK_PIECES, row_groups=[group], columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    at += 1
-                    if at > row:
-                        where = f"{source.path}: row {at}"
-                        text = check_text(text, field, where)
-                        yield _Item(text, True, at, 0, source.size * at // rows, where)
-    except arrow_error as error:
-        raise DataError(f"cannot read '{source.path}': {error}") from error
-
-
-def _pyarrow(path: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"reading '{path}' needs pyarrow: pip install pyarrow") from error
-
-
-def check_text(value: Any, field: str, where: str) -> str:
-    """The text of a record; a null is an empty text. DataError for anything else."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: field '{field}' is a {type(value).__name__}, not a text: choose another one "
-            "with --field"
-        )
-    return value

@@ -1,110 +1,24 @@
-"""What a run reports: console lines in llm.q's shapes, and the JSON log.
-
-The log is one JSON array that is complete after every record. Numbers that are not finite are
-written as null.
-"""
+"""What a run reports: console lines in llm.q's shapes, and records in the JSON log."""
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from llmq.errors import LlmqError
-from llmq.files import disk_errors
+from llmq.json_log import JsonLog
 from llmq.loader import DataLoader
 from llmq.runtime.links import LinkTable
 from llmq.runtime.timing import Timing
 from llmq.step import Result
 
 SHOWN_FILES = 10  # in [Dataset], for each split
-_EMPTY_LOG = b"[\n]\n"
-_LOG_END = b"\n]\n"
-
-
-def _json_value(value: Any) -> Any:
-    """The value in JSON's types."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, dict):
-        return {k: _json_value(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(v) for v in value]
-    return value
-
-
-def _utc_now() -> str:
-    """YYYY-MM-DD HH:MM:SS and nanoseconds."""
-    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
-
-
-class JsonLog:
-    """A JSON array on disk, one record a line. Each record is written with the array's end behind
-    it, in one call of the system, so that the file is valid whenever the process stops.
-    """
-
-    def __init__(self, path: Path, *, append: bool = False):
-        """append: go on with the log that is there, if there is one; else it is replaced.
-
-        LlmqError where it cannot be written, or is to be continued and is no log.
-        """
-        self.path = path
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            keep = append and path.exists() and path.stat().st_size > 0
-            # Without a buffer: what Python holds back would be lost in a kill.
-            self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
-            self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
-            if keep and self._tail() != _LOG_END:
-                raise LlmqError(
-                    f"'{path}' is not a complete log that could be continued: move it away, or "
-                    "choose another --log-file"
-                )
-
-    def _tail(self) -> bytes:
-        self._file.seek(max(self._end - len(_LOG_END), 0))
-        return self._file.read()
-
-    def write(self, log: str, step: int, **fields: Any) -> None:
-        """Add one record; every record has `log`, `time` (UTC) and `step`."""
-        record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
-        first = self._end == len(_EMPTY_LOG)
-        line = b"\n  " if first else b",\n  "
-        line += json.dumps(record, allow_nan=False).encode() + _LOG_END
-        with disk_errors(self.path):
-            self._replace_end(line)
-
-    def _replace_end(self, data: bytes) -> None:
-        start = self._end - len(_LOG_END)
-        try:
-            self._file.seek(start)
-            written = self._file.write(data)
-            if written < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            self._file.seek(start)
-            self._file.write(_LOG_END)  # over what is there, which takes no space
-            self._file.truncate(self._end)
-            raise
-        self._end = start + len(data)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class View(Protocol):
@@ -270,7 +184,7 @@ class Reporter:
         self.block("Dataset", lines)
 
     def _percent(self, step: int) -> float:
-        return 100.0 * step / max(self.total_steps, 1)
+        return min(100.0 * step / max(self.total_steps, 1), 100.0)
 
     def train_step(
         self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
@@ -350,12 +264,16 @@ class Reporter:
         self.log.write("abs-maxes", step, abs_maxes=named)
 
     def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
-        """[V]: the evaluation before step `step`. tokens: that were run."""
-        train = sum(self._losses) / len(self._losses) if self._losses else math.nan
-        self._losses.clear()
+        """[V]: the evaluation before step `step`. tokens: that were run.
+
+        With the mean training loss since the last one, if there were steps.
+        """
+        losses = self._losses
+        train = f"train {sum(losses) / len(losses):9f} | " if losses else ""
+        losses.clear()
         self.view.line(
             f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
-            f"{result.loss:10f} | train {train:9f} | tps {tokens_per_second(tokens, ms)}",
+            f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
             bold=True,
         )
         self.log.write(

@@ -147,7 +147,7 @@ class Fields:
     beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
     beta_2: float = option(_OPTIMIZER, 0.95, "AdamW: decay of the second moment", min=0)
     adam_epsilon: float = option(
-        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment", min=0
+        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment; more than 0"
     )
     opt_m_dtype: str = option(
         _OPTIMIZER,

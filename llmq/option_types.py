@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,9 +43,9 @@ def parse_bool(value: Any) -> bool:
 
 
 def parse_int(value: Any) -> int:
-    """An integer, in text also as 0x... ValueError otherwise."""
-    if type(value) is int:
-        return value
+    """An integer, of NumPy too, in text also as 0x... ValueError otherwise."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
     try:
         return int(value, 0)
     except (TypeError, ValueError):

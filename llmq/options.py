@@ -13,6 +13,7 @@ from llmq.option_fields import FP8_DTYPES, Fields
 from llmq.option_types import Option, layer_set, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,11 @@ class TrainConfig(Fields):
         for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
             if beta >= 1:
                 raise ConfigError(f"{flag}: must be less than 1, got {beta}")
+        if self.adam_epsilon < _LEAST_EPSILON:
+            raise ConfigError(
+                "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the "
+                f"update of a weight without gradients is 0 / 0, got {self.adam_epsilon}"
+            )
         if self.seq_len % 4:
             raise ConfigError(f"--seq-len: must be a multiple of 4, got {self.seq_len}")
         tokens = self.batch_size * self.seq_len

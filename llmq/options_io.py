@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,21 +89,9 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_file(file: Path) -> dict[str, Any]:
-    import yaml  # here, so that --help does not wait for it
+    from llmq.option_file import read_option_file  # here, so that --help does not wait for YAML
 
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"--config: {file} is not valid: {message}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: {file} must hold one mapping of options")
-    return content
+    return read_option_file(file)
 
 
 def option_rows(

@@ -1,4 +1,4 @@
-"""Turn text files, JSONL and Parquet into token files, in constant memory, resumable.
+"""Turn text files, JSON and Parquet into token files, in constant memory, resumable.
 
 One process reads and writes, worker processes encode. Results are written in the order of the
 inputs, so the files do not depend on the number of workers. From time to time the files written so
@@ -32,12 +32,12 @@ from llmq.documents import (
     Piece,
     Position,
     Source,
-    check_text,
     find_sources,
     having_field,
     read_blocks,
 )
 from llmq.errors import ConfigError, DataError
+from llmq.records import check_text
 from llmq.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, locked, open_manifest
 from llmq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.tokens import MAX_TOKENS
@@ -62,7 +62,7 @@ def tokenize(
 ) -> TokenizeSummary:
     """Write the documents of `inputs`, each ended by the tokenizer's end-of-text token, to `out`.
 
-    inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSONL and
+    inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSON and
     Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
     documents, at least one of two or more (of a single text: its last part); 0: none. workers:
     processes; 1 encodes in this one, None chooses. Continues an interrupted run with the same
@@ -192,7 +192,7 @@ def _parse_json(line: bytes, field: str, where: str) -> str:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(
-            f"{where}: not readable as JSON: {error}; mend or remove the line"
+            f"{where}: not readable as JSON: {error}; mend or remove it"
         ) from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: a {type(record).__name__} instead of a JSON object on each line")

@@ -23,9 +23,10 @@ from llmq.checkpoint_store import clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.diagnose import UpdateCheck, abs_maxes
 from llmq.errors import ConfigError, DataError, Interrupted, LlmqError, warn
+from llmq.json_log import JsonLog
 from llmq.live import LiveView
 from llmq.machine import available_host_memory
-from llmq.metrics import JsonLog, PlainView, Reporter, View
+from llmq.metrics import PlainView, Reporter, View
 from llmq.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.option_types import NEWEST
 from llmq.options import TrainConfig
@@ -105,7 +106,8 @@ def _check_data(trainer: Trainer) -> None:
 
 def _view(trainer: Trainer) -> View:
     console = Console()
-    if console.is_terminal and not console.is_dumb_terminal:
+    left = trainer.total_steps - trainer.steps_done
+    if left > 0 and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, trainer.steps_done, trainer.total_steps)
     return PlainView()
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from llmq.checkpoint_store import (
 from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
 from llmq.hf import HfWeights
+from llmq.option_types import NEWEST
 from llmq.params import weight_table
 from llmq.presets import preset
 from llmq.tokenizer import ByteTokenizer
@@ -537,6 +539,27 @@ def test_directories_of_checkpoints_may_have_any_name(tmp_path, monkeypatch):
     assert checkpoint_at(Path("latest")) == Path("latest/step_00000004")
     assert checkpoint_at(Path("8")) is None
     assert find_checkpoint(Path("7"), "7") is None
+
+
+def test_a_checkpoint_named_like_another_step(tmp_path):
+    """The step is the recorded one; a name that contradicts it would mix up their order."""
+    for step in (6, 7):
+        save(tmp_path, step=step)
+    renamed = tmp_path / "step_9"
+    os.rename(tmp_path / "step_00000006", renamed)
+    message = (
+        f"'{renamed}' holds step 6, though its name says 9: rename it to step_00000006, or to a "
+        "name that is no step"
+    )
+    for spec in (NEWEST, "9", "6", str(tmp_path), str(renamed)):
+        with pytest.raises(LlmqError, match=f"^{re.escape(message)}$"):
+            find_checkpoint(tmp_path, spec)
+    assert find_checkpoint(tmp_path, str(tmp_path / "step_00000007")).name == "step_00000007"
+    save(tmp_path, step=8)
+    assert [path.name for path in clean_old(tmp_path, 1, -1, saved=8)] == ["step_00000007"]
+    assert listing(tmp_path) == ["step_00000008", "step_9"]
+    os.rename(renamed, tmp_path / "step_best")
+    assert find_checkpoint(tmp_path).name == "step_00000008"
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):

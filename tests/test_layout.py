@@ -17,12 +17,12 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # A module may import modules of a lower rank; of its own rank only where the package allows it.
 RANKS: list[set[str]] = [
     {"errors", "dtypes", "schedule"},
-    {"hf_config", "option_types", "files"},
+    {"hf_config", "option_types", "option_file", "files", "records"},
     {"config", "tokens"},
     {"presets", "option_fields", "tokenizer", "documents"},
     {"options"},
     {"command_line"},
-    {"runtime", "ref", "safetensors_file", "options_io", "loader", "token_shards"},
+    {"runtime", "ref", "safetensors_file", "options_io", "loader", "token_shards", "json_log"},
     {"ops", "params", "tokenize", "cards"},
     {"linear", "hf", "machine", "sol"},
     {"norm", "scales", "quants", "residuals"},

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from llmq.errors import LlmqError
+from llmq.json_log import JsonLog
 from llmq.metrics import (
-    JsonLog,
     Outliers,
     PlainView,
     Reporter,
@@ -129,21 +129,47 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 30])
-def test_full_disk_leaves_a_valid_log(tmp_path, room):
+def test_full_disk_leaves_a_valid_log_that_is_completed_later(tmp_path, room, capsys):
     path = tmp_path / "run.json"
     log = JsonLog(path)
     log.write("x", 0)
     before = path.read_bytes()
-    log._file = FullDisk(log._file, room)
-    with pytest.raises(LlmqError, match=r"the disk is full, writing .*run\.json"):
-        log.write("x", 1)
-    assert path.read_bytes() == before
+    file = log._file
+    for step in (1, 4):  # two times with the disk full, each is warned of once
+        log._file = FullDisk(file, room)
+        log.write("x", step)
+        log.write("x", step + 1)
+        assert path.read_bytes() == before
+        warning = f"warning: cannot write the log '{path}' (No space left on device): "
+        err = capsys.readouterr().err
+        assert err.startswith(warning) and err.count("\n") == 1
+        log._file = file
+        log.write("x", step + 2)
+        assert [r["step"] for r in json.loads(path.read_text())] == list(range(step + 3))
+        before = path.read_bytes()
+    log.close()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+def test_what_the_disk_refused_is_written_at_the_end_or_said_to_be_missing(tmp_path, room, capsys):
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    log._file = FullDisk(log._file, 0)
+    log.write("x", 0)
+    log.write("x", 1)
+    capsys.readouterr()
+    log._file.room = room
+    log.close()
+    missing = f"warning: '{path}' lacks its last 2 records: No space left on device\n"
+    assert capsys.readouterr().err == ("" if room else missing)
+    assert len(json.loads(path.read_text())) == (2 if room else 0)
 
 
 KILLED = """
 import sys
 from pathlib import Path
-from llmq.metrics import JsonLog
+from llmq.json_log import JsonLog
 log = JsonLog(Path(sys.argv[1]))
 for step in range(10**9):
     log.write("step", step, text="x" * (step % 20000))
@@ -280,7 +306,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
     assert reporter.view.lines[-1] == line
     assert reporter.view.bold == [line]
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
-    assert "| train       nan |" in reporter.view.lines[-1]
+    assert reporter.view.lines[-1] == line.replace("| train  1.500000 ", "")  # without steps
     assert reporter.view.states[-1] == {"eval_loss": 3.25}
     assert logged(reporter)[-1]["eval_tokens"] == 5000
 

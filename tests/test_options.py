@@ -6,6 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmq.errors import ConfigError
@@ -192,6 +193,14 @@ def test_values_are_converted(flag, value, field, expected):
         ({"train-file": ["a", "b"]}, "--train-file: expected text, got ['a', 'b']"),
         ({"beta-1": 1}, "--beta-1: must be less than 1, got 1.0"),
         ({"beta-2": 1.5}, "--beta-2: must be less than 1, got 1.5"),
+        ({"beta-1": -0.1}, "--beta-1: must be at least 0, got -0.1"),
+        ({"beta-2": "nan"}, "--beta-2: expected a number, got 'nan'"),
+        ({"adam-epsilon": 0}, "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38)"),
+        ({"adam-epsilon": -1e-8}, "--adam-epsilon: must be greater than 0"),
+        ({"adam-epsilon": 1e-46}, "--adam-epsilon: must be greater than 0"),
+        ({"adam-epsilon": "inf"}, "--adam-epsilon: expected a number, got 'inf'"),
+        ({"weight-decay": -0.1}, "--weight-decay: must be at least 0, got -0.1"),
+        ({"grad-clip": -1}, "--grad-clip: must be at least 0, got -1.0"),
         ({"seq-len": 1022}, "--seq-len: must be a multiple of 4, got 1022"),
         ({"lmhead-chunks": 3}, "--lmhead-chunks: 3 does not divide the 4096 tokens"),
         ({"attn-bwd-chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size 4"),
@@ -243,6 +252,28 @@ def test_bad_values_name_the_flag_in_one_line(options, message):
         make_config(options)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_of_numpy():
+    """As scripts have them: they become Python's own, which the log and checkpoints can hold."""
+    given = {
+        "batch": np.int64(2),
+        "seq-len": np.uint16(64),
+        "seed": np.array(7)[()],
+        "lr": np.float32(0.5),
+        "weight-decay": np.int32(1),
+        "memory-limit": np.int64(1 << 30),
+        "debug-log-abs-max": np.int8(3),
+    }
+    config = make_config(given)
+    expected = {flag: value.item() for flag, value in given.items()}
+    assert config == dataclasses.replace(make_config(expected), log_file=config.log_file)
+    types = {type(v) for v in (config.batch_size, config.seq_len, config.debug_log_abs_max)}
+    assert types == {int}
+    assert {type(config.learning_rate), type(config.weight_decay)} == {float}
+    for value in (np.float64(2.0), np.bool_(True), np.array([2])):
+        with pytest.raises(ConfigError, match="--batch-size: expected an integer"):
+            make_config({"batch": value})
 
 
 def test_legal_corner_values():
@@ -537,6 +568,8 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
     [
         ("a.yaml", "batchsize: 3", "a.yaml: unknown option batchsize, did you mean batch-size?"),
         ("a.yaml", "batch: 3\nbatch_size: 3", "a.yaml: batch_size is given twice"),
+        ("a.yaml", "lr: 1\n# x\n'lr': 2", "a.yaml is not valid: line 3: lr is given in line 1 too"),
+        ("a.json", '{"lr": 1, "steps": 3, "lr": 2}', "a.json is not valid: lr is given twice"),
         ("a.yaml", "lr: fast", "a.yaml: --learning-rate: expected a number"),
         ("a.yaml", "lr: [1", "a.yaml is not valid: "),
         ("a.json", "lr: 1", "a.json is not valid: "),

@@ -23,6 +23,7 @@ from rich.console import Console
 from llmq import announce, training
 from llmq.checkpoint import GROUPS
 from llmq.diagnose import MAX_SKIPPED
+from llmq.json_log import JsonLog
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.sol import peaks
@@ -178,6 +179,24 @@ def test_a_finished_run_only_evaluates_and_exports_again(monkeypatch):
     assert digests("out", ["model.safetensors"]) == before
     assert records("step", "again.json") == []
     assert records("eval", "again.json")[0]["loss"] == records("eval")[0]["loss"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_with_more_steps_than_it_needs_says_so(monkeypatch, capsys, terminal):
+    assert train(steps=4, save_training_state=True) == 0
+    shutil.rmtree("out")
+    capsys.readouterr()
+    console = Console(force_terminal=True, _environ={"TERM": "xterm"}) if terminal else Console()
+    monkeypatch.setattr(training, "Console", lambda: console)
+    assert train(steps=2, save_training_state=True, **{"continue": ""}) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\nNothing left to train: the run has 2 steps, 4 are done; raise --steps or --e" in out
+    assert "Starting" not in out and "done already" not in out and "nan" not in out
+    assert re.search(r"^\[V\] step     4 \[100.0%\] \| .* \| eval +[\d.]+ \| tps +\S+$", out, re.M)
+    assert "4/2" not in out
+    assert Path("out/model.safetensors").is_file()
+    assert os.listdir("ckpt") == ["step_00000004"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -504,3 +523,21 @@ def test_full_disk_while_saving(monkeypatch, capsys):
     json.loads(Path("log.json").read_text())
     assert train(steps=6, **{"continue": ""}) == 0
     assert [r["step"] for r in records("step")] == [0, 1, 2, 3, 4, 3, 4, 5]
+
+
+def test_full_disk_under_the_log(monkeypatch, capsys):
+    """One warning, and the run goes on; what was to be logged meanwhile is logged afterwards."""
+    write = JsonLog._replace_end
+
+    def full(log, data):
+        if b'"step": 2, "step_tokens"' in data and b'"step": 4, "step_tokens"' not in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(log, data)
+
+    monkeypatch.setattr(JsonLog, "_replace_end", full)
+    assert train(steps=6, save_training_state=True) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("warning: cannot write the log 'log.json' (No space left on device): ")
+    assert err.count("\n") == 1
+    assert os.listdir("ckpt") == ["step_00000006"]
+    assert [r["step"] for r in records("step")] == list(range(6))

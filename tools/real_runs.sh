@@ -25,13 +25,22 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ ! -d data ]; then
     find "$text" -type f \( -name '*.py' -o -name '*.md' -o -name '*.txt' \) -size -2M | sort >files.txt
-    shuf --random-source=files.txt -n 4000 files.txt >sample.txt
-    xargs -a sample.txt -d '\n' "$python" "$root/tools/train_tokenizer.py" tokenizer
-    inputs=()
-    for kind in py md txt; do
-        grep -q "\.$kind\$" files.txt && inputs+=("$text/**/*.$kind")
-    done
-    "$python" -m llmq tokenize "${inputs[@]}" \
+    "$python" - <<'END'
+import json
+
+with open("files.txt") as names, open("text.jsonl", "w") as out, open("utf8.txt", "w") as good:
+    for name in names.read().splitlines():
+        try:
+            with open(name, encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError:
+            continue
+        out.write(json.dumps({"text": text}) + "\n")
+        good.write(name + "\n")
+END
+    shuf --random-source=utf8.txt -n 4000 utf8.txt >sample.txt
+    xargs -a sample.txt -d '\n' -s 1500000 "$python" "$root/tools/train_tokenizer.py" tokenizer
+    "$python" -m llmq tokenize text.jsonl \
         --tokenizer tokenizer --out data.part --eval-fraction 0.004 | tail -n 4
     mv data.part data
 fi

@@ -55,10 +55,7 @@ def establish(nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDev
     other ranks, whose streams may be waiting for a flag that this rank has yet to write.
     """
     api, count = devices[0].api, len(devices)
-    buffers = []
-    for dev in devices:
-        api.setDevice(dev.index)
-        buffers.append(api.malloc(count * WARM_UP_BYTES))
+    buffers: list[int] = []
 
     def together(call: Callable[[int, Any, int], None]) -> None:
         nccl.groupStart()
@@ -82,12 +79,19 @@ def establish(nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDev
         at, words = buffers[rank] + rank * WARM_UP_BYTES, WARM_UP_BYTES // F32.itemsize
         communicator.reduceScatter(buffers[rank], at, words, TYPES[F32], SUM, stream)
 
-    for call in (gather, reduce, exchange):
-        together(call)
-    for dev, buffer in zip(devices, buffers, strict=True):
-        api.setDevice(dev.index)
-        api.deviceSynchronize()
-        api.free(buffer)
+    try:
+        for dev in devices:
+            api.setDevice(dev.index)
+            buffers.append(api.malloc(count * WARM_UP_BYTES))
+        for call in (gather, reduce, exchange):
+            together(call)
+        for dev in devices:
+            api.setDevice(dev.index)
+            api.deviceSynchronize()
+    finally:
+        for dev, buffer in zip(devices, buffers, strict=False):  # perhaps not all were allocated
+            api.setDevice(dev.index)
+            api.free(buffer)
 
 
 class Nccl:

@@ -325,6 +325,25 @@ def test_nccl_calls(machine, library):
     assert library.log == [(rank, "destroy") for rank in range(3)]
 
 
+@pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])
+def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypatch, fails):
+    devices = open_devices()
+    communicators = library.NcclCommunicator.initAll([0, 1])
+    held, owner = set(machine.runtime.buffers), library if fails == "groupEnd" else machine.runtime
+    work, calls = getattr(owner, fails), []
+
+    def fail_at_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise CudaError("out of memory")
+        return work(*args)
+
+    monkeypatch.setattr(owner, fails, fail_at_second)
+    with pytest.raises(CudaError, match="out of memory"):
+        nccl.establish(library, communicators, devices)
+    assert set(machine.runtime.buffers) == held
+
+
 @pytest.mark.usefixtures("small_chunks", "driver")
 @pytest.mark.parametrize(
     ("p2p", "damaged", "disabled"),
