@@ -185,7 +185,7 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
     """
     shrinker = Shrinker(planner, limits, fixed)
     boundless = Shrinker(planner, Limits(device=limits.device), fixed)
-    changes = boundless.shrink(config, REARRANGING)
+    changes = _with_least_host_memory(config, boundless) or boundless.shrink(config, REARRANGING)
     least = having(config, changes)
     flags = [flag("batch_size", config.batch_size)]
     flags += [spelled(config, change) for change in changes]
@@ -194,11 +194,20 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
     if boundless.excess(least):
         ways.append(_with_shorter_sequences(config, shrinker, changes))
     else:
-        ways.append(f"{mib(planner.estimate(least).host)} of host memory")
+        ways.append(f"{mib(planner.estimate(least).host + 2 * MARGIN)} of host memory")
     ways.append(_with_a_smaller_model(config, shrinker, changes))
     useful = ", or ".join(way for way in ways if way)
     help_ = f"what would help: {useful}" if useful else "use a smaller model"
     return f"nothing fits: with {' '.join(flags)} it is {missing}; {help_}"
+
+
+def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
+    """What to change so that it fits into the device; None: nothing does that."""
+    places = boundless.placements(config)
+    if not places:
+        return None
+    place, _ = min(places, key=lambda choice: choice[1].host)
+    return boundless.placed(config, place, REARRANGING)
 
 
 def _with_coarser_numbers(

@@ -16,6 +16,7 @@ from llmq.monitor import (
 from llmq.options_io import option_rows
 from llmq.plan import allocator_rows, allocator_table, needed_bytes
 from llmq.runtime.gpu_info import gpu_info
+from llmq.sol import peaks
 from llmq.trainer import Trainer
 
 Monitors = Sequence[GpuMonitor | None]
@@ -58,6 +59,10 @@ def announce_machine(
         peak = trainer.ranks.run_first("timing a product", lambda rank: measured_peak(rank.dev))
         reporter.block("Speed of Light", light.lines(peak))
         reporter.log.write("sol", 0, rank=0, **light.record())
+    elif trainer.dev.kind == "cuda" and peaks(trainer.dev.spec.name) is None:
+        reporter.message(
+            f"No speed of light: of {trainer.dev.spec.name} the peak is not known (llmq/cards.py)"
+        )
 
 
 def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:

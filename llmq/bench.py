@@ -28,11 +28,11 @@ from llmq.options_io import make_config
 GIB = 1 << 30
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps eval_num_steps"
-# Options that change nothing here: which data there is, and what is written when.
+# Options that change nothing here: which data there is, what is written when, what is timed beside.
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
-    if opt.group == OPTIONS["log_file"].group or name in _DATA.split()
+    if opt.group == OPTIONS["log_file"].group or name in (*_DATA.split(), "measure_scaling")
 }
 
 EXPLANATION = """\
@@ -168,7 +168,10 @@ def run_bench(
         outcome = run_child(options, steps, repeats)
         new["machine"] = outcome.pop("machine", None) or new["machine"]
         device = (new["machine"] or {}).get("device")
-        run |= outcome | {"peers": _peers(facts, device, run), "floor": _floor(facts, device, run)}
+        run |= outcome  # and with it how many GPUs there were
+        if run["gpus"] > 1:
+            run["flags"].setdefault("gpus", _flag("gpus", run["gpus"]))
+        run |= {"peers": _peers(facts, device, run), "floor": _floor(facts, device, run)}
         new["runs"].append(run | {"invocation": 0})
         report = new if earlier is None else merge(earlier, new)
         said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
@@ -222,10 +225,25 @@ def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# What every entry of --peers has, beside speeds whose names begin with "tps".
+_FACTS = {
+    "runs": ("device", "system", "gpus", "model", "dtype", "batch", "accumulation", "tps"),
+    "floors": ("device", "model", "seq_len"),
+}
+_PEERS_SEQ_LEN = 1024  # of runs that do not say
+
+
 def _read_facts(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return {"runs": list(facts["runs"]), "floors": list(facts["floors"])}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
+        for kind, names in _FACTS.items():
+            for fact in facts[kind]:
+                missing = [name for name in names if name not in fact]
+                wrong = [n for n, v in fact.items() if n.startswith("tps") and not v > 0]
+                if missing or wrong:
+                    raise ValueError(f"wrong or missing in {fact}: {', '.join(missing + wrong)}")
+        return facts
     except OSError as error:
         raise ConfigError(f"--peers: cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -233,13 +251,14 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _peers(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of other programs on the same machine with the same batch, by name."""
-    keys = ("gpus", "model", "dtype", "batch", "accumulation")
-    return {
-        peer["system"]: peer["tps"]
-        for peer in facts["runs"]
-        if peer["device"] == device and _same(peer, run, keys)
-    }
+    """Tokens per second of other programs on the same machine with the same batch, by name; the
+    most of each."""
+    keys = ("gpus", "model", "dtype", "batch", "accumulation", "seq_len")
+    found: dict[str, float] = {}
+    for peer in facts["runs"]:
+        if peer["device"] == device and _same({"seq_len": _PEERS_SEQ_LEN} | peer, run, keys):
+            found[peer["system"]] = max(peer["tps"], found.get(peer["system"], 0))
+    return found
 
 
 def _floor(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> float | None:

@@ -19,8 +19,8 @@ from llmq import linear, norm
 from llmq.activations import Layer, Recompute
 from llmq.config import ModelConfig
 from llmq.dtypes import F32
-from llmq.linear import Operand, Target
-from llmq.operands import Making, Operands, slot
+from llmq.linear import EXACT, Operand, Target
+from llmq.operands import FAST, Making, Operands, slot
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
 from llmq.residuals import Residuals
 from llmq.runtime.device import Device
@@ -47,8 +47,7 @@ class Blocks:
         self.dev, self.config, self.operands, self.B, self.T = dev, config, operands, B, T
         self.rows, self.dtype = operands.rows, operands.dtype
         fp8 = operands.fp8
-        self.fast_forward = fp8 is not None and fp8.fast_forward
-        self.fast_backward = fp8 is not None and fp8.fast_backward
+        self.fast = EXACT if fp8 is None else FAST[fp8.fast][0]
         self.backend, self.chunks = attention_backend, attention_chunks
         shape = (self.rows, config.hidden_size)
         kinds = recompute.of_layers(config.num_layers)
@@ -131,7 +130,7 @@ class Blocks:
 
     def _product(self, out: Tensor, x: Operand, w: dict[str, Operand], key: str) -> None:
         bias = w.get(f"{key}_bias")
-        linear.forward(self.dev, out, x, w[key], bias, fast=self.fast_forward)
+        linear.forward(self.dev, out, x, w[key], bias, fast=self.fast.forward)
 
     def _qkv(self, layer: Layer, a: dict[str, Tensor], x: Operand, w: dict[str, Operand]) -> None:
         dev, config = self.dev, self.config
@@ -196,11 +195,17 @@ class Blocks:
         return layer.kept.get(name)
 
     def _making_again(
-        self, temps: ExitStack, index: int, name: str, *, product: bool
+        self,
+        temps: ExitStack,
+        index: int,
+        name: str,
+        *,
+        product: bool,
+        out: Tensor | None = None,
     ) -> AbstractContextManager[Making]:
         """As _making. product: it is computed again too, else only its weight's gradient is."""
         args = (temps, slot(index, name), self.layers[index].table[name].features)
-        return self.operands.making(*args, codes=product, transposed=True, again=True)
+        return self.operands.making(*args, out=out, codes=product, transposed=True, again=True)
 
     def _norm_again(
         self, index: int, w: dict[str, Operand], temps: ExitStack, key: str, *, product: bool
@@ -237,19 +242,14 @@ class Blocks:
 
     def _mlp_again(
         self, index: int, w: dict[str, Operand], temps: ExitStack
-    ) -> tuple[Tensor, Operand, Operand]:
-        """mlp_up, and the inputs of the up and of the down product."""
+    ) -> tuple[Tensor, Operand]:
+        """mlp_up, and the input of its product."""
         recompute = self.layers[index].recompute
         mlp_up = self._enter(temps, index, "mlp_up")["mlp_up"]
         x = self._norm_again(index, w, temps, "ln2", product=recompute.ffn)
         if recompute.ffn:
             self._product(mlp_up, x, w, "up")
-        x_act = self._kept(index, "mlp_act")
-        if x_act is None:
-            with self._making_again(temps, index, "mlp_act", product=False) as made:
-                self._activate(made.target, mlp_up)
-            x_act = made.operand
-        return mlp_up, x, x_act
+        return mlp_up, x
 
     def _backward_mlp(
         self,
@@ -261,7 +261,7 @@ class Blocks:
     ) -> None:
         layer, dev, operands = self.layers[index], self.dev, self.operands
         with ExitStack() as temps:
-            mlp_up, x, x_act = self._mlp_again(index, w, temps)
+            mlp_up, x = self._mlp_again(index, w, temps)
             making = operands.making(
                 temps,
                 slot(index, "d_mlp_up"),
@@ -274,14 +274,29 @@ class Blocks:
                 shape = (self.rows, layer.table["mlp_act"].features)
                 d_mlp_act = inner.enter_context(dev.scratch("d_mlp_act", shape, self.dtype))
                 d_out = operands.passed(inner, slot(index, "d_mlp"), d_residual)
-                self._product_backward(d_mlp_act, d_out, x_act, w, g, "down")
-                to = d_mlp_up.target
-                args = (to.out, d_mlp_act, mlp_up)
-                self._activation.backward(dev, *args, abs_max=to.abs_max, fp8=to.fp8)
+                linear.input_gradient(dev, d_mlp_act, d_out, w["down"], fast=self.fast.d_x)
+                x_act = self._activate_backward(inner, index, d_mlp_up.target, d_mlp_act, mlp_up)
+                self._weight_gradients(d_out, x_act, g, "down")
             self._product_backward(d_norm, d_mlp_up.operand, x, w, g, "up")
         to = operands.passing(slot(index, "d_att"), d_residual)
         args = (to, d_norm, layer.residual_att, layer.ln2_stats, d_residual)
         norm.backward(dev, w, g, "ln2", *args)
+
+    def _activate_backward(
+        self, temps: ExitStack, index: int, to: Target, d_mlp_act: Tensor, mlp_up: Tensor
+    ) -> Operand:
+        """Returns the activation, which the same kernel makes again if it was not kept."""
+        kept = self._kept(index, "mlp_act")
+        args = (self.dev, to.out, d_mlp_act, mlp_up)
+        results = {"abs_max": to.abs_max, "fp8": to.fp8}
+        if kept is not None:
+            self._activation.backward(*args, **results)
+            return kept
+        in_place = {"product": False, "out": d_mlp_act}  # its gradient is not needed again
+        with self._making_again(temps, index, "mlp_act", **in_place) as made:
+            again = {"out": made.target.out, "out_fp8": made.target.fp8}
+            self._activation.backward(*args, **results, **again)
+        return made.operand
 
     def _product_backward(
         self,
@@ -292,8 +307,14 @@ class Blocks:
         g: dict[str, Accumulator],
         key: str,
     ) -> None:
+        linear.input_gradient(self.dev, d_x, d_out, w[key], fast=self.fast.d_x)
+        self._weight_gradients(d_out, x, g, key)
+
+    def _weight_gradients(
+        self, d_out: Operand, x: Operand, g: dict[str, Accumulator], key: str
+    ) -> None:
         grads = (g[key], g.get(f"{key}_bias"))
-        linear.backward(self.dev, d_x, *grads, d_out, x, w[key], fast=self.fast_backward)
+        linear.weight_gradients(self.dev, *grads, d_out, x, fast=self.fast.d_weight)
 
     def _backward_attention(
         self,

@@ -192,7 +192,7 @@ def verify(
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON, JSON lines or Parquet files, globs.")],
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, JSON or Parquet; globs.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
@@ -361,14 +361,16 @@ def _one_line(error: BaseException) -> str:
         if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
             text += " Put a pattern such as 'data/train*.bin' in quotes."
     elif isinstance(error, MemoryError):
-        text = f"out of host memory, lower --batch-size or --seq-len {error}".strip()
+        text = "out of host memory, lower --batch-size or --seq-len"
+        text += f": {error}" if str(error) else ""
     elif isinstance(error, OSError) and error.strerror:
         text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
         if error.errno == errno.ENOSPC:
             text += "; free some space or write to another disk"
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
+    return " ".join([*text.split(), *([f"({notes})"] if notes else [])])
 
 
 def main() -> None:

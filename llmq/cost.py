@@ -52,6 +52,8 @@ class Rates:
         self.card = card
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
+        if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
+            self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
 

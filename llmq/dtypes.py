@@ -73,9 +73,10 @@ STEP_SCALARS = np.dtype(
 assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
 
 # Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
-# add, the trainer reads them one step late.
+# add, the trainer reads them one step late. exposed: milliseconds in which the main stream stood
+# still for other ranks.
 STATS = (
     "loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm",
-    "saturated",
+    "saturated", "exposed",
 )  # fmt: skip
 STAT = {name: index for index, name in enumerate(STATS)}

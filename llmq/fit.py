@@ -9,27 +9,18 @@ from llmq.advice import refusal
 from llmq.estimate import RECOMPUTE, Estimate, Planner
 from llmq.options import TrainConfig
 from llmq.plan import OutOfMemory
-from llmq.shrink import MARGIN, MIN_CHUNK_ROWS, REARRANGING, Changes, Limits, Shrinker, having
+from llmq.shrink import MARGIN, PLACES, REARRANGING, Changes, Limits, Shrinker, having
 
 SHOWN = 5  # configurations
 WORTH_SHOWING = 0.75  # of the speed of the fastest
 LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at least by this factor
 PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
 
-# What leaves least on the device, whatever it costs.
-LIGHTEST: Changes = {
-    "recompute_block": True,
-    "offload_residual": True,
-    "offload_opt_m": True,
-    "offload_opt_v": True,
-    "offload_master": True,
-    "keep_transposed": False,
-    "shard_weights": True,
-    "shard_gradients": True,
-    "offload_gradients": True,
-}
 # What needs memory for speed, and is off unless asked for.
-FASTER: tuple[Changes, ...] = ({"persistent_quants": True},)
+FASTER: tuple[Changes, ...] = (
+    {"persistent_quants": True},
+    {"persistent_quants": True, "offload_quants": True},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +84,8 @@ class Fit:
 
     def _may_fit(self, config: TrainConfig) -> bool:
         """Whether what can be taken off the device makes it fit there."""
-        rest = config.seq_len % MIN_CHUNK_ROWS
-        chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
-        changes = [{name: value} for name, value in LIGHTEST.items()]
-        changes.append({"attn_bwd_chunks": config.batch_size})
-        changes.append({"lmhead_chunks": config.batch_size * chunks})
-        for change in changes:
-            config = self.shrinker.allowed(config, change) or config
-        return not self.limits.excess(self.planner.estimate(config).device, 0)
+        lightest = self.shrinker.lightest(config, PLACES)
+        return not self.limits.excess(self.planner.estimate(lightest).device, 0)
 
     def _speed(self, config: TrainConfig) -> float:
         """Tokens per second with what it has to save; 0 if it does not fit."""
@@ -116,14 +101,13 @@ class Fit:
 
     def _without_host_memory(self, config: TrainConfig) -> list[Candidate]:
         """The same micro-batch with nothing in host memory, if that is another way to fit."""
-        offload = [name for name in LIGHTEST if name.startswith("offload")]
-        if not any(getattr(config, name) for name in offload):
+        if not any(getattr(config, name) for name in PLACES):
             return []
         batch = {name: getattr(config, name) for name in PRODUCT}
-        plain = self.shrinker.allowed(self.base, batch | dict.fromkeys(offload, False))
+        plain = self.shrinker.allowed(self.base, batch | dict.fromkeys(PLACES, False))
         if plain is None:
             return []
-        shrinker = Shrinker(self.planner, self.shrinker.limits, self.fixed | set(offload))
+        shrinker = Shrinker(self.planner, self.shrinker.limits, self.fixed | set(PLACES))
         candidate = self._candidate(having(plain, shrinker.shrink(plain, REARRANGING)))
         return [] if candidate is None else [candidate]
 

@@ -16,9 +16,9 @@ import numpy as np
 from llmq import linear, norm
 from llmq.activations import Layer
 from llmq.config import ModelConfig
-from llmq.dtypes import E5M2, E5M2_MAX, F32, DType
-from llmq.linear import Fp8, Operand, Target
-from llmq.operands import HEAD, Operands
+from llmq.dtypes import E5M2, E5M2_MAX, F32
+from llmq.linear import EXACT, Fp8, Operand, Target
+from llmq.operands import FAST, HEAD, Operands
 from llmq.ops import cross_entropy, quantize
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
@@ -32,7 +32,7 @@ def gradient_scale(z_loss: float) -> float:
 
 
 class Head:
-    """Buffers of the head for B*T = rows tokens.
+    """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
 
     losses, lse: F32 (rows,), per token, of the last micro-step. chunks: the logits of rows/chunks
     tokens exist at a time.
@@ -43,11 +43,10 @@ class Head:
         dev: Device,
         config: ModelConfig,
         operands: Operands,
-        dtype: DType,
-        rows: int,
         chunks: int,
         z_loss: float,
     ):
+        dtype, rows = operands.dtype, operands.rows
         self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
         self.operands, self.z_loss = operands, z_loss
         shape = (rows, config.hidden_size)
@@ -58,8 +57,7 @@ class Head:
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
         self.fp8 = fp8 is not None and fp8.head
-        self.fast_forward = self.fp8 and fp8.fast_forward
-        self.fast_backward = self.fp8 and fp8.fast_backward
+        self.fast = FAST[fp8.fast][1] if self.fp8 else EXACT
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
@@ -164,8 +162,8 @@ class Head:
     def _products(
         self, d_logits: Operand, x: Operand, lm_head: Operand, d_x: Tensor, d_weight: Accumulator
     ) -> None:
-        fast = self.fast_backward
-        linear.backward(self.dev, d_x, d_weight, None, d_logits, x, lm_head, fast=fast)
+        linear.input_gradient(self.dev, d_x, d_logits, lm_head, fast=self.fast.d_x)
+        linear.weight_gradient(self.dev, d_weight, d_logits, x, fast=self.fast.d_weight)
 
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks
@@ -183,5 +181,5 @@ class Head:
         matrix = lm_head.codes if self.fp8 else lm_head
         shape = (stop - start, matrix.shape[0])
         with self.dev.scratch("logits", shape, self.dtype) as logits:
-            linear.forward(self.dev, logits, x, lm_head, fast=self.fast_forward)
+            linear.forward(self.dev, logits, x, lm_head, fast=self.fast.forward)
             yield logits

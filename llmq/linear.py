@@ -9,7 +9,7 @@ contiguous in both, so input, weight and output gradient are each needed in two 
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
-fast permits fp8 products to sum with fewer bits (`ops.matmul.matmul_fp8`).
+Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ class Fp8:
 
 
 Operand = Tensor | Fp8
+
+
+class Fast(NamedTuple):
+    """Which fp8 products may sum with fewer bits."""
+
+    forward: bool = False
+    d_x: bool = False
+    d_weight: bool = False
+
+
+EXACT = Fast()
 
 
 def forward(
@@ -107,19 +118,16 @@ def _weight_product(
         matmul(dev, out, d_out, x, trans_a=True, accumulate=accumulate)
 
 
-def backward(
+def weight_gradients(
     dev: Device,
-    d_x: Tensor,
     d_weight: Accumulator,
     d_bias: Accumulator | None,
     d_out: Operand,
     x: Operand,
-    weight: Operand,
     *,
     fast: bool = False,
 ) -> None:
-    """All gradients of the layer, from d_out (rows, out_features) and the input x it had."""
-    input_gradient(dev, d_x, d_out, weight, fast=fast)
+    """Of weight and bias, from d_out (rows, out_features) and the input x."""
     weight_gradient(dev, d_weight, d_out, x, fast=fast)
     if d_bias is not None:
         bias_op.backward(dev, d_bias, d_out.source if isinstance(d_out, Fp8) else d_out)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmq.errors import ConfigError, LlmqError
+from llmq.config import ModelConfig
+from llmq.dtypes import parse_dtype
+from llmq.errors import ConfigError, LlmqError, warn
+from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from llmq.options import TrainConfig
 from llmq.runtime.affinity import stay_near
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.kernel import Source
 
 MIB = 1 << 20
+CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
 
 # A card that `llmq plan` assumes where none is named: enough multiprocessors that no real card
 # needs larger workspaces (an RTX PRO 6000 has 188), and the largest workspace for the library.
@@ -70,12 +77,13 @@ def choose_machine(device: str, gpus: int) -> Machine:
         return Machine(kind="host", spec=HOST_SPEC, note=None, world_size=max(gpus, 1))
     from llmq.runtime import cuda_device
 
-    if device == "auto":
-        reason = cuda_device.unusable_reason(0)
-        if reason is not None:
-            note = f"Running on the CPU, meant for small models ({reason})."
-            return Machine(kind="host", spec=HOST_SPEC, note=note, world_size=max(gpus, 1))
-    first = cuda_device.device_spec(0)  # says why, if there is none
+    try:
+        first = cuda_device.device_spec(0)  # says why, if there is none
+    except LlmqError as error:
+        if device != "auto":
+            raise
+        note = f"Running on the CPU, meant for small models ({error})."
+        return Machine(kind="host", spec=HOST_SPEC, note=note, world_size=max(gpus, 1))
     if gpus == 1:
         return Machine(kind="cuda", spec=first, note=None)
     return _choose_gpus(gpus)
@@ -111,6 +119,57 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
         memory=min(spec.memory for spec in specs),
         library_workspace=max(spec.library_workspace for spec in specs),
     )
+
+
+def check_sizes(model: ModelConfig, machine: Machine) -> None:
+    """ConfigError for sizes that the CPU device can compute and GPUs cannot."""
+    if machine.kind != "cuda":
+        return
+    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the model's head size is {model.head_dim}; on a GPU it must be a multiple of "
+            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
+        )
+    for name, size in (("hidden", model.hidden_size), ("intermediate", model.intermediate_size)):
+        if size % CHANNEL_MULTIPLE:
+            raise ConfigError(
+                f"the model's {name} size is {size}; on a GPU it must be a multiple of "
+                f"{CHANNEL_MULTIPLE}: use --device cpu"
+            )
+
+
+def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
+    """ "native" or "cudnn": what --attention means here.
+
+    Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
+    """
+    if config.attention == "native" or machine.kind == "host":
+        if config.attention == "cudnn":
+            raise ConfigError("--attention cudnn: it needs a GPU")
+        return "native"
+    from llmq.runtime import cudnn
+
+    dtype = parse_dtype(config.model_dtype)
+    reason = cudnn.unsupported(machine.spec.capability, dtype, model.head_dim)
+    if reason is not None and config.attention == "cudnn":
+        raise ConfigError(f"--attention cudnn: {reason}; {cudnn.NATIVE}")
+    if reason is not None:
+        return "native"
+    sizes = (config.batch_size, config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+    try:
+        with closing(cudnn.CudnnAttention(0)) as library:
+            library.check(*sizes, config.attn_bwd_chunks)
+    except LlmqError as error:
+        if config.attention == "cudnn":
+            raise ConfigError(f"--attention cudnn: {error}") from error
+        _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
+        return "native"
+    return "cudnn"
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    warn([line])
 
 
 def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:

@@ -2,8 +2,8 @@
 
 `python -m llmq.measure RESULT` reads a job as JSON from standard input: `options` by flag name,
 `steps` and `repeats` to time, and `started`, the time at which the process was asked for. It writes
-JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or `result` and
-`machine`.
+JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or `result`,
+`machine` and `gpus`, how many were used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -118,7 +119,7 @@ def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
 
 
 def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -> dict[str, Any]:
-    """`result` and `machine` of one run; see llmq/bench.py for what the numbers mean."""
+    """`result`, `machine`, `gpus` of one run; see llmq/bench.py for what the numbers mean."""
     with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
@@ -161,7 +162,8 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
         for monitor in monitors:
             if monitor is not None:
                 monitor.close()
-    return {"result": result, "machine": machine}
+        gpus = trainer.world_size
+    return {"result": result, "machine": machine, "gpus": gpus}
 
 
 def _joules(monitors: list[GpuMonitor | None]) -> float | None:
@@ -202,6 +204,10 @@ def main() -> None:
         outcome = {"status": "does not fit", "message": str(error)}
     except LlmqError as error:
         outcome = {"status": "failed", "message": str(error)}
+    except Exception as error:  # of CUDA, say: the report says why, and the traceback where
+        traceback.print_exc()
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        outcome = {"status": "failed", "message": message}
     write_file(Path(sys.argv[1]), json.dumps(outcome))
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from llmq.json_log import JsonLog
 from llmq.loader import DataLoader
 from llmq.runtime.links import LinkTable
-from llmq.runtime.timing import Timing
 from llmq.step import Result
 
 SHOWN_FILES = 10  # in [Dataset], for each split
@@ -207,6 +206,7 @@ class Reporter:
                 self.message(f"{name} outlier with z-score: {score:.1f}", step)
         if result.saturated:
             self.message(f"Elements beyond their delayed fp8 scales: {result.saturated}", step)
+        waited = result.communication
         self.log.write(
             "step",
             step,
@@ -219,17 +219,23 @@ class Reporter:
             lse_mean=result.lse_mean,
             loss_1k=result.loss_1k,
             saturated=result.saturated,
+            **({} if waited is None else {"communication": waited}),
         )
         self.view.progress(
             step=step + 1, loss=result.loss, norm=result.norm, lr=lr, ms=ms, tokens=tokens
         )
 
-    def time_breakdown(self, step: int, timings: Sequence[Timing]) -> None:
+    def time_breakdown(
+        self,
+        step: int,
+        timings: Sequence[Sequence[tuple[str, float]]],
+        communication: float | None,
+    ) -> None:
         """--debug-time-breakdown: the parts of a step, on the console those of rank 0.
 
-        timings: by rank. Where there are several, also what each one waited for the others.
+        timings: by rank. communication: as in Result.
         """
-        parts = [_parts(timing.ranges) for timing in timings]
+        parts = [_parts(ranges) for ranges in timings]
         self.view.line("")
         self.view.line("Timing breakdown:")
         for p in parts[0]:
@@ -240,16 +246,12 @@ class Reporter:
                 self.view.line(
                     f"  fwd {p['fwd']:7.2f}ms, head {p['head']:7.2f}ms, bwd {bwd:7.2f}ms"
                 )
-        waits = [sum(timing.waits) for timing in timings]
-        several = len(timings) > 1
-        if several:
-            shown = ", ".join(f"{ms:.2f}" for ms in waits)
-            self.view.line(f"  waits for other ranks, by rank: {shown} ms")
+        if communication is not None:
+            self.view.line(f"  waits for other ranks {communication:7.2f}ms")
         self.view.line("")
         for rank, breakdown in enumerate(parts):
-            waited = {"communication": waits[rank]} if several else {}
             fields = {"type": "time-breakdown", "gpu": rank, "breakdown": breakdown}
-            self.log.write("info", step, **fields, **waited)
+            self.log.write("info", step, **fields)
 
     def abs_maxes(self, step: int, values: dict[str, float]) -> None:
         """--debug-log-abs-max: largest absolute values by name; NaN is the largest of all."""
@@ -297,6 +299,13 @@ class Reporter:
         for line in [*table.lines(), ""]:
             self.view.line(line)
         self.log.write("links", 0, links=table.records())
+
+    def fast_products(self, step: int, chosen: dict[str, bool]) -> None:
+        """Which fp8 products sum with fewer bits, of those that may."""
+        if chosen:
+            fast = sum(chosen.values())
+            self.view.line(f"  fast accumulation: {fast} of {len(chosen)} fp8 products that may")
+            self.log.write("fast-products", step, fast_products=chosen)
 
     def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
         """What --measure-scaling found."""

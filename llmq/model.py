@@ -40,7 +40,7 @@ class Model:
     def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
         self.dev, self.config, self.weights = dev, config, weights
         B, T = options.micro_batch, options.seq_len
-        rows, shape = B * T, (B * T, config.hidden_size)
+        shape = (B * T, config.hidden_size)
         self.residuals = Residuals(
             dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
         )
@@ -57,8 +57,7 @@ class Model:
             attention_backend=options.attention_backend,
             attention_chunks=options.attention_chunks,
         )
-        args = (options.dtype, rows, options.lmhead_chunks, options.z_loss)
-        self.head = Head(dev, config, self.operands, *args)
+        self.head = Head(dev, config, self.operands, options.lmhead_chunks, options.z_loss)
         self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
         self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmq.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType
-from llmq.linear import Fp8, Operand, Target
+from llmq.linear import EXACT, Fast, Fp8, Operand, Target
 from llmq.ops import abs_max, quantize
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
@@ -40,15 +40,25 @@ class Fp8Options:
     """Formats of values (E4M3) and of output gradients (E4M3 or E5M2), and how they are used.
 
     delayed: scales come from earlier steps. head: the LM head's products are in fp8 too.
-    fast_forward, fast_backward: these products may sum with fewer bits.
+    fast: which products may sum with fewer bits, as --fp8-fast-accumulation says.
     """
 
     value: DType
     gradient: DType
     delayed: bool = False
     head: bool = False
-    fast_forward: bool = False
-    fast_backward: bool = False
+    fast: str = "none"
+
+
+# By --fp8-fast-accumulation: in blocks, and in the head. What is lost grows with the length of the
+# sums: over features in most products, over tokens in weights' gradients, and over the vocabulary
+# in the gradient of the head's input.
+FAST = {
+    "none": (EXACT, EXACT),
+    "forward": (Fast(forward=True), Fast(forward=True)),
+    "activations": (Fast(forward=True, d_x=True), Fast(forward=True)),
+    "all": (Fast(forward=True, d_x=True, d_weight=True),) * 2,
+}
 
 
 @dataclass(slots=True)
@@ -120,7 +130,7 @@ class Operands:
         self.scales.forget()
 
     def finish_step(self, stats: Tensor) -> None:
-        """Before the update of an optimizer step; stats: F64 (9,), sums of this rank. Launches."""
+        """Before the update of an optimizer step; stats: F64 (10,), sums of this rank. Launches."""
         if self.scales is not None:
             self.scales.finish_step(stats)
 

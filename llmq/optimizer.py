@@ -119,7 +119,7 @@ class AdamW:
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
 
-        stats: F64 (9,), this rank's sums in, those of all ranks out.
+        stats: F64 (10,), this rank's sums in, those of all ranks out.
         """
         global_norm.squared(self.dev, stats, [grads.shard[s.name] for s in self.table])
         self.combine(stats)

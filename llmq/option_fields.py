@@ -90,9 +90,10 @@ class Fields:
     fp8_fast_accumulation: str = option(
         _MODEL,
         "forward",
-        "fp8 products that may sum with fewer bits, which is faster",
+        "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
+        "gradients of activations in blocks",
         parse=parse_word,
-        choices=("none", "forward", "all"),
+        choices=("none", "forward", "activations", "all"),
     )
     seed: int = option(
         _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1

@@ -220,8 +220,8 @@ class TrainConfig(Fields):
             ),
             (
                 "--use-zero-copy",
-                "has no effect without --offload-master, --offload-opt-m or --offload-opt-v",
-                self.use_zero_copy and not optimizer,
+                "has no effect without --offload-master, -opt-m, -opt-v or -gradients",
+                self.use_zero_copy and not (optimizer or self.offload_gradients),
             ),
             (
                 "--write-combined",

@@ -41,8 +41,7 @@ def fp8_options(config: TrainConfig) -> Fp8Options | None:
         gradient=parse_dtype(config.gradient_dtype),
         delayed=config.fp8_recipe == "delayed",
         head=config.head_dtype == "e4m3",
-        fast_forward=config.fp8_fast_accumulation != "none",
-        fast_backward=config.fp8_fast_accumulation == "all",
+        fast=config.fp8_fast_accumulation,
     )
 
 
@@ -227,8 +226,8 @@ def comm_options(config: TrainConfig) -> CommOptions:
 
 
 def _counted(dev: PlanDevice) -> np.ndarray:
-    """int64 (3,): FLOPs, bytes and launches so far."""
-    return np.array([sum(c.values()) for c in (dev.flops, dev.bytes, dev.launches)], np.int64)
+    """(3,): FLOPs, bytes and launches so far, as Python's integers, which have no largest one."""
+    return np.array([sum(c.values()) for c in (dev.flops, dev.bytes, dev.launches)], object)
 
 
 def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[dict[str, Any]]:

@@ -15,14 +15,20 @@ from llmq.cost import StepTime, step_time
 from llmq.errors import ConfigError, warn
 from llmq.estimate import Planner
 from llmq.fit import Candidate, Fit
-from llmq.machine import MIB, PLAN_SPEC, available_host_memory, choose_machine
+from llmq.machine import (
+    MIB,
+    PLAN_SPEC,
+    attention_backend,
+    available_host_memory,
+    choose_machine,
+)
 from llmq.options import TrainConfig
 from llmq.params import parameter_count
 from llmq.plan import Plan, allocator_table, make_plan, needed_bytes
 from llmq.runtime.cudnn import MAX_BACKWARD_HEAD_DIM
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.shrink import Limits, memory_limit
-from llmq.trainer import attention_backend, check_gpu
+from llmq.trainer import check_gpu
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of plan.CONTEXT_BYTES, taken already when the free memory is read
 
@@ -126,10 +132,10 @@ def run_plan(
 def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | None) -> list[str]:
     """The plan for people. time: predicted, None where no card is known."""
     needed, limit = needed_bytes(plan, where.spec), where.limits.device
-    fits = limit is not None and needed <= limit
+    free = None if limit is None or needed > limit else {"Free": limit - needed}
     lines = [
         "[Allocator State]",
-        *allocator_table(plan.usage, {"Free": limit - needed} if fits else None),
+        *allocator_table(plan.usage, free),
         "",
         "[Plan]",
         f"  Device:          {where.spec.name}",
@@ -153,7 +159,10 @@ def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | 
     if limit is None:
         lines.append("  Fits:            compare with the card, or give --gpu-memory")
     else:
-        lines.append(f"  Fits:            {'yes' if fits else 'no'}, into {room(limit)}")
+        fits = "no" if where.limits.excess(needed, plan.host_bytes) else "yes"
+        host = where.limits.host
+        beside = "" if host is None else f" and {room(host)} of host memory"
+        lines.append(f"  Fits:            {fits}, into {room(limit)}{beside}")
     return lines
 
 

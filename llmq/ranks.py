@@ -19,7 +19,7 @@ from llmq.plan import comm_options
 from llmq.runtime.comm import connect, silenced
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.links import LinkTable
-from llmq.runtime.timing import Timing, time_ranges, time_waits
+from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.shards import assemble, parts_of, read_group, write_group
 from llmq.step import RESULTS, Batch, Piece, Result, Step, StepOptions
@@ -220,16 +220,15 @@ class Ranks:
         return ticket
 
     @contextmanager
-    def time_parts(self) -> Iterator[list[Timing]]:
-        """Within the block, time the parts of what runs; afterwards the list holds them by rank.
+    def time_parts(self) -> Iterator[list[list[tuple[str, float]]]]:
+        """Within the block, time the parts of what runs: afterwards name and milliseconds, by rank.
 
-        Runs without graphs: where their launches hold the GPUs up, less is seen of communication.
+        Runs without graphs.
         """
         stacks = [ExitStack() for _ in range(self.world_size)]
 
-        def begin(rank: Rank) -> Timing:
-            enter = stacks[rank.dev.rank].enter_context
-            return Timing(enter(time_ranges(rank.dev)), enter(time_waits(rank.dev)))
+        def begin(rank: Rank) -> list[tuple[str, float]]:
+            return stacks[rank.dev.rank].enter_context(time_ranges(rank.dev))
 
         timings = self.run("timing", begin)
         try:

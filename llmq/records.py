@@ -89,24 +89,25 @@ def _elements(path: str, file: BinaryIO, offset: int) -> Iterator[tuple[bytes, i
     """The objects in an array and where each ends. offset: of the file's start or such an end."""
     data, start = b"", 0  # what was read last, and how much of it is done with
     bracket, comma = (b"", b",") if offset else (b"[", b"")
-    more = b"-"
+    at_end = False
     while True:
         gap = _GAP.match(data, start)
         next_byte = data[gap.end() : gap.end() + 1]
-        if next_byte == b"{" and gap.groups() == (bracket, comma):
-            if end := _end_of_object(data, gap.end()):
-                yield data[gap.end() : end], offset + end
-                start, bracket, comma = end, b"", b","
-                continue
-        elif not more and not next_byte and gap.groups() == (bracket, b"]"):
+        begins = next_byte == b"{" and gap.groups() == (bracket, comma)
+        end = _end_of_object(data, gap.end()) if begins else 0
+        if end:
+            yield data[gap.end() : end], offset + end
+            start, bracket, comma = end, b"", b","
+        elif at_end and not next_byte and gap.groups() == (bracket, b"]"):
             return
-        if not more or next_byte not in (b"{", b""):
+        elif at_end or (next_byte and not begins):
             raise DataError(
                 f"'{path}' is no array of JSON objects from byte {offset + start} on: mend it, or "
                 "write one object on each line"
             )
-        more = file.read(max(READ_BYTES, len(data) - start))
-        data, start, offset = data[start:] + more, 0, offset + start
+        else:
+            more = file.read(max(READ_BYTES, len(data) - start))
+            data, start, offset, at_end = data[start:] + more, 0, offset + start, not more
 
 
 def _end_of_object(data: bytes, start: int) -> int:

@@ -16,7 +16,7 @@ from llmq.decode import Decoder
 from llmq.dtypes import F32, DType, parse_dtype
 from llmq.errors import ConfigError, LlmqError
 from llmq.hf import HfWeights
-from llmq.machine import Machine, choose_machine
+from llmq.machine import Machine, check_sizes, choose_machine
 from llmq.params import Param, weight_table
 from llmq.presets import resolve_model
 from llmq.runtime.plan_device import PlanDevice
@@ -168,6 +168,7 @@ def run_sample(
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
     with open_model(model) as (config, read, source):
+        check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = tokenizer.encode(prompt) or [first_token(config)]
         _check_prompt(ids, config)

@@ -85,10 +85,11 @@ class Scales:
     def finish_step(self, stats: Tensor) -> None:
         """Delayed scales for the next step. Only launches.
 
-        stats: F64 (9,), this rank's count of saturated elements is added.
+        stats: F64 (10,), this rank's count of saturated elements is added; the norm becomes NaN
+        where a tensor had an infinity, which is clamped like any other large number.
         """
         if self.delayed:
-            fp8_scale.count(self.dev, stats, self._saturated)
+            fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
             self._record()
 
     def calibrate(self) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import combinations
 from typing import Any
 
 from llmq.errors import ConfigError
-from llmq.estimate import Planner
+from llmq.estimate import Estimate, Planner
 from llmq.machine import MIB, Machine, available_host_memory
 from llmq.options import TrainConfig
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
 MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
+NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
+TRIES = 3  # choices of what is in host memory that are followed up
 
 Changes = dict[str, Any]  # options by field name
 Saver = Callable[[TrainConfig], Changes]
@@ -67,8 +70,8 @@ def _on(*names: str) -> Saver:
     return lambda config: dict.fromkeys(names, True)
 
 
-def _not(name: str) -> Saver:
-    return lambda config: {name: False}
+def _not(*names: str) -> Saver:
+    return lambda config: dict.fromkeys(names, False)
 
 
 def _more_chunks(head: int, attention: int) -> Saver:
@@ -87,11 +90,18 @@ def _more_chunks(head: int, attention: int) -> Saver:
 
 
 def smaller_batch(config: TrainConfig) -> Changes:
-    """Half as many sequences at a time, twice as often."""
-    half = config.batch_size // 2
-    if config.batch_size % 2 or half % config.attn_bwd_chunks:
+    """Half as many sequences at a time, twice as often; a third, where they cannot be halved, …"""
+    batch = config.batch_size
+    if batch == 1:
         return {}
-    return {"batch_size": half, "grad_accumulation": 2 * config.grad_accumulation}
+    factor = next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
+    fewer = batch // factor
+    return {
+        "batch_size": fewer,
+        "grad_accumulation": factor * config.grad_accumulation,
+        "lmhead_chunks": math.gcd(config.lmhead_chunks, fewer * config.seq_len),
+        "attn_bwd_chunks": math.gcd(config.attn_bwd_chunks, fewer),
+    }
 
 
 # These change when and where numbers are computed and kept, but not their formats. Some do nothing
@@ -103,6 +113,7 @@ REARRANGING: tuple[Saver, ...] = (
     _on("recompute_qkv"),
     _on("recompute_att"),
     _on("recompute_block"),
+    lambda config: {"recompute_layers": "all"},
     _more_chunks(2, 1),
     _more_chunks(8, 1),
     _more_chunks(1, 4),
@@ -116,6 +127,7 @@ REARRANGING: tuple[Saver, ...] = (
     _on("shard_weights", "offload_master"),
     _on("shard_weights", "persistent_quants"),
     _on("shard_weights", "persistent_quants", "offload_quants"),
+    _not("persistent_quants", "offload_quants"),
     _on("shard_gradients"),
     _on("shard_gradients", "offload_gradients"),
 )
@@ -124,6 +136,17 @@ STAYING: tuple[Saver, ...] = tuple(
     _not(f"offload_{name}")
     for name in ("residual", "opt_m", "opt_v", "master", "gradients", "quants")
 )
+# What can be in host memory, and what else leaves least on the device, whatever it costs.
+PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
+LIGHTEST: Changes = {
+    "recompute_block": True,
+    "recompute_layers": "all",
+    "keep_transposed": False,
+    "shard_weights": True,
+    "shard_gradients": True,
+    "offload_quants": False,
+    "persistent_quants": False,
+}
 # These round more, the least harmful first.
 ROUNDING: tuple[Saver, ...] = (
     lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
@@ -161,8 +184,72 @@ class Shrinker:
         """What to change, one after the other, none superfluous; may not be enough.
 
         Always next: what costs the least time for each byte that is still too much. start: changes
-        to begin with, such as those of a similar configuration.
+        to begin with, such as those of a similar configuration. Where both memories are short, that
+        can fill the host's with the wrong things: then what is to be there is chosen first.
         """
+        found = self._cheapest(config, savers, start)
+        if self.limits.host is None or self.fits(having(config, found)):
+            return found
+        places = [place for place, _ in self.placements(config)[:TRIES]]
+        tried = [self.placed(config, place, savers) for place in places]
+        fitting = [changes for changes in tried if self.fits(having(config, changes))]
+        return min(fitting, key=lambda each: self._seconds(having(config, each)), default=found)
+
+    def _seconds(self, config: TrainConfig) -> float:
+        return self.planner.estimate(config).time.total
+
+    def placed(self, config: TrainConfig, place: Changes, savers: Sequence[Saver]) -> list[Changes]:
+        """`place`, one of the placements, and the cheapest changes beside it."""
+        kept = self.fixed | {*PLACES, "offload_quants"}
+        rest = Shrinker(self.planner, self.limits, kept)
+        first = [place] if place else []
+        return first + rest._cheapest(having(config, first), savers, ())
+
+    def placements(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
+        """What may be in host memory so that all fits, if the rest is as light as can be, and what
+        is needed then; the fastest first.
+        """
+        if self._is_hopeless(config):
+            return []
+        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
+        found = []
+        for light in dict.fromkeys(self.lightest(config, places) for places in hosted):
+            if self.fits(light):
+                names = [*PLACES, "offload_quants", "persistent_quants"]
+                names += ["shard_gradients"] if light.offload_gradients else []
+                place = {name: getattr(light, name) for name in names}
+                place = {name: v for name, v in place.items() if getattr(config, name) != v}
+                found.append((place, self.planner.estimate(light)))
+        return sorted(found, key=lambda choice: choice[1].time.total)
+
+    def _is_hopeless(self, config: TrainConfig) -> bool:
+        """Whether the device is too small for what must be there, or both memories together are."""
+        device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
+        if device is None:
+            return False
+        hosting, staying = (
+            self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())
+        )
+        least = min(need.device * ranks + need.host for need in (hosting, staying))
+        both = math.inf if host is None else device * ranks + host
+        return hosting.device > device or both < NEARLY * least
+
+    def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
+        """With these of PLACES in host memory, and what else leaves least on the device; as far as
+        it is allowed."""
+        rest = config.seq_len % MIN_CHUNK_ROWS
+        chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
+        changes = [{name: value} for name, value in LIGHTEST.items()]
+        changes += [{name: name in hosted} for name in PLACES]
+        changes.append({"attn_bwd_chunks": config.batch_size})
+        changes.append({"lmhead_chunks": config.batch_size * chunks})
+        for change in changes:
+            config = self.allowed(config, change) or config
+        return config
+
+    def _cheapest(
+        self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes]
+    ) -> list[Changes]:
         found: list[Changes] = []
         for change in start:
             if self.allowed(having(config, found), change) is not None:
@@ -203,7 +290,7 @@ class Shrinker:
         saved = 0 if then is None else self.excess(now) - self.excess(then)
         if saved <= 0:
             return math.inf
-        before, after = (self.planner.estimate(c).time.total for c in (now, then))
+        before, after = (self._seconds(c) for c in (now, then))
         return (max(after - before, 0.0) + TROUBLE * before) / saved
 
     def allowed(self, now: TrainConfig, change: Changes) -> TrainConfig | None:

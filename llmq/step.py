@@ -7,23 +7,25 @@ pinned slots (scalars, tokens, targets), and comes back through another (losses,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from llmq.config import ModelConfig
-from llmq.dtypes import F64, I32, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.dtypes import F64, I32, I64, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
 from llmq.grads import GradientOptions, Gradients
 from llmq.model import Model, ModelOptions
-from llmq.ops import cross_entropy
+from llmq.ops import clock, cross_entropy
 from llmq.optimizer import AdamW, OptimizerOptions
 from llmq.params import Slab, weight_table
-from llmq.runtime.device import Device, Event
+from llmq.runtime.device import Clock, Device, Event
 from llmq.runtime.tensor import Tensor
 from llmq.weights import WeightOptions, Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
+MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
 
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
@@ -56,7 +58,8 @@ class Result:
 
     tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
     the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
-    for their fp8 scales, with delayed ones.
+    for their fp8 scales, with delayed ones. communication: milliseconds of the step in which a rank
+    did nothing but wait for others, the mean of all; None with one rank, 0 for evaluations.
     """
 
     loss: float
@@ -66,10 +69,11 @@ class Result:
     lse_max: float
     lse_mean: float
     saturated: int = 0
+    communication: float | None = field(default=None, compare=False)  # a time is never the same
 
     @classmethod
-    def from_stats(cls, stats: np.ndarray) -> Result:
-        """stats: F64 (9,), sums as named in llmq.dtypes.STATS."""
+    def from_stats(cls, stats: np.ndarray, world_size: int) -> Result:
+        """stats: F64 (10,), sums of all ranks as named in llmq.dtypes.STATS."""
         value = {name: float(stats[i]) for name, i in STAT.items()}
         tokens, tokens_1k = value["tokens"], value["tokens_1k"]
         return cls(
@@ -80,6 +84,7 @@ class Result:
             lse_max=value["lse_max"],
             lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
             saturated=int(value["saturated"]),
+            communication=value["exposed"] / world_size if world_size > 1 else None,
         )
 
 
@@ -112,9 +117,14 @@ class Step:
         self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
         self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
         self.stats = dev.alloc("stats", (len(STATS),), F64, "Activations")
+        self._exposed: Tensor | None = None  # milliseconds since the last sums of all ranks
+        self._goes_on = False  # whether this is directly after another step
+        if dev.world_size > 1:
+            self._open_clock()
         # Enough slots for two steps: by the time a third is enqueued, the first one's result has
-        # normally been read, and its slots are free without asking the device.
-        slots = 2 * options.grad_accum_steps
+        # normally been read, and its slots are free without asking the device. Longer steps wait
+        # until the device has got what it was sent so many micro-steps ago.
+        slots = min(2 * options.grad_accum_steps, MOST_SLOTS)
         self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
         self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
@@ -123,6 +133,13 @@ class Step:
         self.grads = Gradients(dev, self.table, options.gradients, self.scalars)
         self.optimizer = AdamW(dev, self.table, options.optimizer)
         self.model = Model(dev, config, options.model, self.weights)
+
+    def _open_clock(self) -> None:
+        """Let the device measure how long it waits for other ranks."""
+        at = self.dev.alloc("clock", (1,), I64, "Activations")
+        total = self._exposed = self.dev.alloc("exposed", (1,), F64, "Activations")
+        start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
+        self.dev.clock = Clock(start, stop)
 
     def train(self, step: int, lr: float, grad_clip: float, batches: Iterable[Batch]) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
@@ -137,6 +154,9 @@ class Step:
     def start(self) -> None:
         """Before the first micro-step of an optimizer step."""
         self.dev.zero(self.stats)
+        # What ranks wait for after they have exchanged a step's sums counts in the next step.
+        if self._exposed is not None and not self._goes_on:
+            self.dev.zero(self._exposed)
         self.model.operands.start_step()
 
     def micro_step(self, micro_step: int, scalars: np.ndarray, batch: Batch) -> None:
@@ -185,11 +205,13 @@ class Step:
         """Enqueue the optimizer; returns the ticket of the step's result."""
         self.dev.graph(("update",), self._update)
         self.weights.updated()
+        self._goes_on = True
         return self._post()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
         """The mean loss over the batches of all ranks; waits for the device."""
         self.dev.zero(self.stats)
+        self._goes_on = False
         for batch in batches:
             self.evaluate_batch(batch)
         self.dev.graph(("combine",), lambda: self.optimizer.combine(self.stats))
@@ -212,7 +234,7 @@ class Step:
         index = ticket % RESULTS
         self.incoming.events[index].synchronize()
         self._last_read = max(self._last_read, ticket)
-        return Result.from_stats(self.incoming.slots[index].numpy())
+        return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
 
     def state(self) -> dict[str, list[Piece]]:
         """What a checkpoint holds of this rank, by group."""
@@ -259,6 +281,9 @@ class Step:
     def _update(self) -> None:
         with self.dev.range("optimizer"):
             self.model.operands.finish_step(self.stats)
+            if self._exposed is not None:
+                self.dev.copy(self.stats.rows(STAT["exposed"], STAT["exposed"] + 1), self._exposed)
+                self.dev.zero(self._exposed)
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
 
     def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:

@@ -19,8 +19,7 @@ from llmq.dtypes import parse_dtype
 from llmq.errors import ConfigError, LlmqError, warn
 from llmq.hf import HfWeights, export_model
 from llmq.loader import DataLoader
-from llmq.machine import Machine, choose_machine
-from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from llmq.machine import Machine, attention_backend, check_sizes, choose_machine
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.params import Param, weight_table
@@ -36,7 +35,6 @@ from llmq.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.tokens import MASKED_TARGET, expand_pattern
 
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
-CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
 
 
 class Trainer:
@@ -62,7 +60,11 @@ class Trainer:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
         model, model_dir = resolve_model(config.model, config.from_scratch)
         self._open(config.validate_with(model), model, model_dir)
-        self.load_weights()
+        try:
+            self.load_weights()
+        except BaseException:  # the caller gets nothing that could be closed
+            self.close()
+            raise
 
     @classmethod
     def from_config(
@@ -365,35 +367,4 @@ def check_gpu(config: TrainConfig, model: ModelConfig, machine: Machine) -> None
             f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
             f"{capability / 10}: use bf16"
         )
-    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"the model's head size is {model.head_dim}; on a GPU it must be a multiple of "
-            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
-        )
-    for name, size in (("hidden", model.hidden_size), ("intermediate", model.intermediate_size)):
-        if size % CHANNEL_MULTIPLE:
-            raise ConfigError(
-                f"the model's {name} size is {size}; on a GPU it must be a multiple of "
-                f"{CHANNEL_MULTIPLE}: use --device cpu"
-            )
-
-
-def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
-    """ "native" or "cudnn": what --attention means here. ConfigError if cudnn cannot be had."""
-    if config.attention == "native" or (config.attention == "auto" and machine.kind == "host"):
-        return "native"
-    reason: str | None = "it needs a GPU"
-    if machine.kind == "cuda":
-        from llmq.runtime.cudnn import CudnnAttention
-
-        try:
-            library = CudnnAttention(0)
-        except LlmqError as error:
-            reason = str(error)
-        else:
-            dtype = parse_dtype(config.model_dtype)
-            reason = library.supported(machine.spec.capability, dtype, model.head_dim)
-            library.close()
-    if reason is not None and config.attention == "cudnn":
-        raise ConfigError(f"--attention cudnn: {reason}")
-    return "native" if reason else "cudnn"
+    check_sizes(model, machine)

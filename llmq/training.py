@@ -31,6 +31,7 @@ from llmq.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.option_types import NEWEST
 from llmq.options import TrainConfig
 from llmq.scaling import Scaling, time_alone
+from llmq.step import Result
 from llmq.trainer import Trainer
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
@@ -220,8 +221,8 @@ class _Run:
             with trainer.ranks.time_parts() as timings:
                 ticket = trainer.enqueue_step()
             self.pending = _Pending(step, ticket, lr, start)
-            self.collect()
-            self.reporter.time_breakdown(step, timings)
+            result = self.collect()
+            self.reporter.time_breakdown(step, timings, result.communication)
         else:
             ticket = trainer.enqueue_step()
             self.collect()
@@ -233,10 +234,10 @@ class _Run:
         if look:
             self.reporter.abs_maxes(step, abs_maxes(trainer.ranks))
 
-    def collect(self) -> None:
-        """Report the pending step, if there is one; waits until it is done."""
+    def collect(self) -> Result | None:
+        """Report the pending step, if there is one, and return it; waits until it is done."""
         if self.pending is None:
-            return
+            return None
         p, self.pending = self.pending, None
         result = self.trainer.result(p.ticket)
         end = time.perf_counter()
@@ -245,6 +246,9 @@ class _Run:
         tokens = self.trainer.plan.tokens
         sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
+        if p.step == self.first:  # all products have been tuned
+            chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
+            self.reporter.fast_products(p.step, chosen)
         for rank, monitor in enumerate(self.monitors):
             if monitor is not None and p.step % self.config.log_gpu_util == 0:
                 sample = monitor.sample()
@@ -252,6 +256,7 @@ class _Run:
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         self.update_check.check(p.step, p.ticket, result)
+        return result
 
     def evaluate(self, max_batches: int | None) -> float:
         """Report the validation loss and return it."""
@@ -298,11 +303,15 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into `self.signum`; the second one acts as usual."""
+        """Turn the first Ctrl-C or SIGTERM into `self.signum`; a second one acts as usual."""
 
         def note(signum: int, frame: object) -> None:
             self.signum = signum
-            signal.signal(signum, before[signum])
+            restore()
+
+        def restore() -> None:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
         before = {}
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -310,8 +319,7 @@ class _Run:
         try:
             yield
         finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            restore()
 
     def _leave(self) -> None:
         self.save()

@@ -17,7 +17,7 @@ from llmq.options_io import make_config
 from llmq.plan import OutOfMemory, make_plan, needed_bytes
 from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC
-from llmq.shrink import Limits, memory_limit
+from llmq.shrink import Limits, memory_limit, smaller_batch
 from tests.models import hf_model, trainer_for
 
 GIB = 1 << 30
@@ -120,6 +120,24 @@ def test_coarser_numbers_only_where_they_are_needed_or_said_so():
     # Without host memory they are needed.
     message = refused(config, model, Limits(device=12 * GIB, host=GIB))
     assert "makes it fit, with coarser numbers: " in message and "-dtype" in message
+
+
+@pytest.mark.parametrize(
+    ("batch", "chunks", "then"), [(97, 1, 1), (16, 16, 8), (15, 5, 5), (9, 9, 3)]
+)
+def test_micro_batches_of_any_size_get_smaller(batch, chunks, then):
+    config = options(batch_size=batch, grad_accumulation=2, attn_bwd_chunks=chunks, seq_len=64)
+    config = replace(config, lmhead_chunks=batch)
+    less = replace(config, **smaller_batch(config)).validate()
+    assert less.batch_size == then and less.batch_size * less.grad_accumulation == 2 * batch
+    assert smaller_batch(replace(config, batch_size=1)) == {}
+
+
+def test_more_layers_may_recompute():
+    model, config = preset("Qwen2.5-0.5B"), options(batch_size=1, recompute_block=True)
+    limits = Limits(device=needed(config, model) + 2 * MIB, host=256 * MIB)
+    message = refused(replace(config, recompute_layers="0-1"), model, limits)
+    assert ["--recompute-layers=all"] in [flags for flags, *_ in entries(message)]
 
 
 def test_message_when_nothing_helps():

@@ -1,6 +1,7 @@
 """`llmq bench`: configurations, the child that measures, and the report."""
 
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq import bench
+from llmq import bench, measure
 from llmq.bench import describe, markdown, read_runs, run_bench, run_child
 from llmq.cli import _run
 from llmq.dtypes import F32
@@ -85,6 +86,7 @@ def test_runs_inherit_and_lists_are_multiplied_out(tmp_path):
         ("model: tiny\nbatch-size: [1, 0]", "--batch-size: must be at least 1"),
         ("model: tiny\nckpt_interval: 4", "--ckpt-interval: has no effect on a benchmark"),
         ("model: tiny\nsteps: 4", "--steps: has no effect on a benchmark"),
+        ("gpus: 2\nmeasure-scaling: true", "--measure-scaling: has no effect on a benchmark"),
         ("model: tiny\nbatch: 4\nbatch_size: 2", "batch-size is given twice"),
         ("model: tiny\nruns:\n- lr: 1\n  lr: 2", "line 4: lr is given in line 3 too"),
         ("model: tiny\nruns: []", "an empty list"),
@@ -121,6 +123,9 @@ def test_the_facts_about_other_programs_are_found():
     assert bench._peers(facts, "another card", runs[0]) == {}
     assert bench._floor(facts, "another card", runs[0]) is None
     assert bench._floor(facts, H100, runs[0] | {"model": "Qwen2.5-3B"}) == 35796
+    assert bench._peers(facts, H100, runs[0] | {"seq_len": 512}) == {}
+    four = {"gpus": 4, "model": "Qwen2.5-7B", "dtype": "fp8", "batch": 16, "accumulation": 2}
+    assert bench._peers(facts, "NVIDIA H200", four | {"seq_len": 1024}) == {"llm.q": 79100}
 
 
 def test_ceilings_are_of_cases_that_exist():
@@ -129,7 +134,14 @@ def test_ceilings_are_of_cases_that_exist():
         assert set(card["attention"]) <= set(ATTENTION_CASES)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"runs": 1, "floors": []}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "{}", "[]", '{"runs": 1, "floors": []}', '{"runs": [{}], "floors": []}'),
+        '{"runs": [], "floors": [{"device": "H", "model": "M", "seq_len": 64, "tps_bf16": 0}]}',
+        '{"runs": [], "floors": [{"device": "H", "model": "M", "seq_len": 64, "tps_bf16": "1k"}]}',
+    ],
+)
 def test_wrong_peers(tmp_path, text):
     path = tmp_path / "peers.json"
     path.write_text(text)
@@ -162,7 +174,7 @@ def test_child_measures(child):
     assert result["tflops"] == pytest.approx(9118464 * result["tokens_per_second"] / 1e12)
     on_gpus = ("sol_percent", "joules_per_token", "kernel_idle", "python_busy", "waits_per_step")
     assert {result[name] for name in on_gpus} == {None}
-    assert child["machine"]["device"] == "CPU"
+    assert child["machine"]["device"] == "CPU" and child["gpus"] == 1
     assert {"llmq", "Python", "NumPy"} == set(child["machine"]["versions"])
 
 
@@ -179,12 +191,26 @@ def test_child_says_why_not(options, status, message):
     assert message in outcome["message"]
 
 
+def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
+    def broken(**job):
+        raise RuntimeError("rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS\n(rank 0, grid 7)")
+
+    monkeypatch.setattr(measure, "measure", broken)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
+    monkeypatch.setattr(sys, "argv", ["llmq.measure", str(tmp_path / "result.json")])
+    measure.main()
+    outcome = json.loads((tmp_path / "result.json").read_text())
+    message = "RuntimeError: rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS (rank 0, grid 7)"
+    assert outcome == {"status": "failed", "message": message}
+    assert "in broken" in capsys.readouterr().err
+
+
 def test_child_says_what_does_nothing(capfd):
     options = {"p2p": "off", "use-zero-copy": True, "warmup": 1000}
     assert run_child(TINY | options, steps=1, repeats=1)["status"] == "ok"
     assert capfd.readouterr().err == (
-        "warning: --use-zero-copy has no effect without --offload-master, --offload-opt-m or "
-        "--offload-opt-v\nwarning: --p2p off has no effect with one GPU\n"
+        "warning: --use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or "
+        "-gradients\nwarning: --p2p off has no effect with one GPU\n"
     )
 
 
@@ -426,6 +452,18 @@ def test_flags_that_differ_are_a_column(monkeypatch, tmp_path):
     assert "All runs: --lmhead-chunks=2" in lines
     cells = [line.split(" | ")[3] for line in lines if line.startswith("|")]
     assert cells == ["flags", "---", "--recompute-block", "--no-recompute-block"]
+
+
+def test_all_gpus_are_as_many_as_there_are(monkeypatch, tmp_path):
+    """Without --gpus a run takes all: its speed is not compared with those of one."""
+    file = suite(tmp_path, "model: Qwen2.5-0.5B\nbatch-size: 32\ngrad-accumulation: 16\n")
+    ok = {"status": "ok", "result": RESULT, "machine": MACHINE}
+    for gpus, peers, floor, flags in ((1, {"llm.q": 149000}, 212000, {}), (4, {}, None, 4)):
+        bench_with(monkeypatch, tmp_path, [ok | {"gpus": gpus}], file)
+        (run,) = json.loads((tmp_path / "h100.v1.json").read_text())["runs"]
+        assert (run["gpus"], run["peers"], run["floor"]) == (gpus, peers, floor)
+        assert run["flags"] == ({"gpus": "--gpus=4"} if flags else {})
+        assert ("All runs: --gpus=4" in (tmp_path / "h100.v1.md").read_text()) == bool(flags)
 
 
 def test_failed_runs_end_the_command_but_not_the_others(monkeypatch, tmp_path, capsys):

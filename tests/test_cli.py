@@ -348,6 +348,11 @@ def test_user_errors_are_one_line_and_exit_2(stub, capsys, args, message):
     assert message in err
 
 
+def _of_rank(error):
+    error.add_note("raised by rank 1 of 3")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -360,6 +365,14 @@ def test_user_errors_are_one_line_and_exit_2(stub, capsys, args, message):
         ),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.bin"), "error: No such file: x.bin\n"),
         (OSError("odd"), "error: odd\n"),
+        (
+            _of_rank(OSError(errno.EIO, "I/O error", "a.bin")),
+            "error: I/O error: a.bin (raised by rank 1 of 3)\n",
+        ),
+        (
+            _of_rank(MemoryError()),
+            "error: out of host memory, lower --batch-size or --seq-len (raised by rank",
+        ),
     ],
 )
 def test_errors_of_a_run(stub, capsys, monkeypatch, error, message):

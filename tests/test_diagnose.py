@@ -19,6 +19,7 @@ from tests.runs import T, make_workplace, options, records, train
 B = 2
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
 LAYER = "model.layers.1"
+ON_GPU = pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +43,9 @@ def spoil(tensor: Tensor) -> None:
 
 @pytest.fixture
 def spoiling(monkeypatch):
-    """spoiling(entry, argument, name) puts a NaN into an argument of launches: of those of `entry`
-    whose argument has this name (None: any), from the first-th one on; before=True: before it runs.
+    """spoiling(entry, argument, name) puts a NaN into an argument of launches: of those of `entry`,
+    with or without fp8 results, whose argument has this name (None: any), from the first-th one on;
+    before=True: before it runs.
     """
 
     def patch(entry, argument, name=None, *, first=0, before=False):
@@ -52,7 +54,8 @@ def spoiling(monkeypatch):
         def spoiled(self, kernel, grid, block, args, **rest):
             nonlocal count
             names = [a.name for a in kernel.declared]
-            hit = kernel.entry == entry and name in (None, args[names.index(argument)].name)
+            hit = kernel.entry.removesuffix("_fp8") == entry
+            hit = hit and name in (None, args[names.index(argument)].name)
             count += hit
             hit = hit and count > first
             if hit and before:
@@ -136,6 +139,57 @@ def test_what_fp8_products_measure(spoiling, entry, argument, found):
         assert origin(t) == Origin(found)
 
 
+FORMATS = {
+    "bf16": {"model_dtype": "bf16"},
+    "jit": FP8,
+    "delayed": FP8 | {"fp8_recipe": "delayed"},
+    "fp8_head": FP8 | {"head_dtype": "e4m3"},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", [f"{LAYER}.mlp.up.weight", "model.embed_tokens.weight"])
+def test_an_infinite_weight(name, formats, device):
+    """FP8 has no infinity: clamped, it would be a weight as any other."""
+    with trainer(device=device, **formats) as t:
+        t.step(batches())
+        for piece in t.ranks.first.pieces("weights"):
+            for param in piece.slab.params:
+                if param.name == name:
+                    element = piece.tensor.rows(param.offset + 7, param.offset + 8)
+                    t.dev.upload(element, np.array([-np.inf], element.dtype.numpy))
+        t.ranks.first.step.weights.refresh()
+        assert origin(t) == Origin(f"the weight {name}", in_weights=True)
+
+
+@pytest.mark.parametrize("recipe", ["jit", "delayed"])
+@pytest.mark.parametrize(
+    ("entry", "argument", "found"),
+    [
+        ("swiglu_forward", "up_gate", "mlp_act of layer 0, micro-step 0"),
+        ("swiglu_backward", "d_out", "the gradient of mlp_up of layer 1"),
+    ],
+)
+def test_an_infinity_that_only_fp8_products_see(monkeypatch, recipe, entry, argument, found):
+    """Their codes are finite, and so are the products."""
+    launch = HostDevice.launch
+
+    def spoiled(self, kernel, grid, block, args, **rest):
+        if kernel.entry.removesuffix("_fp8") == entry:
+            names = [a.name for a in kernel.declared]
+            args[names.index(argument)].numpy().reshape(-1)[3] = np.inf
+        launch(self, kernel, grid, block, args, **rest)
+
+    with trainer(**FP8, fp8_recipe=recipe, recompute_block=True) as t:
+        t.step(batches())
+        before = t.weights()
+        monkeypatch.setattr(HostDevice, "launch", spoiled)
+        assert origin(t) == Origin(found)
+        after = t.weights()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
 def test_nothing_where_all_is_finite():
     for changes in ({}, FP8, {"recompute_block": True, "offload_residual": True}):
         with trainer(**changes) as t:
@@ -186,9 +240,6 @@ def test_the_first_of_all_ranks(spoiling):
     spoiling("matmul", "out", f"{LAYER}.mlp.up.weight")
     with trainer(gpus=2, grad_accumulation=1, zero_level=2) as t:
         assert origin(t) == Origin(f"the gradient of {LAYER}.mlp.up.weight")
-
-
-ON_GPU = pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])

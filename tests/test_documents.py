@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import llmq.documents
+import llmq.records
 from llmq.documents import find_cut
 from llmq.errors import DataError
 from llmq.loader import DataLoader
@@ -20,6 +21,7 @@ from tests.text_data import (
     ids,
     mixed_text,
     run,
+    write_array,
     write_jsonl,
     write_parquet,
     write_zst,
@@ -72,7 +74,10 @@ def test_folders_globs_and_order(tmp_path):
     assert run(tmp_path / "e*.txt", tmp_path / "d", out=out).was_complete
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "A.JSONL", "a.ndjson", "a.jsonl.zst"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.json", "a.json.gz", "A.JSONL", "a.ndjson", "a.jsonl.zst", "a.json.zst"],
+)
 def test_jsonl(tmp_path, name):
     texts = documents(20)
     path = tmp_path / name
@@ -96,6 +101,31 @@ def test_jsonl_oddities(tmp_path):
     summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", field="t")
     assert ids(tmp_path / "out") == encoded("bom", "x\ufffdy", "😀")
     assert summary.documents == 5
+
+
+@pytest.mark.parametrize("read_bytes", [1, 7, 100, 1 << 18])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
+def test_json_array(tmp_path, monkeypatch, name, indent, read_bytes):
+    """As `datasets.load_dataset("json")` reads it, however much of it is in memory."""
+    monkeypatch.setattr(llmq.records, "READ_BYTES", read_bytes)
+    texts = ['a "{[" \\', "]}\\\\", "\\", '"', "漢字", *documents(10)]
+    summary = run(write_array(tmp_path / name, texts, indent), out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded(*texts)
+    assert summary.documents == len(texts)
+
+
+def test_json_array_oddities(tmp_path):
+    """A BOM, blanks, nested values before and behind the text; no records at all."""
+    (tmp_path / "a.json").write_bytes(
+        b'\xef\xbb\xbf \n[\r\n {"a": {"t": ["}"]}, "t": "x"} ,{"t":"y","b":[{}]}\t,\n'
+        b'{"t": null}]\n \n'
+    )
+    (tmp_path / "b.json").write_text(" [ \n ] ")
+    (tmp_path / "c.json").write_text("\n")
+    summary = run(*sorted(tmp_path.glob("*.json")), out=tmp_path / "out", field="t")
+    assert ids(tmp_path / "out") == encoded("x", "y")
+    assert summary.documents == 3
 
 
 def test_parquet(tmp_path):
@@ -178,6 +208,43 @@ def test_bad_jsonl_lines(tmp_path, line, message):
     assert f"a.jsonl:3: {message}" in one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "x"}, {"text": bad}]', "a.json: record 2: not readable as JSON"),
+        ('[{"text": "x"}, {"body": "x"}]', "a.json: record 2: no field 'text'"),
+        ('[{"text": "x"}, {"text": 5}]', "a.json: record 2: field 'text' is a int"),
+        ('[{"text": "x"}, 5, {"text": "x"}]', "is no array of JSON objects from byte 14 on"),
+        ('[{"text": "x"} {"text": "x"}]', "is no array of JSON objects from byte 14 on"),
+        ('[{"text": "x"},]', "is no array of JSON objects from byte 14 on"),
+        ('[{"text": "x"}', "is no array of JSON objects from byte 14 on"),
+        ('[{"text": "x"}] {"text": "x"}', "is no array of JSON objects from byte 14 on"),
+        ('[{"text": "x]', "is no array of JSON objects from byte 0 on: mend it, or write one"),
+        ("[1, 2]", "holds neither an object on each line nor an array of objects: write it as"),
+        ('{\n"text": "x"\n}', "holds neither an object on each line nor an array of objects"),
+        ('"text"', "holds neither an object on each line nor an array of objects"),
+    ],
+)
+def test_bad_json(tmp_path, content, message):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError) as error:
+        run(tmp_path / "a.json", out=tmp_path / "out")
+    assert message in one_line(error)
+
+
+def test_json_of_a_folder(tmp_path):
+    """Records where it has them, else a text like any other."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    write_array(folder / "a.json", ["one", "two"])
+    package = '{\n  "name": "x"\n}\n'
+    (folder / "package.json").write_text(package)
+    run(folder, out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded("one", "two", package)
+    with pytest.raises(DataError, match=r"a\.json' has no field 'body': use --field with one"):
+        run(folder, out=tmp_path / "body", field="body")
+
+
 def test_bad_parquet(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], field="body")
     with pytest.raises(DataError, match="no column 'text': use --field with id, body"):
@@ -231,6 +298,7 @@ def test_bad_files_of_a_folder_are_still_errors(tmp_path):
         ("b.jsonl", b"[1]", r"b.jsonl:1: a list instead of a JSON object"),
         ("b.jsonl", b'{"text": "x"}\n{"body": "x"}', r"b.jsonl:2: no field 'text'"),
         ("b.jsonl.gz", b"no gzip", r"cannot read '.*b.jsonl.gz'"),
+        ("b.json.gz", b"no gzip", r"cannot read '.*b.json.gz'"),
         ("b.parquet", b"no parquet", r"cannot read '.*b.parquet'"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -215,7 +215,7 @@ class NotingDevice(PlanDevice):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("head", ["bf16", "e4m3"])
-@pytest.mark.parametrize("fast", ["none", "forward", "all"])
+@pytest.mark.parametrize("fast", ["none", "forward", "activations", "all"])
 def test_which_products_may_accumulate_fast(fast, head, recompute):
     L = 2
     model = dataclasses.replace(preset("Qwen2.5-0.5B"), num_layers=L)
@@ -229,7 +229,12 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     forward = 4 * L + fp8_head + 3 * L * recompute  # down is not needed again
     allowed = [permitted for _, permitted in dev.products]
     assert len(allowed) == forward + 8 * L + 2 * fp8_head
-    assert sum(allowed) == {"none": 0, "forward": forward, "all": len(allowed)}[fast]
+    counts = {"none": 0, "forward": forward, "activations": forward + 4 * L, "all": len(allowed)}
+    assert sum(allowed) == counts[fast]
+    rows = 64
+    of_weights = [permitted for shape, permitted in dev.products if shape[0] != rows]
+    assert len(of_weights) == 4 * L + fp8_head
+    assert of_weights == [fast == "all"] * len(of_weights)
     assert allowed[: 4 * L + fp8_head] == [fast != "none"] * (4 * L + fp8_head)
 
 

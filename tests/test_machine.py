@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
 from llmq import machine
 from llmq.errors import ConfigError, LlmqError
-from llmq.machine import Machine, available_host_memory, choose_machine, host_memory
+from llmq.machine import (
+    Machine,
+    attention_backend,
+    available_host_memory,
+    choose_machine,
+    host_memory,
+)
+from llmq.options_io import make_config
+from llmq.presets import preset
 from llmq.runtime import compile, cuda_device
 from llmq.runtime.device import DeviceSpec, MemorySizes
+from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
 
 GPU = DeviceSpec(name="GPU", capability=90, num_sms=132, memory=80 << 30, library_workspace=0)
 
@@ -101,6 +113,88 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
     calls.clear()
     machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)
     assert len(calls) == 1, "a single rank is the caller's thread"
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A library that is installed; what was warned of is forgotten."""
+    library = FakeCudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", library)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    machine._warn_once.cache_clear()
+    yield library
+    machine._warn_once.cache_clear()
+    assert library.open == 0
+
+
+def backend(attention, **options):
+    """What --attention means for this GPU."""
+    given = {"model": "tiny", "from-scratch": True, "attention": attention, **options}
+    gpu = Machine(kind="cuda", spec=GPU, note=None)
+    return attention_backend(make_config(given), preset("tiny"), gpu)
+
+
+def test_cudnn_is_taken_where_it_is_made_for_it(cudnn, capsys):
+    assert (backend("auto"), backend("cudnn"), backend("native")) == ("cudnn", "cudnn", "native")
+    fp32 = {"model-dtype": "fp32"}
+    assert backend("auto", **fp32) == "native"
+    with pytest.raises(ConfigError, match="--attention cudnn: it needs BF16, not F32; use --atte"):
+        backend("cudnn", **fp32)
+    assert capsys.readouterr().err == ""
+
+
+def missing(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+
+
+def too_old(library, monkeypatch):
+    library.version = 8900
+
+
+def refusing(library, monkeypatch):
+    library.refuses = RuntimeError
+
+
+def greedy(library, monkeypatch):
+    library.workspace = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "trouble, message",
+    [
+        (missing, r"cuDNN attention is not available \(.*\); install nvidia-cudnn-cu12"),
+        (too_old, "cuDNN 8900 is older than 90100"),
+        (refusing, r"cuDNN 91900 cannot compute attention .* \(no engine\)"),
+        (greedy, "asks for a workspace of 1099511627776 bytes"),
+    ],
+)
+def test_a_cudnn_that_is_missing_or_refuses(cudnn, monkeypatch, capsys, trouble, message):
+    """One clear line: an error where it was asked for, else a warning and our own kernels."""
+    trouble(cudnn, monkeypatch)
+    with pytest.raises(ConfigError, match=f"--attention cudnn: .*{message}.*use --attention nativ"):
+        backend("cudnn")
+    assert capsys.readouterr().err == ""
+    assert (backend("auto"), backend("auto")) == ("native", "native")
+    line = capsys.readouterr().err
+    assert re.match(f"warning: attention runs on the native kernels: .*{message}", line)
+    assert line.endswith("use --attention native\n") and line.count("\n") == 1
+    assert backend("auto", **{"model-dtype": "fp32"}) == "native"
+    assert backend("native") == "native"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_cpu_has_no_cudnn():
+    host = choose_machine("cpu", 1)
+    given = {"model": "tiny", "from-scratch": True}
+    assert attention_backend(make_config(given), preset("tiny"), host) == "native"
+    with pytest.raises(ConfigError, match="--attention cudnn: it needs a GPU"):
+        attention_backend(make_config(given | {"attention": "cudnn"}), preset("tiny"), host)
+
+
+# -- host memory ---------------------------------------------------------------------------------
 
 
 def test_host_memory_that_is_not_there(monkeypatch):

@@ -265,6 +265,17 @@ def logged(reporter):
     return json.loads(reporter.log.path.read_text())
 
 
+def test_products_that_accumulate_fast(reporter):
+    reporter.fast_products(0, {})
+    assert reporter.view.lines == []
+    chosen = {"a": True, "b": False, "c": True}
+    reporter.fast_products(3, chosen)
+    assert reporter.view.lines == ["  fast accumulation: 2 of 3 fp8 products that may"]
+    reporter.close()
+    (record,) = logged(reporter)
+    assert (record["log"], record["step"], record["fast_products"]) == ("fast-products", 3, chosen)
+
+
 def test_lines_of_steps(reporter):
     reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None)
     reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678)

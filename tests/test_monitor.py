@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmq import monitor as monitor_module
+from llmq.announce import announce_machine
+from llmq.errors import LlmqError
 from llmq.monitor import (
     GpuMonitor,
     load_nvml,
@@ -291,6 +293,7 @@ def test_gpu_info(monkeypatch):
         "ECCEnabled": 1,
     }
     runtime = SimpleNamespace(
+        CUDARuntimeError=FakeError,
         getDeviceProperties=lambda index: properties,
         memGetInfo=lambda: (30_000 * MIB, 80_000 * MIB),
         deviceGetPCIBusId=lambda index: BUS_ID,
@@ -302,6 +305,13 @@ def test_gpu_info(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
     assert gpu_info(0) == INFO
     assert (gpu_count(), bus_id(0)) == (3, BUS_ID)
+
+    def full():
+        raise FakeError("cudaErrorMemoryAllocation")
+
+    runtime.memGetInfo = full  # it makes the context, which needs memory
+    with pytest.raises(LlmqError, match=r"GPU 0 cannot be opened \(cudaErrorMemoryAllocation\)"):
+        gpu_info(0)
 
 
 def test_libraries_that_do_not_load_are_left_out(monkeypatch):
@@ -387,6 +397,25 @@ def test_unknown_cards_and_models_too_small_to_count_have_none():
     assert light("Qwen2.5-0.5B", name="CPU") is None
     tiny = make_config({"model": "tiny", "from-scratch": True, "seq-len": 16})
     assert speed_of_light(tiny, preset("tiny"), H100, world_size=16) is None
+
+
+def test_a_run_says_that_its_card_is_unknown():
+    def messages(kind, name):
+        said = []
+        nothing = SimpleNamespace(write=lambda *args, **fields: None)
+        reporter = SimpleNamespace(message=said.append, block=lambda *args: None, log=nothing)
+        trainer = SimpleNamespace(
+            dev=SimpleNamespace(kind=kind, spec=SimpleNamespace(name=name)),
+            machine=SimpleNamespace(note=None),
+            ranks=SimpleNamespace(links=None, run=lambda *args: []),
+            world_size=1,
+        )
+        announce_machine(trainer, reporter, [], None)
+        return said
+
+    unknown = "No speed of light: of NVIDIA X the peak is not known (llmq/cards.py)"
+    assert messages("cuda", "NVIDIA X") == [unknown]
+    assert messages("cuda", H100) == messages("host", "CPU") == []
 
 
 class GpuLike(HostDevice):

@@ -244,6 +244,22 @@ def test_command_predicts_the_speed_of_a_known_card(capsys):
     assert record["host_bytes"] > record["host_limit_bytes"] == 1 << 30
     assert record["fits"] is False
     assert err.startswith("error: out of host memory: ")
+    for host, verdict in ((1, "no"), (8, "yes")):
+        assert plan(*args[:-1], f"--host-memory={host}GiB") == (0 if verdict == "yes" else 2)
+        out = capsys.readouterr().out
+        memory = f"into 15872 MiB and {host * 1024} MiB of host memory"
+        assert out.endswith(f"  Fits:            {verdict}, {memory}\n")
+
+
+def test_plans_of_any_size_are_made(capsys):
+    """FLOPs beyond 2^63; fp8 on the CPU, of whose speed the advice needs to know something."""
+    assert plan("--batch-size=1000000", "--gpu-memory=24GiB") == 2
+    out, err = capsys.readouterr()
+    assert "  Tokens per step: 4,096,000,000\n" in out and err.startswith("error: out of memory: ")
+    fp8 = ["--model=tiny", "--from-scratch", "--device=cpu", "--matmul-dtype=e4m3"]
+    assert _run(["plan", *fp8, "--memory-limit=80MiB"]) == 2
+    assert "makes it fit: " in capsys.readouterr().err
+    assert _run(["plan", "--fit", *fp8, "--memory-limit=80MiB"]) == 0
 
 
 def test_dry_run_is_the_plan(capsys):

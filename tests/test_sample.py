@@ -13,8 +13,9 @@ import torch
 
 from llmq.cli import _run
 from llmq.errors import LlmqError
-from llmq.machine import choose_machine
+from llmq.machine import Machine, choose_machine
 from llmq.presets import preset
+from llmq.runtime.device import DeviceSpec
 from llmq.sample import Sampler, choose_token, first_token, open_model, printable
 from llmq.tokenizer import HfTokenizer
 from tests.models import hf_model
@@ -243,6 +244,18 @@ def test_memory_that_is_not_there(trained, capsys, monkeypatch):
     monkeypatch.setattr("llmq.machine.available_host_memory", lambda: 1000)
     assert sample(trained / "out") == 2
     assert capsys.readouterr().err.startswith("error: out of memory: ")
+
+
+def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
+    """Found before the device is opened."""
+    spec = DeviceSpec(name="GPU", capability=90, num_sms=1, memory=0, library_workspace=0)
+    machine = Machine(kind="cuda", spec=spec, note=None)
+    monkeypatch.setattr("llmq.sample.choose_machine", lambda device, gpus: machine)
+    monkeypatch.setattr(Machine, "open", lambda *args, **kwargs: pytest.fail("it was opened"))
+    monkeypatch.setattr("llmq.machine.HEAD_DIM_MULTIPLE", 256)
+    assert _run(["sample", str(trained / "out"), "--device=cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the model's head size is 16; on a GPU it must be a multiple")
 
 
 def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):

@@ -119,6 +119,14 @@ def test_weights_that_are_made_anew_while_steps_are_enqueued(name):
     assert_same_run(got, run(world, accum, again, of=MODEL, **options))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_of_more_micro_steps_than_slots(monkeypatch, world):
+    """The host waits before it writes what the device has not taken yet."""
+    wanted = run(world, 3, program, of=MODEL)
+    monkeypatch.setattr("llmq.step.MOST_SLOTS", 2)
+    assert_same_run(on_streams(world, 3, {}, pause=1e-4), wanted)
+
+
 def test_graphs_are_captured_once():
     """One for each kind of micro-step, however many steps there are."""
     keys = []

@@ -5,6 +5,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,19 @@ def test_a_call_that_fails_is_reported(tool, monkeypatch, capsys):
     assert "illegal address" in capsys.readouterr().out
 
 
+def test_bench_ops_says_in_one_line_what_is_wrong(tool, monkeypatch):
+    bench_ops = tool("bench_ops")
+    with pytest.raises(SystemExit, match="error: --case: qwen9b is no case of bias: one_vector,"):
+        bench_ops.main("bias", "qwen9b", "cpu", None)
+
+    def refuse(device, gpus):
+        raise bench_ops.LlmqError("no NVIDIA driver is installed")
+
+    monkeypatch.setattr(bench_ops, "choose_machine", refuse)
+    with pytest.raises(SystemExit, match=r"^error: no NVIDIA driver is installed$"):
+        bench_ops.main("bias", None, "cuda", None)
+
+
 # -- profile_step and bench_host -----------------------------------------------------------------
 
 
@@ -164,6 +178,12 @@ def test_profile_step(tool):
     assert " tok/s, " in lines[0]
     assert any(line.startswith("adamw ") for line in lines)
     assert lines[-1].startswith("between launches: ")
+
+
+def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", "--model", "tinny", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="error: --model: no preset is called 'tinny'"):
+        tool("profile_step").run()
 
 
 def test_bench_host(tool, monkeypatch, capsys):

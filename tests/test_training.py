@@ -42,11 +42,9 @@ def workplace(tmp_path, monkeypatch):
 
 
 def measured(log="log.json"):
-    """Everything that a step measures, by step; the last record counts."""
-    return {
-        r["step"]: {k: v for k, v in r.items() if k not in ("time", "duration_ms")}
-        for r in records("step", log)
-    }
+    """Everything that a step measures but times, by step; the last record counts."""
+    times = ("time", "duration_ms", "communication")
+    return {r["step"]: {k: v for k, v in r.items() if k not in times} for r in records("step", log)}
 
 
 def digests(folder, names):
@@ -212,8 +210,18 @@ def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys):
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_second_signal_acts_at_once(monkeypatch):
-    signal_after(monkeypatch, 1)
+def test_products_are_logged_after_the_first_step(monkeypatch):
+    monkeypatch.setattr(HostDevice, "fast_products", lambda self: {"a product": True})
+    assert train(steps=3, save_training_state=True) == 0
+    (record,) = records("fast-products")
+    assert (record["step"], record["fast_products"]) == (0, {"a product": True})
+    assert train(steps=5, **{"continue": ""}) == 0
+    assert [record["step"] for record in records("fast-products")] == [0, 3]
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_acts_at_once(first, monkeypatch):
+    signal_after(monkeypatch, 1, first)
 
     def impatient(self):
         os.kill(os.getpid(), signal.SIGINT)

@@ -46,6 +46,12 @@ def write_jsonl(path, texts, field="text"):
     return path
 
 
+def write_array(path, texts, indent=None):
+    data = json.dumps([{"id": i, "text": text} for i, text in enumerate(texts)], indent=indent)
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
+    return path
+
+
 def write_parquet(path, texts, field="text", row_group_size=3):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -103,4 +109,6 @@ def write_inputs(folder):
     write_jsonl(folder / "d.jsonl.gz", documents(9, seed=1))
     write_parquet(folder / "e.parquet", documents(10, seed=2))
     write_zst(folder / "f.jsonl.zst", documents(6, seed=3))
+    write_array(folder / "g.json", documents(7, seed=4), indent=1)
+    write_array(folder / "h.json.gz", documents(5, seed=5))
     return folder

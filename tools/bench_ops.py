@@ -177,7 +177,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """A record for every call of every case of an operation."""
     shapes = cases(op)
-    for name in shapes if case is None else [case]:
+    for name in shapes if case is None else {case} & set(shapes):
         for call in OPS[op](*shapes[name]):
             sizes, moved, computed = plan(spec, call, flush_bytes)
             if case is None and moved < LEAST_BYTES and computed < LEAST_FLOPS:
@@ -223,15 +223,22 @@ def main(
     """Time operations."""
     if op != "all" and op not in OPS:
         sys.exit(f"error: {op} is not an operation: all, {', '.join(OPS)}")
-    machine = choose_machine(device, 1)
-    on_gpu = machine.kind == "cuda"
-    flush_bytes = (256 if on_gpu else 1) * MIB  # several times the largest L2 cache
-    limits = ceilings(machine.open, on_gpu)
+    ops = list(OPS) if op == "all" else [op]
+    known = list(dict.fromkeys(name for chosen in ops for name in cases(chosen)))
+    if case is not None and case not in known:
+        sys.exit(f"error: --case: {case} is no case of {op}: {', '.join(known)}")
+    try:
+        machine = choose_machine(device, 1)
+        on_gpu = machine.kind == "cuda"
+        flush_bytes = (256 if on_gpu else 1) * MIB  # several times the largest L2 cache
+        limits = ceilings(machine.open, on_gpu)
+    except LlmqError as error:
+        sys.exit(f"error: {error}")
     print(f"{machine.spec.name}: copy {limits.copy / 1e9:,.0f} GB/s, "
           f"product {limits.product / 1e12:,.0f} TFLOP/s")  # fmt: skip
     print(f"{'op':13} {'call':22} {'case':21} {'us':>10} {'rate':16} {'%':>6} of")
     records = []
-    for name in OPS if op == "all" else [op]:
+    for name in ops:
         for record in measured(machine.open, machine.spec, name, case, limits, flush_bytes):
             records.append(record)
             print(line(record), flush=True)

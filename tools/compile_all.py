@@ -110,13 +110,16 @@ def note_training(
 ) -> None:
     """One micro-step that overwrites gradients, one that adds, an update and an evaluation."""
     B, T = 4, min(1024, model.max_positions)
-    config = TrainConfig(batch_size=B, seq_len=T, recompute_block=True, z_loss=1e-4, **fields)
-    options = step_options(config.normalized(), "native")
-    step = Step(NotingDevice(spec, noted), model, options)
     batch = (np.zeros((B, T), np.int32), np.zeros((B, T), np.int32))
-    step.train(0, 0.0, 0.0, [batch])
-    step.train(1, 0.0, 0.0, [batch, batch])
-    step.evaluate_batch(batch)
+    for recompute in (False, True):
+        config = TrainConfig(
+            batch_size=B, seq_len=T, recompute_block=recompute, z_loss=1e-4, **fields
+        )
+        options = step_options(config.normalized(), "native")
+        step = Step(NotingDevice(spec, noted), model, options)
+        step.train(0, 0.0, 0.0, [batch])
+        step.train(1, 0.0, 0.0, [batch, batch])
+        step.evaluate_batch(batch)
 
 
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:

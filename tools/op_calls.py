@@ -20,6 +20,7 @@ from llmq.dtypes import (
     F32,
     F64,
     I32,
+    I64,
     STATS,
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
@@ -30,6 +31,7 @@ from llmq.ops import (
     adamw,
     attention,
     bias,
+    clock,
     convert,
     cross_entropy,
     embedding,
@@ -199,14 +201,20 @@ def gelu_calls(*shape: int) -> list[Call]:
     x, (*leading, features) = bf16(*shape), shape
     rows = math.prod(leading)
     codes = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, features)}
+    backward = {"d_out": x, "x": x}
     calls = [
         Call("forward", gelu.forward, {"out": x, "x": x}),
-        Call("backward", gelu.backward, {"d_x": x, "d_out": x, "x": x}),
+        Call("backward", gelu.backward, backward | {"d_x": x}),
+        Call("backward out", gelu.backward, backward | {"d_x": x, "out": x}),
     ]
     if fits_fp8(rows, features):
+        again = {"out_fp8": fp8_out(rows, features, codes=False)}
+        abs_max = {"d_x": x, "abs_max": f32(1, value=5.0)}
         calls += [
             Call("forward fp8", gelu.forward, {"out": None, "x": x, **codes}),
-            Call("backward fp8", gelu.backward, {"d_x": None, "d_out": x, "x": x, **codes}),
+            Call("backward fp8", gelu.backward, backward | codes | {"d_x": None}),
+            Call("backward out_fp8", gelu.backward, backward | abs_max | again),
+            Call("backward fp8 out_fp8", gelu.backward, backward | codes | again | {"d_x": None}),
         ]
     return calls
 
@@ -331,10 +339,13 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
     calls = [
         Call("forward", swiglu.forward, forward | {"out": x}),
         Call("backward", swiglu.backward, backward | {"d_up_gate": wide}),
+        Call("backward out", swiglu.backward, backward | {"d_up_gate": wide, "out": x}),
     ]
     if fits_fp8(rows, F):
-        forward, backward = forward | {"out": None}, backward | {"d_up_gate": None}
         abs_max = {"abs_max": f32(1, value=5.0)}
+        again = {"out_fp8": fp8_out(rows, F, codes=False)}
+        stored = backward | abs_max | {"d_up_gate": wide}
+        forward, backward = forward | {"out": None}, backward | {"d_up_gate": None}
         codes = abs_max | {"fp8": fp8_out(rows, F, transposed=False)}
         transposed = abs_max | {"fp8": fp8_out(rows, F, codes=False)}
         both = abs_max | {"fp8": fp8_out(rows, F)}
@@ -344,12 +355,22 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
             Call("forward fp8 transposed", swiglu.forward, forward | transposed),
             Call("forward fp8 both", swiglu.forward, forward | both),
             Call("backward fp8 both", swiglu.backward, backward | d_both),
+            Call("backward out_fp8", swiglu.backward, stored | again),
+            Call("backward fp8 out_fp8", swiglu.backward, backward | d_both | again),
         ]
     return calls
 
 
 def bias_calls(rows: int, N: int) -> list[Call]:
     return [Call("backward", bias.backward, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
+
+
+def clock_calls(*shape: int) -> list[Call]:
+    at, total = Spec(shape, I64, value=0), Spec(shape, F64, value=0)
+    return [
+        Call("start", clock.start, {"at": at}),
+        Call("stop", clock.stop, {"total": total, "at": at}),
+    ]
 
 
 def convert_calls(*shape: int) -> list[Call]:
@@ -386,6 +407,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "adamw": adamw_calls,
     "attention": attention_calls,
     "bias": bias_calls,
+    "clock": clock_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
     "embedding": embedding_calls,

@@ -8,12 +8,14 @@ share, and the achieved rate (GB/s from the declared traffic, TFLOP/s where FLOP
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
 
 from llmq.cli_options import TrainCommand, train_options
+from llmq.errors import LlmqError
 from llmq.measure import (
     EXTRA_STEPS,
     WARM_UP,
@@ -68,5 +70,13 @@ def main(
         print(f"between launches: {idle_share(launches, seconds):.1%} of a step with graphs")
 
 
+def run() -> None:
+    """The command, with errors of its user in one line."""
+    try:
+        app()
+    except LlmqError as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    app()
+    run()

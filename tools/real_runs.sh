@@ -4,21 +4,24 @@
 #
 #   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
 #
-# RUN: bf16, fp8, or fp8 with -delayed, -head and -all, such as fp8-delayed-head: delayed scales, the
-# LM head in fp8, fast accumulation in all products. WORK gets the tokenizer, the token files, and of
-# each RUN its log, console output, model and what transformers say of it; what is there is not made
-# again. The text is every .py, .md and .txt file of the folder. The last table has the evaluation
-# losses beside the first RUN's.
+# RUN: bf16; bf16-again, the same tokens in smaller micro-batches, which shows how far runs drift apart
+# that differ in rounding only; fp8, or fp8 with -delayed, -head and -all, such as fp8-delayed-head:
+# delayed scales, the LM head in fp8, fast accumulation in all products. STEPS in the environment: how
+# many steps of 65,536 tokens, 300 if not set. WORK gets the tokenizer, the token files, and of each
+# RUN its log, console output, model and what transformers say of it; what is there is not made again.
+# The text is every .py, .md and .txt file of the folder that is UTF-8. The last table has the losses
+# beside the first RUN's.
 set -euo pipefail
 usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
 work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
 for run in "$@"; do
-    [[ $run =~ ^(bf16|fp8(-delayed)?(-head)?(-all)?)$ ]] || { echo "error: $run: $usage" >&2; exit 64; }
+    [[ $run =~ ^(bf16(-again)?|fp8(-delayed)?(-head)?(-all)?)$ ]] || { echo "error: $run: $usage" >&2; exit 64; }
 done
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
+steps=${STEPS:-300}
 mkdir -p "$work"
 cd "$work"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -47,16 +50,17 @@ fi
 
 for run in "$@"; do
     [ -e "$run-transformers.txt" ] && continue
-    options=()
+    options=(--batch-size 32 --grad-accumulation 2)
+    [[ $run == *-again ]] && options=(--batch-size 16 --grad-accumulation 4)
     [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
     [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
     [[ $run == *-all* ]] && options+=(--fp8-fast-accumulation all)
     "$python" -m llmq train --model Qwen2.5-0.5B --from-scratch --name "$run" \
-        --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --batch-size 32 \
-        --grad-accumulation 2 --steps 300 --lr 6e-4 --warmup 30 --final-lr-fraction 0.1 \
-        --opt-m-dtype bf16 --opt-v-dtype bf16 --lmhead-chunks 4 --eval-num-steps 4 --ckpt-interval 0 \
-        --no-save-training-state --out-dir "model-$run" --log-file "$run.json" \
+        --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --steps "$steps" \
+        --lr 1.5e-4 --warmup $((steps / 2)) --beta-2 0.95 --final-lr-fraction 0.1 \
+        --opt-m-dtype bf16 --opt-v-dtype bf16 --lmhead-chunks 4 --eval-num-steps 4 \
+        --ckpt-interval 0 --no-save-training-state --out-dir "model-$run" --log-file "$run.json" \
         "${options[@]}" >"$run.txt"
     grep '^\[V\]' "$run.txt" | tail -n 1
     "$python" "$root/tools/eval_hf.py" "model-$run" 'data/eval*.bin' --device cuda 2>/dev/null \
@@ -68,11 +72,16 @@ done
 "$python" - "$@" <<'END' | tee losses.txt
 import json, sys
 
-losses = {}
+LAST = 20  # steps
+print(f"{'run':21} {'evaluation':>18} {f'training, last {LAST}':>18}")
+first = None
 for run in sys.argv[1:]:
     with open(f"{run}.json") as file:
-        losses[run] = [r["loss"] for r in json.load(file) if r["log"] == "eval"][-1]
-first, *_ = losses.values()
-for run, loss in losses.items():
-    print(f"{run:18} evaluation loss {loss:.4f}  {100 * (loss / first - 1):+.2f} %")
+        records = json.load(file)
+    evaluated = [r["loss"] for r in records if r["log"] == "eval"][-1]
+    trained = [r["loss"] for r in records if r["log"] == "step"][-LAST:]
+    losses = (evaluated, sum(trained) / len(trained))
+    first = first or losses
+    columns = (f"{loss:.4f} {100 * (loss / of - 1):+.2f} %" for loss, of in zip(losses, first))
+    print(f"{run:21}", *(f"{column:>18}" for column in columns))
 END

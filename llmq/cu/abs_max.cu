@@ -2,7 +2,7 @@
 //
 //   abs_max = max(abs_max, max_i |x_i|)        NaN is larger than everything
 //   combine: out[i] = max over ranks of gathered[rank, i]
-//   scales:  scales[i] = max(abs_maxes[i], 1e-10) / largest, 1 where that is not finite
+//   scales:  scales[i] = max(abs_maxes[i], 1e-10) / largest, NaN where abs_maxes[i] is not finite
 //
 // Data     x: n elements of T, 16-byte aligned. abs_max: F32 (1), not negative. out: F32 (n).
 //          gathered: F32 (world_size, n), none negative. scales, abs_maxes: F32 (n).
@@ -56,5 +56,5 @@ abs_max_scales(f32* __restrict__ scales, const f32* __restrict__ abs_maxes, f32 
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) { return; }
     const float m = abs_maxes[i];
-    scales[i] = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / largest : 1.0f;
+    scales[i] = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / largest : m - m;  // or NaN
 }

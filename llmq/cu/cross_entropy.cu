@@ -14,10 +14,10 @@
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
 //          a block per row. stats: 1024 threads, one block.
 // Cost     registers: logits read once and written once (codes: half as many bytes). A row's
-//          loads are all in flight at a time; the next row of the cluster is read into the registers that the gradient leaves.
-//          About 12 instructions and 2 exponentials per element. forward_backward reads a row
-//          twice, the second time backwards, as its end is what the caches still hold. stats:
-//          about 16 us for 32k rows.
+//          loads are all in flight at a time; the next row of the cluster is read into the
+//          registers that the gradient leaves. About 12 instructions and 2 exponentials per
+//          element. forward_backward reads a row twice, the second time backwards, as its end is
+//          what the caches still hold. stats: about 16 us for 32k rows.
 // Needs    target < vocab. The registers kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
 //          CLUSTER > 1 only from compute capability 9.0 on.
 // Same name  llmq/ops/cross_entropy.py  llmq/ref/cross_entropy.py  tests/ops/test_cross_entropy.py

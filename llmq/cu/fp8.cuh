@@ -9,9 +9,9 @@
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
-#include "ptx.cuh"
 
-// A thread's encoder: of one tensor; with IS_WANTED = false of none, and Format may be any type.
+// A thread's encoder: of one tensor; with IS_WANTED = false of none: all codes are zero, and Format
+// may be any type.
 template <class Format, bool IS_WANTED> struct Fp8Encoder {
     float factor, limit;
     u32 count = 0;  // saturated elements of this thread
@@ -50,14 +50,19 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
 
 private:
     __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
-        return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
+        if constexpr (IS_WANTED) {
+            return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
+        }
+        return 0;
     }
     // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
     template <class Element>
     __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
-        if (abs_max_bits(x) > __float_as_uint(limit)) {
+        if constexpr (IS_WANTED) {
+            if (abs_max_bits(x) > __float_as_uint(limit)) {
 #pragma unroll
-            for (int k = 0; k < Vec<Element>::N; ++k) { count += fabsf(to_f32(x[k])) > limit; }
+                for (int k = 0; k < Vec<Element>::N; ++k) { count += fabsf(to_f32(x[k])) > limit; }
+            }
         }
     }
 };
@@ -195,6 +200,15 @@ template <class Element> struct OctetRows {
         return out;
     }
 };
+
+// As that of 16 bytes in ptx.cuh: one register for two elements of BF16, until they are used next.
+template <class Element, int COUNT>
+__device__ __forceinline__ void forget(Pack<Element, COUNT>& x) {
+#pragma unroll
+    for (int k = 0; k < COUNT / Vec<Element>::N; ++k) {
+        forget(reinterpret_cast<uint4&>(x.part[k]));
+    }
+}
 
 // The largest abs_bits of a pack.
 template <class Element, int COUNT>

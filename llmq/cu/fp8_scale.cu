@@ -3,10 +3,11 @@
 //   update   history[h] = history[h + 1], the last one = abs_max, or 0 where that is not finite
 //            m = largest of history      scale = max(m, 1e-10) / limit, 1 where m is 0
 //   count    stats[saturated] += sum of saturated
+//            stats[norm_squared] = NaN if an abs_max is not finite
 //
 // Data     scales, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first counts, the
 //          others keep addresses multiples of 16 bytes. history: F32 (length, n), oldest first.
-//          limits: F32 (n). abs_maxes may be null: history stays as it is. stats: F64 (9),
+//          limits: F32 (n). abs_maxes may be null: history stays as it is. stats: F64 (10),
 //          llmq.dtypes.STATS.
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
 // Cost     history read and written once; launches of some microseconds.
@@ -14,8 +15,9 @@
 // Same name  llmq/ops/fp8_scale.py  llmq/ref/fp8_scale.py  tests/ops/test_fp8_scale.py
 #include "common.cuh"
 
-constexpr int THREADS = 256, STRIDE = 4, SATURATED = 8;  // llmq.dtypes.STAT
-constexpr float LEAST_ABS_MAX = 1e-10f;                  // as in cu/quantize.cu
+constexpr int THREADS = 256, STRIDE = 4;
+constexpr int NORM_SQUARED = 6, SATURATED = 8;  // llmq.dtypes.STAT
+constexpr float LEAST_ABS_MAX = 1e-10f;         // as in cu/quantize.cu
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ history,
@@ -41,10 +43,15 @@ fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ history,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated, i32 n) {
+fp8_scale_count(f64* __restrict__ stats, const i32* __restrict__ saturated,
+                const f32* __restrict__ abs_maxes, i32 n) {
     __shared__ f64 shared[32];
     f64 sum = 0.0;  // of integers: exact in any order
-    for (int i = threadIdx.x; i < n; i += THREADS) { sum += (u32)saturated[i * STRIDE]; }
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+        sum += (u32)saturated[i * STRIDE];
+        const float seen = abs_maxes[i * STRIDE];
+        if (!isfinite(seen)) { stats[NORM_SQUARED] = seen - seen; }  // of any thread: all are NaN
+    }
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) { stats[SATURATED] += sum; }
 }

@@ -6,17 +6,17 @@
 //   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
 //   skip_update = norm is not finite or tokens == 0
 //
-// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (9,).
-//          gathered: F64 (world_size, 9).
-// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: 9 threads. finish:
-//          one thread.
+// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (10,).
+//          gathered: F64 (world_size, 10).
+// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: 10 threads.
+//          finish: one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
 //          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
 // Needs    finish: tokens and norm_squared final on the same stream.
 // Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
-constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 9;  // llmq.dtypes.STAT
+constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;  // llmq.dtypes.STAT
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -111,6 +111,15 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int ran
     return x;
 }
 
+// -- Time ----------------------------------------------------------------------------------------
+
+// Nanoseconds since some time in the past, the same for the whole GPU.
+__device__ __forceinline__ unsigned long long global_time() {
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
+    return ns;
+}
+
 // -- Registers -----------------------------------------------------------------------------------
 
 // Makes the compiler forget what it derived from x, so that it unpacks x again where it is used next

@@ -4,9 +4,9 @@
 //   scale = max(abs_max, 1e-10) / MAX          q[r, c] = q_t[c, r] = fp8(x[r, c] * (1 / scale))
 //
 // so that x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to
-// nearest even and clamps to +-MAX, NaN becomes 0x7F. Where abs_max is infinite or NaN, scale is 1
-// and x is encoded as it is. quantize_scaled: with a scale that is given, as fp8.cuh has it: the
-// same codes for the same scale. transpose_codes: q_t[c, r] = q[r, c].
+// nearest even and clamps to +-MAX, NaN becomes 0x7F. Where abs_max is infinite or NaN, scale and
+// all codes are NaN. quantize_scaled: with a scale that is given, as fp8.cuh has it: the same codes
+// for the same scale. transpose_codes: q_t[c, r] = q[r, c].
 //
 // Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows).
 //          All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
@@ -34,8 +34,8 @@ constexpr float LEAST_ABS_MAX = 1e-10f;   // LEAST_ABS_MAX in llmq/ref/quantize.
 
 // What x is multiplied by. One thread of the grid writes the scale.
 __device__ __forceinline__ float scale_factor(f32* scale, const f32* abs_max) {
-    const float m = fmaxf(*abs_max, LEAST_ABS_MAX);
-    const float value = isfinite(*abs_max) ? m / Fp8<Q>::MAX : 1.0f;
+    const float m = *abs_max;
+    const float value = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / Fp8<Q>::MAX : m - m;  // or NaN
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { *scale = value; }
     return 1.0f / value;
 }

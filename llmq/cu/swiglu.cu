@@ -5,16 +5,19 @@
 //
 // Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
 //          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
-//          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out|, |d_up_gate|, as stored;
-//          else not touched, may be null.
-//          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of out or d_up_gate, which may
-//          be null; codes with CODES = 1, transposed with TRANSPOSED = 1.
+//          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out| of forward, |d_up_gate|,
+//          as stored; else not touched, may be null. backward writes the out of forward again with
+//          OUT = 1, which may be d_out; else it may be null.
+//          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of forward's out or d_up_gate,
+//          which may be null; codes with CODES = 1, transposed with TRANSPOSED = 1. The same of
+//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
-// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2;
-//          memory-bound: 4 or 6 16-byte loads in flight per thread, about 30 instructions per
-//          output element. _fp8: twice as many loads in flight, 40 (forward) or 60 instructions;
-//          codes in both layouts are as many bytes as BF16.
+// Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
+//          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30
+//          instructions per output element. _fp8: twice as many loads in flight, 40 (forward) or
+//          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
+//          shared memory for transposed codes, and 8 KiB for those of out.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "common.cuh"
@@ -32,11 +35,13 @@ __device__ __forceinline__ T activation(T up, T gate) {
     return from_f32<T>(to_f32(up) * (g * sigmoid(g)));
 }
 
-__device__ __forceinline__ void gradients(T& d_up, T& d_gate, T d_out, T up, T gate) {
+// out: activation() again, of the same sigmoid.
+__device__ __forceinline__ void gradients(T& d_up, T& d_gate, T& out, T d_out, T up, T gate) {
     const float g = to_f32(gate), s = sigmoid(g), d = to_f32(d_out);
     const float slope = ((1.0f - s) * g + 1.0f) * s;
     d_up = from_f32<T>(g * s * d);
     d_gate = from_f32<T>(slope * to_f32(up) * d);
+    out = from_f32<T>(to_f32(up) * (g * s));
 }
 
 // Element offsets of output vector i of this thread: in out, and in up_gate.
@@ -80,10 +85,11 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
 }
 
 // No __restrict__ on what may be one array: every thread reads its elements before it writes them.
-// 4 blocks on an SM: with ABS_MAX the compiler would take two registers too many for that.
+// 4 blocks on an SM: with ABS_MAX the compiler would take two registers too many for that, with OUT
+// ten, if it could unpack everything early.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64 rows, i32 F,
-                f32* abs_max) {
+swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
+                T* out) {
     u32 largest = 0;
     uint4 d[VECTORS], up[VECTORS], gate[VECTORS];
 #pragma unroll
@@ -99,12 +105,16 @@ swiglu_backward(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64
     for (int i = 0; i < VECTORS; ++i) {
         const Place place(i, rows, F);
         if (!place.inside) { break; }
+        if constexpr (OUT) { forget(d[i]), forget(up[i]), forget(gate[i]); }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
-        Vec<T> d_up, d_gate;
+        Vec<T> d_up, d_gate, out_i;
 #pragma unroll
-        for (int k = 0; k < N; ++k) { gradients(d_up[k], d_gate[k], d_i[k], up_i[k], gate_i[k]); }
+        for (int k = 0; k < N; ++k) {
+            gradients(d_up[k], d_gate[k], out_i[k], d_i[k], up_i[k], gate_i[k]);
+        }
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
+        if constexpr (OUT) { store_vec(out + place.out, out_i); }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
@@ -148,41 +158,52 @@ swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows,
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
-swiglu_backward_fp8(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate, i64 rows, i32 F,
-                    f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
-                    const f32* __restrict__ scale, i32* saturated) {
-#if CODES || TRANSPOSED
-    __shared__ OctetTile up_tile, gate_tile;
+// With OUT the addresses of a third tensor are too much for 3 blocks on an SM.
+extern "C" __global__ void __launch_bounds__(THREADS, OUT ? 2 : TILES_ON_SM)
+swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
+                    Q* __restrict__ codes, Q* __restrict__ transposed,
+                    const f32* __restrict__ scale, i32* saturated, T* out,
+                    e4m3* __restrict__ out_transposed, const f32* __restrict__ out_scale,
+                    i32* out_saturated) {
+#if CODES || TRANSPOSED || OUT_TRANSPOSED
+    __shared__ OctetTile up_tile, gate_tile, out_tile;
     const OctetPlace place(rows, F);
     const i64 narrow = place.row * F + place.column, wide = narrow + place.row * F;
     OctetRows<T> d, up, gate;
     d.load(d_out + narrow, F, place.there);
     up.load(up_gate + wide, 2 * F, place.there);
     gate.load(up_gate + wide + F, 2 * F, place.there);
-    Fp8Encoder<Q, true> encoder(scale);
+    Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
+    Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
-    uint2 up_result[4], gate_result[4];
+    uint2 up_result[4], gate_result[4], out_result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const Pack<T, 8> d_i = d.row(i), up_i = up.row(i), gate_i = gate.row(i);
-        Pack<T, 8> d_up, d_gate;
+        Pack<T, 8> d_up, d_gate, out_i;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            T d_up_k, d_gate_k;
-            gradients(d_up_k, d_gate_k, d_i.at(k), up_i.at(k), gate_i.at(k));
+            T d_up_k, d_gate_k, out_k;
+            gradients(d_up_k, d_gate_k, out_k, d_i.at(k), up_i.at(k), gate_i.at(k));
             d_up.set(k, d_up_k);
             d_gate.set(k, d_gate_k);
+            out_i.set(k, out_k);
         }
+        if constexpr (OUT || OUT_TRANSPOSED) { forget(d_up), forget(d_gate), forget(out_i); }
         if (d_up_gate != nullptr && place.inside) {
             d_up.store(d_up_gate + wide + (i64)i * 2 * F);
             d_gate.store(d_up_gate + wide + (i64)i * 2 * F + F);
         }
+        if constexpr (OUT) {
+            if (place.inside) { out_i.store(out + narrow + (i64)i * F); }
+        }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
         up_result[i] = encoder.encode(d_up);
         gate_result[i] = encoder.encode(d_gate);
+        out_result[i] = out_encoder.encode(out_i);
     }
     const int wide_column = place.column + F;
+    if constexpr (OUT_TRANSPOSED) { out_tile.put(out_result); }
     if constexpr (CODES) {
         OctetTile::store_rows(codes, place.row, place.column, 2 * F, up_result, place.inside);
         OctetTile::store_rows(codes, place.row, wide_column, 2 * F, gate_result, place.inside);
@@ -190,11 +211,17 @@ swiglu_backward_fp8(T* d_up_gate, const T* __restrict__ d_out, const T* up_gate,
     if constexpr (TRANSPOSED) {
         up_tile.put(up_result);
         gate_tile.put(gate_result);
-        __syncthreads();
+    }
+    if constexpr (TRANSPOSED || OUT_TRANSPOSED) { __syncthreads(); }
+    if constexpr (TRANSPOSED) {
         up_tile.store(transposed, place.first_row, place.first_column, rows, F);
         gate_tile.store(transposed, place.first_row, place.first_column + F, rows, 2 * F);
     }
+    if constexpr (OUT_TRANSPOSED) {
+        out_tile.store(out_transposed, place.first_row, place.first_column, rows, F);
+    }
     encoder.finish(saturated);
+    out_encoder.finish(out_saturated);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 #endif
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmq.dtypes import BF16, F32, U8, DType
 from llmq.ops.common import expect_head_dim
-from llmq.runtime.cudnn import backward_workspace_bytes, forward_workspace_bytes
+from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, backward_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.tensor import Tensor
@@ -150,8 +150,7 @@ def forward(
     sizes = (seq_len, num_heads, num_kv_heads)
     flops = 2 * batch * num_heads * seq_len * seq_len * head_dim
     if backend == "cudnn":
-        nbytes = forward_workspace_bytes(batch, *sizes, head_dim)
-        with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
+        with dev.scratch("cudnn_workspace", (FORWARD_WORKSPACE_BYTES,), U8) as workspace:
             args = (out, lse, qkv, *sizes, workspace)
             dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -167,7 +168,9 @@ def out_consts(
     return {"OUT": int(out is not None)}
 
 
-def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[str, int]:
+def fp8_consts(
+    op: str, fp8: Fp8Out | None, rows: int, features: int, name: str = "fp8"
+) -> dict[str, int]:
     """The constants that switch a kernel's two optional FP8 results on or off.
 
     Raises TypeError or ValueError if fp8 does not fit a result of (rows, features).
@@ -175,16 +178,16 @@ def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[st
     if fp8 is None:
         return {"CODES": 0, "TRANSPOSED": 0}
     if fp8.codes is None and fp8.transposed is None:
-        raise TypeError(f"{op}: fp8.codes or fp8.transposed must be a tensor, both are None")
+        raise TypeError(f"{op}: {name}.codes or {name}.transposed must be a tensor, both are None")
     dtype = None  # of both
-    for name, shape in (("codes", (rows, features)), ("transposed", (features, rows))):
-        if (tensor := getattr(fp8, name)) is not None:
-            expect(op, f"fp8.{name}", tensor, dtype, shape)
+    for layout, shape in (("codes", (rows, features)), ("transposed", (features, rows))):
+        if (tensor := getattr(fp8, layout)) is not None:
+            expect(op, f"{name}.{layout}", tensor, dtype, shape)
             dtype = tensor.dtype
             if dtype not in (E4M3, E5M2):
-                raise TypeError(f"{op}: fp8.{name} must be E4M3 or E5M2, got {dtype.label}")
-    expect(op, "fp8.scale", fp8.scale, F32, (1,))
-    expect(op, "fp8.saturated", fp8.saturated, I32, (1,))
+                raise TypeError(f"{op}: {name}.{layout} must be E4M3 or E5M2, got {dtype.label}")
+    expect(op, f"{name}.scale", fp8.scale, F32, (1,))
+    expect(op, f"{name}.saturated", fp8.saturated, I32, (1,))
     if features % FP8_MULTIPLE or (fp8.transposed is not None and rows % FP8_MULTIPLE):
         raise ValueError(
             f"{op}: FP8 results have features, and transposed rows, in multiples of "
@@ -192,6 +195,40 @@ def fp8_consts(op: str, fp8: Fp8Out | None, rows: int, features: int) -> dict[st
         )
     return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
 
+
+# -- Kernels that are an activation's backward, and write what forward has made of its input again -
+
+# The end of their arguments; again_args() are the values.
+AGAIN_ARGS = "T*? out, e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated"
+NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # the constants of again_consts for their forward
+
+
+def again_args(out: Tensor | None, out_fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
+    """The arguments that AGAIN_ARGS declares."""
+    return (out, *fp8_args(out_fp8)[1:])
+
+
+def again_consts(
+    op: str, out: Tensor | None, out_fp8: Fp8Out | None, dtype: DType, shape: tuple[int, ...]
+) -> dict[str, int]:
+    """The constants that switch forward's result, of this dtype and shape, or its codes on or off.
+
+    Raises TypeError or ValueError if both are given, or one that does not fit.
+    """
+    if out is not None and out_fp8 is not None:
+        raise TypeError(f"{op}: out and out_fp8 are both given, only one of them can be written")
+    if out is not None:
+        expect(op, "out", out, dtype, shape)
+    if out_fp8 is not None:
+        if out_fp8.codes is not None:
+            raise TypeError(f"{op}: out_fp8.codes must be None, only out_fp8.transposed is written")
+        rows, features = math.prod(shape[:-1]), shape[-1]
+        expect(op, "out_fp8.transposed", out_fp8.transposed, E4M3, (features, rows))
+        fp8_consts(op, out_fp8, rows, features, "out_fp8")
+    return {"OUT": int(out is not None), "OUT_TRANSPOSED": int(out_fp8 is not None)}
+
+
+# -- Kernels that work in OctetTiles --------------------------------------------------------------
 
 OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
 

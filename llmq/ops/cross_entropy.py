@@ -127,7 +127,7 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
     the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
     Args:
-        stats    inout  F64 (9,)     entries llmq.dtypes.STAT
+        stats    inout  F64 (10,)    entries llmq.dtypes.STAT
         losses   in     F32 (B, T)   0 where masked
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked

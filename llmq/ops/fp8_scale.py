@@ -17,7 +17,9 @@ UPDATE = Kernel(
     "i32 length, i32 n",
 )
 COUNT = Kernel(
-    "fp8_scale.cu", "fp8_scale_count", args="inout f64* stats, const i32* saturated, i32 n"
+    "fp8_scale.cu",
+    "fp8_scale_count",
+    args="inout f64* stats, const i32* saturated, const f32* abs_maxes, i32 n",
 )
 
 
@@ -50,15 +52,20 @@ def update(
     dev.launch(UPDATE, ceil_div(n, THREADS), THREADS, args)
 
 
-def count(dev: Device, stats: Tensor, saturated: Tensor) -> None:
+def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> None:
     """Adds the counts of saturated elements to the statistics of the optimizer step.
 
-    Args:
-        stats      inout  F64 (9,)    entries llmq.dtypes.STAT
-        saturated  in     I32 (n, 4)  of each row the first element; counts of 32 bits, no sign
+    The norm becomes NaN where a largest value is not finite: codes do not show an infinity.
+
+    Args (of each row of four only the first element is used):
+        stats      inout  F64 (10,)   entries llmq.dtypes.STAT
+        saturated  in     I32 (n, 4)  counts of 32 bits, no sign
+        abs_maxes  in     F32 (n, 4)  of the step
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("fp8_scale", "stats", stats, F64, (len(STATS),))
-    expect("fp8_scale", "saturated", saturated, I32, (*saturated.shape[:1], STRIDE))
-    dev.launch(COUNT, 1, THREADS, (stats, saturated, saturated.shape[0]))
+    n = saturated.shape[0]
+    expect("fp8_scale", "saturated", saturated, I32, (n, STRIDE))
+    expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))
+    dev.launch(COUNT, 1, THREADS, (stats, saturated, abs_maxes, n))

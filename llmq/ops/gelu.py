@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from llmq.ops.common import (
+    AGAIN_ARGS,
     FP8_ARGS,
+    NOT_AGAIN,
     VECTOR_BYTES,
     Fp8Out,
     abs_max_consts,
+    again_args,
+    again_consts,
     expect_float,
     fp8_args,
     fp8_consts,
@@ -23,7 +27,7 @@ FORWARD = Kernel("gelu.cu", "gelu_forward", args="T* out, const T* x, i64 n, ino
 BACKWARD = Kernel(
     "gelu.cu",
     "gelu_backward",
-    args="T* d_x, const T* d_out, const T* x, i64 n, inout f32*? abs_max",
+    args="T* d_x, const T* d_out, const T* x, i64 n, inout f32*? abs_max, T*? out",
 )
 FORWARD_FP8 = Kernel(
     "gelu.cu",
@@ -34,7 +38,7 @@ BACKWARD_FP8 = Kernel(
     "gelu.cu",
     "gelu_backward_fp8",
     args="T*? d_x, const T* d_out, const T* x, i64 rows, i32 columns, inout f32*? abs_max, "
-    + FP8_ARGS,
+    f"{FP8_ARGS}, {AGAIN_ARGS}",
 )
 
 
@@ -65,9 +69,9 @@ def forward(
     op = "gelu.forward"
     _check(op, "out", out, x, fp8)
     if fp8 is None:
-        _launch(dev, op, FORWARD, (out, x), abs_max)
+        _launch(dev, op, FORWARD, (out, x), abs_max, NOT_AGAIN)
     else:
-        _launch_fp8(dev, op, FORWARD_FP8, (out, x), abs_max, fp8)
+        _launch_fp8(dev, op, FORWARD_FP8, (out, x), abs_max, fp8, NOT_AGAIN)
 
 
 def backward(
@@ -78,8 +82,12 @@ def backward(
     *,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
+    out: Tensor | None = None,
+    out_fp8: Fp8Out | None = None,
 ) -> None:
     """d_x = d_out * gelu'(x), computed in F32.
+
+    If forward's result was not kept, it can be written again, without another look at x.
 
     Args (T is BF16 or F32):
         d_x      out    T (*S)     size a multiple of 16 bytes; may be x or d_out; or None with fp8
@@ -87,17 +95,22 @@ def backward(
         x        in     T (*S)     what forward was given
         abs_max  inout  F32 (1,)   or None; raised to the largest |d_x|
         fp8      out    (rows, C)  or None; d_x in FP8, C = S[-1], rows and C multiples of 16
+        out      out    T (*S)     or None; the bits of forward's out; may be x or d_out
+        out_fp8  out    (rows, C)  or None, if out is; those of its fp8, E4M3, only transposed
 
     Cost:    as forward.
-    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape or size.
+    Raises: TypeError for a wrong dtype, no result or both out and out_fp8, ValueError for a wrong
+        shape or size.
     """
     op = "gelu.backward"
     _check(op, "d_x", d_x, x, fp8)
     expect(op, "d_out", d_out, x.dtype, x.shape)
-    if fp8 is None:
-        _launch(dev, op, BACKWARD, (d_x, d_out, x), abs_max)
+    tensors, consts = (d_x, d_out, x), again_consts(op, out, out_fp8, x.dtype, x.shape)
+    if fp8 is None and out_fp8 is None:
+        _launch(dev, op, BACKWARD, tensors, abs_max, consts, out)
     else:
-        _launch_fp8(dev, op, BACKWARD_FP8, (d_x, d_out, x), abs_max, fp8)
+        again = again_args(out, out_fp8)
+        _launch_fp8(dev, op, BACKWARD_FP8, tensors, abs_max, fp8, consts, *again)
 
 
 def _check(op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None) -> None:
@@ -108,17 +121,32 @@ def _check(op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | N
         expect(op, name, result, x.dtype, x.shape)
 
 
-def _launch(dev: Device, op: str, kernel: Kernel, tensors: tuple, abs_max: Tensor | None) -> None:
+def _launch(
+    dev: Device,
+    op: str,
+    kernel: Kernel,
+    tensors: tuple,
+    abs_max: Tensor | None,
+    consts: dict[str, int],
+    *again: Tensor | None,
+) -> None:
     x = tensors[-1]
-    args, consts = (*tensors, x.size, abs_max), abs_max_consts(op, abs_max)
+    args, consts = (*tensors, x.size, abs_max, *again), consts | abs_max_consts(op, abs_max)
     dev.launch(kernel, grid(x.size, x.dtype.itemsize), THREADS, args, consts=consts)
 
 
 def _launch_fp8(
-    dev: Device, op: str, kernel: Kernel, tensors: tuple, abs_max: Tensor | None, fp8: Fp8Out
+    dev: Device,
+    op: str,
+    kernel: Kernel,
+    tensors: tuple,
+    abs_max: Tensor | None,
+    fp8: Fp8Out | None,
+    consts: dict[str, int],
+    *again: Tensor | None,
 ) -> None:
     columns = tensors[-1].shape[-1]
     rows = tensors[-1].size // columns
-    args = (*tensors, rows, columns, abs_max, *fp8_args(fp8))
-    consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, rows, columns)
+    args = (*tensors, rows, columns, abs_max, *fp8_args(fp8), *again)
+    consts = consts | abs_max_consts(op, abs_max) | fp8_consts(op, fp8, rows, columns)
     dev.launch(kernel, octet_tiles(op, rows, columns), THREADS, args, consts=consts)

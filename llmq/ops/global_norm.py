@@ -37,7 +37,7 @@ def squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
     """stats[norm_squared] += the sum of squares of all tensors; the same bits every time.
 
     Args (contiguous, 16-byte aligned):
-        stats   inout  F64 (9,)            llmq.dtypes.STAT
+        stats   inout  F64 (10,)           llmq.dtypes.STAT
         xs      in     F32 or BF16, any shape, at least one element each
 
     Cost:    one read of xs; one launch a tensor and one more; 8 bytes of scratch a block.
@@ -63,10 +63,10 @@ def combine(dev: Device, stats: Tensor, gathered: Tensor) -> None:
     """The statistics of all ranks: sums, added in the order of the ranks; of lse_max the largest.
 
     Args:
-        stats     out  F64 (9,)              llmq.dtypes.STAT
-        gathered  in   F64 (world_size, 9)   each rank's own
+        stats     out  F64 (10,)             llmq.dtypes.STAT
+        gathered  in   F64 (world_size, 10)  each rank's own
 
-    Cost:    one launch of 8 threads.
+    Cost:    one launch of 10 threads.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("global_norm", "stats", stats, F64, (len(STATS),))
@@ -86,7 +86,7 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
     Without tokens the norm is 0. A skipped update has grad_scale 0.
 
     Args:
-        stats    inout  F64 (9,)    tokens and norm_squared are final
+        stats    inout  F64 (10,)   tokens and norm_squared are final
         scalars  inout  I32 (16,)   StepScalars
 
     Cost:    one launch of one thread.

@@ -55,8 +55,8 @@ def quantize(
     """q = x / scale, q_t its transpose; scale = max(abs_max, 1e-10) / MAX.
 
     MAX is the largest finite value of the FP8 format. Values are rounded to nearest even and
-    clamped to +-MAX. Where abs_max is infinite or NaN, scale is 1 and x is encoded as it is: NaN
-    stays NaN, infinity becomes MAX.
+    clamped to +-MAX. Where abs_max is infinite or NaN, scale is NaN, and so is all that is computed
+    with it: a clamped infinity would go on unnoticed.
 
     Args (Q is E4M3 or E5M2):
         q        out  Q (rows, cols)          or None; at least one of q and q_t

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from llmq.ops.common import (
+    AGAIN_ARGS,
     FP8_ARGS,
+    NOT_AGAIN,
     VECTOR_BYTES,
     Fp8Out,
     abs_max_consts,
+    again_args,
+    again_consts,
     expect_float,
     fp8_args,
     fp8_consts,
@@ -27,7 +31,8 @@ FORWARD = Kernel(
 BACKWARD = Kernel(
     "swiglu.cu",
     "swiglu_backward",
-    args="T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max",
+    args="T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max, "
+    "T*? out",
 )
 FORWARD_FP8 = Kernel(
     "swiglu.cu",
@@ -38,7 +43,7 @@ BACKWARD_FP8 = Kernel(
     "swiglu.cu",
     "swiglu_backward_fp8",
     args="T*? d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, "
-    "inout f32*? abs_max, " + FP8_ARGS,
+    f"inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}",
 )
 
 
@@ -70,7 +75,7 @@ def forward(
     if out is None and fp8 is None:
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
     rows, F = _check(op, "out", out, up_gate)
-    args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
+    args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max) | NOT_AGAIN
     if fp8 is None:
         dev.launch(FORWARD, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
     else:
@@ -87,8 +92,12 @@ def backward(
     *,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
+    out: Tensor | None = None,
+    out_fp8: Fp8Out | None = None,
 ) -> None:
     """The gradient of forward: d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate).
+
+    If forward's result was not kept, it can be written again, without another look at up_gate.
 
     Args (T is BF16 or F32):
         d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself; or None with fp8
@@ -96,22 +105,27 @@ def backward(
         up_gate    in     T (*S, 2F)
         abs_max    inout  F32 (1,)     or None; raised to the largest |d_up_gate|
         fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 16
+        out        out    T (*S, F)    or None; the bits of forward's out; may be d_out itself
+        out_fp8    out    (rows, F)    or None, if out is; those of its fp8, E4M3, only transposed
 
     Cost:    as forward.
-    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape.
+    Raises: TypeError for a wrong dtype, no result or both out and out_fp8, ValueError for a wrong
+        shape.
     """
     op = "swiglu.backward"
     rows, F = _check(op, "d_out", d_out, up_gate)
     if d_up_gate is not None or fp8 is None:
         expect(op, "d_up_gate", d_up_gate, up_gate.dtype, up_gate.shape)
     args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
-    if fp8 is None:
+    consts |= again_consts(op, out, out_fp8, d_out.dtype, d_out.shape)
+    if fp8 is None and out_fp8 is None:
         blocks = grid(d_out.size, d_out.dtype.itemsize)
-        dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
+        dev.launch(BACKWARD, blocks, THREADS, (*args, out), consts=consts)
     else:
         consts |= fp8_consts(op, fp8, rows, 2 * F)
         blocks = octet_tiles(op, rows, F)
-        dev.launch(BACKWARD_FP8, blocks, THREADS, args + fp8_args(fp8), consts=consts)
+        args += fp8_args(fp8) + again_args(out, out_fp8)
+        dev.launch(BACKWARD_FP8, blocks, THREADS, args, consts=consts)
 
 
 def _check(op: str, name: str, narrow: Tensor | None, up_gate: Tensor) -> tuple[int, int]:

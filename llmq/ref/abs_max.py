@@ -32,4 +32,4 @@ def abs_max_scales(scales: np.ndarray, abs_maxes: np.ndarray, largest: float, n:
     """As quantize derives a scale, for many tensors."""
     np.maximum(abs_maxes, np.float32(1e-10), out=scales)
     scales /= np.float32(largest)
-    scales[~np.isfinite(abs_maxes)] = 1
+    scales[~np.isfinite(abs_maxes)] = np.nan

@@ -30,6 +30,10 @@ def fp8_scale_update(
     scales[:, 0] = np.where(largest > 0, scale, np.float32(1))
 
 
-def fp8_scale_count(stats: np.ndarray, saturated: np.ndarray, n: int) -> None:
-    """stats[saturated] += sum of the counts, which have no sign."""
+def fp8_scale_count(
+    stats: np.ndarray, saturated: np.ndarray, abs_maxes: np.ndarray, n: int
+) -> None:
+    """stats[saturated] += sum of the counts, which have no sign; the norm NaN for an infinity."""
     stats[STAT["saturated"]] += saturated[:, 0].view(np.uint32).sum(dtype=np.uint64)
+    if not np.isfinite(abs_maxes[:, 0]).all():
+        stats[STAT["norm_squared"]] = np.nan

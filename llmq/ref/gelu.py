@@ -35,8 +35,14 @@ def gelu_forward(out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | N
 
 
 def gelu_backward(
-    d_x: np.ndarray, d_out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | None = None
+    d_x: np.ndarray,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    n: int,
+    abs_max: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> None:
+    """out: forward's result again; may be x or d_out."""
     d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
@@ -51,6 +57,9 @@ def gelu_backward(
             slope *= 1 - s
             slope += s
             slope *= compute(d_out[block])
+            if out is not None:
+                s *= xs
+                out.reshape(-1)[block] = s
             d_x[block] = slope
             update_abs_max(abs_max, d_x[block])
 
@@ -82,14 +91,22 @@ def gelu_backward_fp8(
     abs_max: np.ndarray | None,
     codes: np.ndarray | None,
     transposed: np.ndarray | None,
-    scale: np.ndarray,
-    saturated: np.ndarray,
+    scale: np.ndarray | None,
+    saturated: np.ndarray | None,
+    out: np.ndarray | None,
+    out_transposed: np.ndarray | None,
+    out_scale: np.ndarray | None,
+    out_saturated: np.ndarray | None,
 ) -> None:
-    """gelu_backward, and the result in FP8."""
+    """gelu_backward, and the results in FP8."""
     if d_x is None:
         d_x = np.empty_like(x)
-    gelu_backward(d_x, d_out, x, x.size, abs_max)
+    if out_transposed is not None:
+        out = np.empty_like(x)
+    gelu_backward(d_x, d_out, x, x.size, abs_max, out)
     emit_fp8(codes, transposed, scale, saturated, d_x.reshape(rows, columns))
+    if out_transposed is not None:
+        emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, columns))
 
 
 def _argument(x: np.ndarray) -> np.ndarray:

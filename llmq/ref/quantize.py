@@ -27,7 +27,7 @@ LEAST_ABS_MAX = np.float32(1e-10)  # so that all-zero tensors have a finite fact
 def _factor(scale: np.ndarray, abs_max: np.ndarray, dtype: np.dtype) -> np.float32:
     """Writes the scale; returns what x is multiplied by."""
     finite = np.isfinite(abs_max[0])
-    scale[0] = max(abs_max[0], LEAST_ABS_MAX) / FP8_MAX[dtype] if finite else 1
+    scale[0] = max(abs_max[0], LEAST_ABS_MAX) / FP8_MAX[dtype] if finite else np.nan
     return np.float32(1) / scale[0]
 
 

@@ -42,7 +42,9 @@ def swiglu_backward(
     rows: int,
     F: int,
     abs_max: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> None:
+    """out: forward's result again; may be d_out."""
     d_out = d_out.reshape(rows, F)
     up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
     with np.errstate(over="ignore"):
@@ -58,7 +60,10 @@ def swiglu_backward(
             slope *= s
             slope *= up
             slope *= d
+            again = None if out is None else silu * up
             silu *= d
+            if out is not None:  # last of all that needs d, which it may overwrite
+                out.reshape(rows, F)[block] = again
             d_up_gate[block, :F] = silu
             d_up_gate[block, F:] = slope
             update_abs_max(abs_max, d_up_gate[block])
@@ -91,11 +96,19 @@ def swiglu_backward_fp8(
     abs_max: np.ndarray | None,
     codes: np.ndarray | None,
     transposed: np.ndarray | None,
-    scale: np.ndarray,
-    saturated: np.ndarray,
+    scale: np.ndarray | None,
+    saturated: np.ndarray | None,
+    out: np.ndarray | None,
+    out_transposed: np.ndarray | None,
+    out_scale: np.ndarray | None,
+    out_saturated: np.ndarray | None,
 ) -> None:
-    """swiglu_backward, and the result in FP8."""
+    """swiglu_backward, and the results in FP8."""
     if d_up_gate is None:
         d_up_gate = np.empty_like(up_gate)
-    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max)
+    if out_transposed is not None:
+        out = np.empty_like(d_out)
+    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out)
     emit_fp8(codes, transposed, scale, saturated, d_up_gate.reshape(rows, 2 * F))
+    if out_transposed is not None:
+        emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, F))

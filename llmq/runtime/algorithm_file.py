@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-import warnings
 from pathlib import Path
 
+from llmq.errors import warn
 from llmq.runtime.compile import write_file
 
 FORMAT = 2
@@ -64,7 +64,10 @@ class AlgorithmFile:
         try:
             write_file(self.path, text.encode() + b"\n")
         except OSError as error:
-            warnings.warn(f"tuned matrix products are not kept: {error}", stacklevel=3)
+            folder, reason = self.path.parent, error.strerror
+            line = f"tuned matrix products are not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
+            warn([f"{line} to a folder that can be written"])
+            self.path = None  # no further attempts
 
 
 _files: dict[Path | None, AlgorithmFile] = {}

@@ -134,9 +134,10 @@ class Comm(ABC):
     last_operation: what was enqueued last, for diagnosis; a graph's replay does not change it.
     """
 
-    def __init__(self, rank: int, world_size: int):
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, dev: Device):
+        self._dev = dev
+        self.rank = dev.rank
+        self.world_size = dev.world_size
         self.last_operation = "none"
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
@@ -151,7 +152,8 @@ class Comm(ABC):
                 f"all_gather: dst must have {self.world_size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
-        self._all_gather(dst, src)
+        with self._dev.exposed():
+            self._all_gather(dst, src)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         """The rank's own part of buffer becomes the sum over ranks, the other parts undefined.
@@ -162,7 +164,8 @@ class Comm(ABC):
             raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
         self._check_parts("reduce_scatter", buffer)
         self._begin(f"reduce_scatter {buffer.name}")
-        self._reduce_scatter(buffer)
+        with self._dev.exposed():
+            self._reduce_scatter(buffer)
 
     def all_to_all(self, buffer: Tensor, spare: Tensor | None) -> list[Tensor]:
         """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
@@ -184,7 +187,8 @@ class Comm(ABC):
         targets = [part(buffer, self.rank, self.world_size)]
         for k in range(1, self.world_size):
             targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.world_size))
-        self._all_to_all(buffer, targets)
+        with self._dev.exposed():
+            self._all_to_all(buffer, targets)
         world_size = self.world_size
         return [targets[(self.rank - source) % world_size] for source in range(world_size)]
 
@@ -235,8 +239,8 @@ class SingleComm(SilentComm):
     """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
 
     def __init__(self, dev: Device):
-        super().__init__(0, 1)
-        self._dev = dev
+        super().__init__(dev)
+        self.rank, self.world_size = 0, 1
 
     def _all_gather(self, dst: Tensor, src: Tensor) -> None:
         if not same_memory(dst, src):
@@ -246,13 +250,15 @@ class SingleComm(SilentComm):
 class PlanComm(Comm):
     """Counts. As memory traffic: what is received is written, as much is read."""
 
+    _dev: PlanDevice
+
     def __init__(self, dev: PlanDevice, options: CommOptions):
         from llmq.runtime.device import HOST_SPEC  # which imports this module
 
-        super().__init__(dev.rank, dev.world_size)
+        super().__init__(dev)
         if dev.spec != HOST_SPEC:
             allocate(dev, options)
-        self._dev, self._options = dev, options
+        self._options = options
 
     def _others(self, buffer: Tensor) -> int:
         """Bytes of all parts but one."""
@@ -281,7 +287,7 @@ class PlanComm(Comm):
 @contextmanager
 def silenced(dev: Device) -> Iterator[None]:
     """Within the block the device's collectives move nothing and wait for nobody."""
-    comm, dev.comm = dev.comm, SilentComm(dev.rank, dev.world_size)
+    comm, dev.comm = dev.comm, SilentComm(dev)
     try:
         yield
     finally:

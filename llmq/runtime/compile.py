@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import threading
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -253,12 +253,13 @@ def _write(path: Path, cubin: Cubin) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write a whole file or none: other processes may read and write the same name meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".tmp-", delete=False) as f:
-        try:
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as f:  # for others to read, unlike what tempfile makes
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-            os.replace(f.name, path)
-        except BaseException:
-            os.unlink(f.name)
-            raise
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -138,11 +138,12 @@ class CublasLt:
                 "CuPy's CUDA release"
             ) from error
         self._lt = library
+        self.errors = (library.cuBLASLtError,)  # of calls that are enqueued
         self._cuda = cuda
         self._tune_new = tune
         self._file = algorithm_file(cache_path)
         self._name = f"{device_name}, cuBLASLt {library.get_version()}"
-        self._plans: dict[Product, Plan] = {}
+        self.plans: dict[Product, Plan] = {}
         self._alpha = np.ones(1, np.float32)
 
     def matmul(self, stream: int, *args: Any) -> None:
@@ -208,21 +209,21 @@ class CublasLt:
 
     def close(self) -> None:
         """Free the library's descriptors and its handle."""
-        for plan in self._plans.values():
+        for plan in self.plans.values():
             for layout in plan.layouts:
                 self._lt.matrix_layout_destroy(layout)
             self._lt.matmul_desc_destroy(plan.desc)
-        self._plans.clear()
+        self.plans.clear()
         self._lt.destroy(self._handle)
 
     def _plan(self, stream: int, product: Product, operands: Operands) -> Plan:
         """The plan of the product, made and tuned on these operands if it is a new one."""
-        plan = self._plans.get(product)
+        plan = self.plans.get(product)
         if plan is None:
             plan = self._describe(product)
             plan.choice = self._choose(stream, plan, operands)
             self._accumulate_fast(plan, plan.choice.fast)
-            self._plans[product] = plan
+            self.plans[product] = plan
         return plan
 
     def _describe(self, product: Product) -> Plan:

@@ -75,7 +75,7 @@ class CudaComm(Comm):
         nccl: Nccl | None,
         watch: Watch,
     ):
-        super().__init__(dev.rank, dev.world_size)
+        super().__init__(dev)
         self._nccl = nccl
         self._watch = watch
         self._gathers = copies if options.memcpy_all_gather else nccl

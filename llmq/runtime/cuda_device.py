@@ -21,13 +21,13 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import cache_dir, compile_kernels
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspace
-from llmq.runtime.graph import CudaEvent, Graphs
+from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 from llmq.runtime.tensor import Storage, Tensor
 
 MIB = 1 << 20
-MIN_CAPABILITY = 80
+MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
 STREAMS = ("main", "comm", "copy", "store", "stage")  # stage: the comm's own
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
@@ -55,18 +55,22 @@ def _api() -> SimpleNamespace:
 def device_spec(index: int) -> DeviceSpec:
     """What GPU `index` is. Raises LlmqError where it is not there or cannot be used."""
     runtime = _api().runtime
-    have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-    if have == 0:
-        raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
-    if have // 1000 < need // 1000:
-        raise LlmqError(
-            f"the NVIDIA driver supports CUDA {_version(have)} and this CuPy needs "
-            f"{_version(need)}; update the driver, or install cupy-cuda{have // 1000}x"
-        )
     try:
+        have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        if have == 0:
+            raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
+        if have // 1000 < need // 1000:
+            other = f", or install cupy-cuda{have // 1000}x" if have >= OLDEST_CUDA else ""
+            raise LlmqError(
+                f"the NVIDIA driver supports CUDA {_version(have)} and this CuPy needs "
+                f"{_version(need)}; update the driver{other}"
+            )
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        raise LlmqError(f"no NVIDIA GPU can be used ({error}); see nvidia-smi") from error
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise LlmqError(
+            f"no NVIDIA GPU can be used ({error}); see nvidia-smi, CUDA_VISIBLE_DEVICES is {gpus}"
+        ) from error
     if index >= count:
         raise LlmqError(f"GPU {index} is asked for, there are {count}; check CUDA_VISIBLE_DEVICES")
     properties = runtime.getDeviceProperties(index)
@@ -84,15 +88,6 @@ def device_spec(index: int) -> DeviceSpec:
         memory=properties["totalGlobalMem"],
         library_workspace=library_workspace(capability),
     )
-
-
-def unusable_reason(index: int) -> str | None:
-    """Why GPU `index` cannot be used; None if it can."""
-    try:
-        device_spec(index)
-    except LlmqError as error:
-        return str(error)
-    return None
 
 
 def _version(number: int) -> str:
@@ -129,7 +124,6 @@ class CudaDevice(Device):
         self._runtime = api.runtime
         self._driver = api.driver
         self._nvtx = api.nvtx
-        self._runtime.setDevice(index)
         stack_offset = align_up(sizes.device)
         with ExitStack() as undo:
             self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
@@ -161,20 +155,28 @@ class CudaDevice(Device):
         self._dynamic_shared: dict[int, int] = {}
         self._arguments: dict[Kernel, Arguments] = {}
         self._libraries: dict[str, Any] = {}
+        self._errors = (api.runtime.CUDARuntimeError, api.driver.CUDADriverError)  # of launches
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
-        free, _ = self._runtime.memGetInfo()
+        gpu = f"GPU {self.index} ({spec.name})"
+        try:
+            self._runtime.setDevice(self.index)
+            free, _ = self._runtime.memGetInfo()
+        except self._runtime.CUDARuntimeError as error:
+            raise LlmqError(
+                f"{gpu} cannot be opened ({error}); see nvidia-smi for what else uses it"
+            ) from error
         if need > free:
             raise LlmqError(
-                f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB are needed, "
-                f"{free / 2**30:.2f} GiB are free; see `llmq plan` for flags that save memory"
+                f"{gpu}: {need / 2**30:.2f} GiB are needed, {free / 2**30:.2f} GiB are free; see "
+                "nvidia-smi for what else uses it, and `llmq plan` for flags that save memory"
             )
         try:
             return self._runtime.malloc(max(need, 1))
         except self._runtime.CUDARuntimeError as error:
             raise LlmqError(
-                f"GPU {self.index} ({spec.name}): {need / 2**30:.2f} GiB in one piece cannot be "
-                f"had ({error}); another program may have just taken it, see nvidia-smi"
+                f"{gpu}: {need / 2**30:.2f} GiB in one piece cannot be had ({error}); another "
+                "program may have just taken it, see nvidia-smi"
             ) from error
 
     @property
@@ -208,11 +210,13 @@ class CudaDevice(Device):
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
                 getattr(self._library(kernel.file), method)(self._stream, *args)
             if self._sync_launches:
-                self.synchronize_stream()
-        except (self._runtime.CUDARuntimeError, self._driver.CUDADriverError) as error:
+                self.sync_calls += 1
+                self._runtime.streamSynchronize(self._stream)
+        except self._errors as error:
             raise RuntimeError(
                 f"{kernel.entry}: {error} (rank {self.rank}, grid {grid}, block {block}, "
                 f"{smem} bytes of dynamic shared memory, arguments {args})"
+                + ("" if self._sync_launches else f"; {LATE}")
             ) from error
 
     def _launch_kernel(
@@ -261,7 +265,12 @@ class CudaDevice(Device):
                 from llmq.runtime.cudnn import CudnnAttention
 
                 self._libraries[name] = CudnnAttention(self.index)
+            self._errors += self._libraries[name].errors
         return self._libraries[name]
+
+    def fast_products(self) -> dict[str, bool]:
+        plans = getattr(self._libraries.get("matmul"), "plans", {})
+        return {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
 
     # -- data --
 
@@ -272,7 +281,8 @@ class CudaDevice(Device):
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
         """Enqueue a copy between addresses in pinned memory or on GPUs that have access."""
-        self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
+        with noticing(self._runtime, f"copying {nbytes} bytes"):
+            self._runtime.memcpyAsync(dst, src, nbytes, self._runtime.memcpyDefault, self._stream)
 
     def zero(self, tensor: Tensor) -> None:
         self._runtime.memsetAsync(tensor.ptr, 0, tensor.nbytes, self._stream)
@@ -299,15 +309,11 @@ class CudaDevice(Device):
 
     # -- order --
 
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        before, self._stream = self._stream, self._streams[stream]
+    def _switch(self, stream: str) -> None:
+        self._stream = self._streams[stream]
+        super()._switch(stream)
         if self.capturing:
             self._graphs.use_stream(stream)
-        try:
-            yield
-        finally:
-            self._stream = before
 
     def _new_event(self) -> int:
         handle = self._runtime.eventCreateWithFlags(DISABLE_TIMING)
@@ -315,12 +321,12 @@ class CudaDevice(Device):
         return handle
 
     def event(self) -> CudaEvent:
-        return CudaEvent(self._runtime, self._new_event(), self._count_sync)
+        return CudaEvent(self._runtime, self._new_event(), self._waiting)
 
-    def record(self, event: CudaEvent) -> None:
+    def _record(self, event: CudaEvent) -> None:
         self._graphs.record(event, self._stream)
 
-    def wait(self, event: CudaEvent) -> None:
+    def _wait(self, event: CudaEvent) -> None:
         self._graphs.wait(event, self._stream)
 
     @property
@@ -329,7 +335,7 @@ class CudaDevice(Device):
         return self._graphs.capturing is not None
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
-        if self._stream != self._streams["main"]:
+        if self.stream_name != "main":
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         if self.use_graphs:
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
@@ -345,20 +351,24 @@ class CudaDevice(Device):
         finally:
             self.use_graphs = before
 
-    def _count_sync(self) -> None:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a wait of the host: counted, and forbidden in a capture."""
         if self.capturing:
             raise RuntimeError("the host may not wait for the GPU while a graph is captured")
         self.sync_calls += 1
+        with noticing(self._runtime, "waiting for the GPU"):
+            yield
 
     def synchronize(self) -> None:
-        self._count_sync()
-        self._runtime.setDevice(self.index)  # the one that cleans up is another thread
-        self._runtime.deviceSynchronize()
+        with self._waiting():
+            self._runtime.setDevice(self.index)  # the one that cleans up is another thread
+            self._runtime.deviceSynchronize()
 
     def synchronize_stream(self) -> None:
         """Make the host wait for the current stream."""
-        self._count_sync()
-        self._runtime.streamSynchronize(self._stream)
+        with self._waiting():
+            self._runtime.streamSynchronize(self._stream)
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:

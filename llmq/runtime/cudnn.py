@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmq.dtypes import BF16
+from llmq.dtypes import BF16, DType
 from llmq.errors import LlmqError
 from llmq.runtime.kernel import ceil_div
 from llmq.runtime.tensor import Tensor
@@ -19,13 +19,8 @@ MIN_CAPABILITY = 80
 MAX_BACKWARD_HEAD_DIM = 128
 MIN_VERSION = 90100  # cuDNN 9.1: deterministic backward
 SLACK = 1 << 20  # bytes: semaphores and rounding inside the library
-
-
-def forward_workspace_bytes(
-    batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
-) -> int:
-    """Bytes that the forward may ask for. An estimate: the first call on a GPU checks it."""
-    return SLACK
+NATIVE = "use --attention native"
+FORWARD_WORKSPACE_BYTES = SLACK  # that the forward may ask for; the first call on a GPU checks it
 
 
 def backward_workspace_bytes(
@@ -61,6 +56,24 @@ class _Plan:
     workspace: int
 
 
+class CudnnError(Exception):
+    """What the library says when it does not enqueue something."""
+
+
+def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
+    """What this attention is not made for; None if it is. capability: compute capability times 10.
+
+    dtype: of qkv.
+    """
+    if capability < MIN_CAPABILITY:
+        return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
+    if dtype != BF16:
+        return f"it needs BF16, not {dtype.label}"
+    if head_dim % 8 or head_dim > MAX_BACKWARD_HEAD_DIM:
+        return f"head size {head_dim} is not a multiple of 8 up to {MAX_BACKWARD_HEAD_DIM}"
+    return None
+
+
 class CudnnAttention:
     """Attention forward and backward through cuDNN, for one device.
 
@@ -69,19 +82,25 @@ class CudnnAttention:
     """
 
     def __init__(self, device_index: int):
-        """Raises LlmqError where the library or its Python front end cannot be loaded."""
+        """Raises LlmqError where the library or its Python front end is missing or too old."""
         try:
             import cudnn
             import cupy
 
+            version = cudnn.backend_version()
+            if version < MIN_VERSION:
+                raise RuntimeError(f"cuDNN {version} is older than {MIN_VERSION}")
             with cupy.cuda.Device(device_index):
                 self._handle = cudnn.create_handle()
         except Exception as error:  # the loader raises what it likes: ImportError, RuntimeError, …
             raise LlmqError(
                 f"cuDNN attention is not available ({error}); install nvidia-cudnn-cu12 and "
-                "nvidia-cudnn-frontend, or use the native attention kernels"
+                f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
         self._cudnn = cudnn
+        # What the front end raises: the others stand for codes of its own and of the library.
+        self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
+        self.errors = (CudnnError,)  # of calls that are enqueued
         self._plans: dict[tuple, _Plan] = {}
 
     def close(self) -> None:
@@ -89,21 +108,25 @@ class CudnnAttention:
         self._plans.clear()
         self._cudnn.destroy_handle(self._handle)
 
-    def supported(self, capability: int, dtype: Any, head_dim: int) -> str | None:
-        """None when this attention can be computed, else the reason why not.
+    def check(
+        self,
+        batch: int,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        chunks: int = 1,
+    ) -> None:
+        """Raise LlmqError where forward or deterministic backward will not run on this GPU.
 
-        capability: compute capability times 10; dtype: of qkv.
+        chunks: pieces of the batch in the backward.
         """
-        version = self._cudnn.backend_version()
-        if version < MIN_VERSION:
-            return f"cuDNN {version} is older than {MIN_VERSION}"
-        if capability < MIN_CAPABILITY:
-            return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
-        if dtype != BF16:
-            return f"it needs BF16, not {dtype.label}"
-        if head_dim % 8 or head_dim > MAX_BACKWARD_HEAD_DIM:
-            return f"head size {head_dim} is not a multiple of 8 up to {MAX_BACKWARD_HEAD_DIM}"
-        return None
+        sizes = (seq_len, num_heads, num_kv_heads, head_dim)
+        part = (batch // chunks, *sizes)
+        forward = self._plan("forward", (batch, *sizes), False)
+        backward = self._plan("backward", part, True)
+        _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
+        _expect_workspace(backward.workspace, backward_workspace_bytes(*part))
 
     def workspace_bytes(
         self,
@@ -167,14 +190,13 @@ class CudnnAttention:
     def _execute(
         self, plan: _Plan, stream: int, pointers: dict[str, int], workspace: Tensor
     ) -> None:
-        if plan.workspace > workspace.nbytes:
-            raise LlmqError(
-                f"cuDNN attention asks for a workspace of {plan.workspace} bytes, "
-                f"{workspace.nbytes} were planned; use the native attention kernels"
-            )
-        self._cudnn.set_stream(handle=self._handle, stream=stream)
+        _expect_workspace(plan.workspace, workspace.nbytes)
         buffers = {plan.names[name]: pointer for name, pointer in pointers.items()}
-        plan.graph.execute(buffers, workspace.ptr, handle=self._handle)
+        try:
+            self._cudnn.set_stream(handle=self._handle, stream=stream)
+            plan.graph.execute(buffers, workspace.ptr, handle=self._handle)
+        except self._refusals as error:
+            raise CudnnError(f"cuDNN {self._cudnn.backend_version()}: {error}") from error
 
     def _plan(self, direction: str, shape: tuple, deterministic: bool) -> _Plan:
         """The built graph for these sizes: 0.1 s the first time, then from the cache."""
@@ -194,17 +216,17 @@ class CudnnAttention:
             compute_data_type=cudnn.data_type.FLOAT,
             handle=self._handle,
         )
-        tensors = add_nodes(graph, *shape)
         try:
+            tensors = add_nodes(graph, *shape)
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A])
             graph.check_support()
             graph.build_plans()
-        except cudnn.cudnnGraphNotSupportedError as error:
+        except self._refusals as error:
             raise LlmqError(
                 f"cuDNN {cudnn.backend_version()} cannot compute attention of B, T, Hq, Hkv, Hd = "
-                f"{shape} ({error}); use the native attention kernels"
+                f"{shape} ({error}); {NATIVE}"
             ) from error
         names = {name: tensor.get_uid() for name, tensor in tensors.items()}
         return _Plan(graph, names, graph.get_workspace_size())
@@ -257,6 +279,14 @@ class CudnnAttention:
             _output(gradient, layouts[name])
             tensors[f"d_{name}"] = gradient
         return tensors
+
+
+def _expect_workspace(needed: int, planned: int) -> None:
+    if needed > planned:
+        raise LlmqError(
+            f"cuDNN attention asks for a workspace of {needed} bytes, {planned} were planned; "
+            f"{NATIVE}"
+        )
 
 
 def _packed(prefix: str, qkv: Tensor, heads: int, kv_heads: int) -> dict[str, int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,17 +66,35 @@ class MemorySizes:
 
 
 class Event(ABC):
-    """A point in a stream's work."""
+    """A point in a stream's work.
+
+    of_comm: last recorded on the comm stream, and the main stream has not waited for it since.
+    """
+
+    of_comm = False
 
     @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait until the work before the last `record` is done."""
 
 
+class Clock(NamedTuple):
+    """Launches on the current stream that measure: `stop` adds the time since `start` to a sum."""
+
+    start: Callable[[], None]
+    stop: Callable[[], None]
+
+
 class Device(ABC):
-    """Memory, launches, copies and order on one rank's machine."""
+    """Memory, launches, copies and order on one rank's machine.
+
+    clock: measures how long the main stream waits for other ranks; None with one rank. stream_name:
+    the current stream.
+    """
 
     kind: str  # "cuda", "host" or "plan"
+    clock: Clock | None = None
+    stream_name = "main"
 
     def __init__(
         self,
@@ -159,24 +177,57 @@ class Device(ABC):
     def download(self, src: Tensor) -> np.ndarray:
         """A host copy of the tensor, after all work enqueued so far; synchronous."""
 
-    @abstractmethod
-    def on(self, stream: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
         """Make a stream the current one within the `with` block.
 
         "main": compute. "comm": collectives. "copy": host to device. "store": device to host.
         """
+        before = self.stream_name
+        self._switch(stream)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, stream: str) -> None:
+        """Make a stream the current one. Where there are none, all is on the main stream."""
+        self.stream_name = stream
 
     @abstractmethod
     def event(self) -> Event:
         """A new event."""
 
-    @abstractmethod
     def record(self, event: Event) -> None:
         """Mark the current end of the current stream."""
+        event.of_comm = self.stream_name == "comm"
+        self._record(event)
 
-    @abstractmethod
     def wait(self, event: Event) -> None:
         """Make the current stream wait for the event's last record; the host goes on."""
+        with self.exposed() if event.of_comm else nullcontext():
+            self._wait(event)
+        event.of_comm &= self.stream_name != "main"
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Around what may make the main stream wait for other ranks: the clock measures it."""
+        if self.clock is None or self.stream_name != "main":
+            yield
+            return
+        clock, self.clock = self.clock, None  # what lies within is not counted twice
+        clock.start()
+        try:
+            yield
+        finally:
+            self.clock = clock
+        clock.stop()
+
+    @abstractmethod
+    def _record(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _wait(self, event: Event) -> None: ...
 
     @abstractmethod
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
@@ -184,6 +235,10 @@ class Device(ABC):
 
         Everything that may differ between two calls of one key is in device memory.
         """
+
+    def fast_products(self) -> dict[str, bool]:
+        """The fp8 products so far that may sum with fewer bits, and whether they do."""
+        return {}
 
     @contextmanager
     def capture_only(self) -> Iterator[None]:

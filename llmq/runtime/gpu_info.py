@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from llmq.errors import LlmqError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
@@ -44,11 +46,19 @@ def bus_id(index: int) -> str:
 
 
 def gpu_info(index: int) -> GpuInfo:
-    """GPU `index`, which must be usable and the calling thread's current one."""
+    """GPU `index`, which must be usable and the calling thread's current one.
+
+    Raises LlmqError where others leave it no memory for us to begin with.
+    """
     from cupy_backends.cuda.api import runtime
 
     properties = runtime.getDeviceProperties(index)
-    free, memory = runtime.memGetInfo()
+    try:
+        free, memory = runtime.memGetInfo()
+    except runtime.CUDARuntimeError as error:
+        raise LlmqError(
+            f"GPU {index} cannot be opened ({error}); see nvidia-smi for what else uses it"
+        ) from error
     return GpuInfo(
         name=properties["name"].decode(),
         bus_id=runtime.deviceGetPCIBusId(index),

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmq.runtime.device import Event
 
 WAIT_EXTERNAL = 1  # cudaEventWaitExternal: the event is recorded outside of the graph
+# Kernels run later than they are launched: whichever call comes next is told that one has failed.
+LATE = "this may be of something enqueued earlier, LLMQ_SYNC=1 in the environment says of what"
+
+
+@contextlib.contextmanager
+def noticing(api: Any, what: str) -> Iterator[None]:
+    """Name the call that noticed a CUDA error within the block, and how to find its cause."""
+    try:
+        yield
+    except api.CUDARuntimeError as error:
+        raise RuntimeError(f"{what}: {error}; {LATE}") from error
 
 
 class CudaEvent(Event):
     """A CUDA event. capture: what it was last recorded in; None outside of a graph."""
 
-    def __init__(self, api: Any, handle: int, count_sync: Callable[[], None]):
+    def __init__(self, api: Any, handle: int, waiting: Callable[[], AbstractContextManager]):
+        """waiting: makes what surrounds every wait of the host."""
         self._api = api
-        self._count_sync = count_sync
+        self._waiting = waiting
         self.handle = handle
         self.capture: Capture | None = None
 
     def synchronize(self) -> None:
-        self._count_sync()
-        self._api.eventSynchronize(self.handle)
+        with self._waiting():
+            self._api.eventSynchronize(self.handle)
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +97,8 @@ class Graphs:
                 f"graph {key}: captured with {captured.stack_used} bytes on the stack, replayed "
                 f"with {stack_used}; what differs belongs in the key"
             )
-        self._launch(captured)
+        with noticing(self._api, f"graph {key}"):
+            self._launch(captured)
 
     def use_stream(self, name: str) -> None:
         """Within a capture: make the stream a part of it, from the graph's start on."""
@@ -115,7 +129,7 @@ class Graphs:
                 self._order(self._streams[name], self._main)
         except BaseException as error:
             self._abandon()
-            if isinstance(error, api.CUDARuntimeError):
+            if any(isinstance(e, api.CUDARuntimeError) for e in (error, error.__cause__)):
                 raise RuntimeError(
                     f"graph {key}: capture failed ({error}); --no-use-cuda-graphs runs without"
                 ) from error
@@ -124,9 +138,10 @@ class Graphs:
             self.capturing = None
             for event in capture.events:
                 event.capture = None
-        graph = api.streamEndCapture(self._main)
-        capture.executable = api.graphInstantiate(graph)
-        api.graphDestroy(graph)
+        with noticing(api, f"graph {key}"):
+            graph = api.streamEndCapture(self._main)
+            capture.executable = api.graphInstantiate(graph)
+            api.graphDestroy(graph)
         return capture
 
     def _abandon(self) -> None:

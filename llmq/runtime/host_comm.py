@@ -20,15 +20,15 @@ def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
     """Give each device its HostComm, which needs no memory of its own."""
     memories = [storages(dev) for dev in devices]
     for dev in devices:
-        dev.comm = HostComm(dev.rank, memories, workers)
+        dev.comm = HostComm(dev, memories, workers)
 
 
 class HostComm(Comm):
     """One rank's end. Sums are in rank order, in F32, rounded once."""
 
-    def __init__(self, rank: int, memories: list[dict[str, Storage]], workers: Workers):
+    def __init__(self, dev: HostDevice, memories: list[dict[str, Storage]], workers: Workers):
         """memories: all ranks' storages by place."""
-        super().__init__(rank, len(memories))
+        super().__init__(dev)
         self._memories = memories
         self._workers = workers
 

@@ -107,17 +107,16 @@ class HostDevice(Device):
     def download(self, src: Tensor) -> np.ndarray:
         return src.numpy().copy()
 
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        yield
+    def _switch(self, stream: str) -> None:
+        pass
 
     def event(self) -> Event:
         return HostEvent()
 
-    def record(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         pass
 
-    def wait(self, event: Event) -> None:
+    def _wait(self, event: Event) -> None:
         pass
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:

@@ -66,7 +66,6 @@ class PlanDevice(Device):
         self.sources: set[Source] = set()
         self.graphs: list[tuple[tuple, Trace]] = []
         self._trace: Trace | None = None  # of the graph that is being run
-        self._stream = "main"
         self._part = ""
 
     def launch(
@@ -111,7 +110,7 @@ class PlanDevice(Device):
         self.bytes[entry] += sum(sizes[:3])
         self.flops[entry] += flops
         if self._trace is not None:
-            where = (self._stream, self._part)
+            where = (self.stream_name, self._part)
             self._trace.append(Work(*where, file, entry, args, flops, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
@@ -120,14 +119,6 @@ class PlanDevice(Device):
 
     def download(self, src: Tensor) -> np.ndarray:
         raise RuntimeError(f"download: {src!r} has no content on the plan device")
-
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        before, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = before
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -141,15 +132,15 @@ class PlanDevice(Device):
     def event(self) -> Event:
         return HostEvent()
 
-    def record(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         self._mark(event, wait=False)
 
-    def wait(self, event: Event) -> None:
+    def _wait(self, event: Event) -> None:
         self._mark(event, wait=True)
 
     def _mark(self, event: Event, *, wait: bool) -> None:
         if self._trace is not None:
-            self._trace.append(Mark(self._stream, event, wait))
+            self._trace.append(Mark(self.stream_name, event, wait))
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         self._trace = []

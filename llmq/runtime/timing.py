@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from llmq.runtime.device import Device, Event
+from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.tensor import Tensor
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
 
@@ -54,13 +53,6 @@ class Marks:
         self._marks.clear()
 
 
-class Timing(NamedTuple):
-    """Of a step, in milliseconds: named parts in order, and each wait for other ranks."""
-
-    ranges: list[tuple[str, float]]
-    waits: list[float]
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
     """One launch. traffic: bytes that it must move, as the kernel declares them. main: whether it
@@ -98,59 +90,6 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
             marks.close()
 
 
-@contextmanager
-def time_waits(dev: Device) -> Iterator[list[float]]:
-    """Within the block, time how long the main stream waits for other ranks.
-
-    Afterwards the list holds the milliseconds of each wait: for an event of the comm stream, or for
-    a collective on the main stream itself; on the CPU, which has no streams, for any collective.
-    Runs without graphs, and waits for the device at the end of the block.
-    """
-    marks, spans, times = Marks(dev), [], []
-    of_comm: set[Event] = set()
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            if not _is_current(dev, "main"):
-                return call(*args)
-            first = marks.mark()
-            result = call(*args)
-            spans.append((first, marks.mark()))
-            return result
-
-        return run
-
-    def record(event: Event) -> None:
-        (of_comm.add if _is_current(dev, "comm") else of_comm.discard)(event)
-        own_record(event)
-
-    def wait(event: Event) -> None:
-        (timed_wait if event in of_comm else own_wait)(event)
-
-    own_record, own_wait, timed_wait = dev.record, dev.wait, timed(dev.wait)
-    comm = dev.comm
-    with dev.without_graphs():
-        dev.record, dev.wait = record, wait
-        for name in COLLECTIVES:
-            setattr(comm, name, timed(getattr(comm, name)))
-        try:
-            yield times
-        finally:
-            del dev.record, dev.wait
-            for name in COLLECTIVES:
-                delattr(comm, name)  # what the class defines is seen again
-            dev.synchronize()
-            times += [marks.milliseconds(*span) for span in spans]
-            marks.close()
-
-
-def _is_current(dev: Device, stream: str) -> bool:
-    """Whether a stream is the current one; a device without streams has but "main"."""
-    if dev.kind != "cuda":
-        return stream == "main"
-    return dev.stream == dev._streams[stream]
-
-
 def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
 
@@ -162,7 +101,7 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
 
     def timed(call: Callable[..., None], describe: Callable[..., tuple]) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
-            main, first = _is_current(dev, "main"), marks.mark()
+            main, first = dev.stream_name == "main", marks.mark()
             call(*args, **options)
             spans.append((*describe(*args, **options), main, first, marks.mark()))
 

@@ -96,6 +96,7 @@ class RankPool:
         self._watchdog, self._describe = watchdog, describe
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._failed = False  # the last command of a single rank
         self._deadline: float | None = None  # of the patience, once the ranks are stopped
         self._closed = threading.Event()
         self._running: list[tuple[str, float] | None] = [None] * world_size  # since when
@@ -127,16 +128,22 @@ class RankPool:
             raise RuntimeError(f"{name}: the ranks are closed")
         command = Command(name, fn, range(self.world_size) if ranks is None else ranks)
         if self.world_size == 1:
+            self._failed = True  # unless it returns
             command.results[0] = fn(0)
+            self._failed = False
             command.waiting.clear()
             return command
         self._wait_until(lambda: all(self._behind[rank] < QUEUE for rank in command.waiting))
-        with self._changed:
-            if not any(self._behind):
-                self._progress = time.monotonic()
-            for rank in command.waiting:
-                self._behind[rank] += 1
-                self._queues[rank].put(command)
+        try:
+            with self._changed:
+                if not any(self._behind):
+                    self._progress = time.monotonic()
+                for rank in command.waiting:
+                    self._behind[rank] += 1
+                    self._queues[rank].put(command)
+        except BaseException:  # of a signal handler: those that have it would wait for the others
+            self._settle()
+            raise
         return command
 
     def wait(self, command: Command[T]) -> list[T]:
@@ -247,15 +254,17 @@ class RankPool:
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
         """End the threads, after cleanup(rank) in each of them.
 
-        Where ranks were stopped, cleanup is tried if none of them hangs, and its errors are
-        swallowed. Once more changes nothing.
+        Where ranks were stopped, cleanup is tried if none of them hangs. After a failure its errors
+        are swallowed: a GPU repeats what has failed at every call, and the first error is the one
+        to see. Once more changes nothing.
         """
         if self.closed:
             return
         if self.world_size == 1:
             self._closed.set()
             if cleanup is not None:
-                cleanup(0)
+                with contextlib.suppress(*([Exception] if self._failed else [])):
+                    cleanup(0)
             return
         try:
             if cleanup is not None and not self.workers.stopped.is_set():

@@ -152,6 +152,12 @@ static inline float2 load_cluster(const float2* p, unsigned rank) {
     return *emulator::map_shared(p, rank);
 }
 
+static inline unsigned long long global_time() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+
 static inline void forget(uint4&) {}
 static inline void forget(uint2&) {}
 static inline void forget(int&) {}

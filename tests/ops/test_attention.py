@@ -135,10 +135,11 @@ def test_cudnn(dev, rng, case, deterministic):
     _compare(got, want, BF16)
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_decode(dev, rng, dtype):
+def test_decode(dev, rng, dtype, head_dim):
     """A prompt longer than the kernel's block of keys, then single positions."""
-    batch, seq_len, heads, kv_heads, head_dim = case = (2, 133, 2, 1, 64)
+    batch, seq_len, heads, kv_heads, _ = case = (2, 133, 2, 1, head_dim)
     qkv, _ = _arrays(rng, case, dtype)
     want, _ = _forward(host_device(), qkv, heads, kv_heads)
     caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import F32, F64, I32, STATS
+from llmq.dtypes import F32, F64, I32, STAT, STATS
 from llmq.ops import fp8_scale
 from llmq.ref.fp8_scale import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -34,13 +34,21 @@ def test_update(dev, rng, length, n, newest):
     assert newest == (got["history"] != history).any() or length == n == 1
 
 
+@pytest.mark.parametrize("spoiled", [1.0, np.inf, np.nan])
 @pytest.mark.parametrize("n", [1, 32, 300])
-def test_count(dev, rng, n):
+def test_count(dev, rng, n, spoiled):
     saturated = rng.integers(-(2**31), 2**31, (n, 4)).astype(np.int32)
-    arrays = {"stats": np.arange(len(STATS), dtype=np.float64), "saturated": saturated}
-    got, want = run(dev, fp8_scale.count, arrays), run(host_device(), fp8_scale.count, arrays)
-    np.testing.assert_array_equal(got["stats"], want["stats"])
-    assert got["stats"][-1] == 8 + sum(int(count) % 2**32 for count in saturated[:, 0])
+    abs_maxes = np.full((n, 4), np.nan, np.float32)  # only the first of a row counts
+    abs_maxes[:, 0] = rng.uniform(size=n)
+    abs_maxes[n // 2, 0] = spoiled
+    stats = np.arange(len(STATS), dtype=np.float64)
+    arrays = {"stats": stats, "saturated": saturated, "abs_maxes": abs_maxes}
+    want = stats.copy()
+    want[STAT["saturated"]] += sum(int(count) % 2**32 for count in saturated[:, 0])
+    if spoiled != 1:
+        want[STAT["norm_squared"]] = np.nan
+    for device in (dev, host_device()):
+        np.testing.assert_array_equal(run(device, fp8_scale.count, arrays)["stats"], want)
 
 
 def test_wrong_arguments():
@@ -60,6 +68,8 @@ def test_wrong_arguments():
     with pytest.raises(TypeError, match=r"fp8_scale: abs_maxes must be F32, got I32"):
         fp8_scale.update(dev, scales, history, limits, make((5, 4), I32))
     with pytest.raises(ValueError, match=r"fp8_scale: saturated must have shape \(5, 4\)"):
-        fp8_scale.count(dev, make((len(STATS),), F64), make((5,), I32))
-    with pytest.raises(ValueError, match=r"fp8_scale: stats must have shape \(9,\)"):
-        fp8_scale.count(dev, make((8,), F64), make((5, 4), I32))
+        fp8_scale.count(dev, make((len(STATS),), F64), make((5,), I32), scales)
+    with pytest.raises(ValueError, match=r"fp8_scale: abs_maxes must have shape \(5, 4\)"):
+        fp8_scale.count(dev, make((len(STATS),), F64), make((5, 4), I32), limits)
+    with pytest.raises(ValueError, match=r"fp8_scale: stats must have shape \(10,\)"):
+        fp8_scale.count(dev, make((8,), F64), make((5, 4), I32), scales)

@@ -10,6 +10,7 @@ from llmq.ref.gelu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
+from tests.again import check_again
 from tests.fp8_out import check_fp8
 from tests.harness import host_device, run
 
@@ -86,6 +87,40 @@ def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
         check_fp8(device, gelu.backward, arrays, "d_x", format, layout)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["one_vector", "ragged_block"])
+def test_out_again(dev, rng, name, dtype):
+    x, d_out = _inputs(rng, CASES[name], dtype)
+    for device in (dev, host_device()):
+        check_again(device, gelu, x, d_out, d="new", out="new", abs_max=False)
+        check_again(device, gelu, x, d_out, d="x", out="new")
+        check_again(device, gelu, x, d_out, d="x", out="d_out", abs_max=False)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, d, fp8, out",
+    [
+        ("one_tile", BF16, "x", None, "fp8"),
+        ("ragged_tiles", BF16, "x", None, "fp8"),
+        ("ragged_tiles", F32, "new", None, "fp8"),
+        ("one_tile", BF16, None, E5M2, "fp8"),
+        ("ragged_tiles", BF16, None, E5M2, "fp8"),
+        ("ragged_tiles", BF16, "x", E4M3, "fp8"),
+        ("ragged_tiles", F32, "new", E5M2, "fp8"),
+        ("ragged_tiles", BF16, None, E5M2, "new"),
+        ("ragged_tiles", BF16, "x", E5M2, "d_out"),
+        ("ragged_tiles", F32, "new", E4M3, "new"),
+    ],
+    ids=str,
+)
+def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
+    shape = CASES[name]
+    x, d_out = _inputs(rng, shape, dtype)
+    x.reshape(-1, shape[-1])[-2:, -1] = [np.inf, np.nan]
+    for device in (dev, host_device()):
+        check_again(device, gelu, x, d_out, d=d, out=out, fp8=fp8)
+
+
 def test_grid():
     assert gelu.grid(8, 2) == 1
     assert gelu.grid(512 * 8, 2) == 1
@@ -127,3 +162,29 @@ def test_wrong_fp8_arguments_and_traffic():
         gelu.forward(dev, None, x, fp8=fp8(16, 48))
     with pytest.raises(ValueError, match=r"gelu\.forward: .*multiples of 16"):
         gelu.forward(dev, None, make((32, 40), BF16), fp8=fp8(32, 40))
+
+
+def test_wrong_arguments_of_out_again_and_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def fp8(codes, transposed):
+        return Fp8Out(codes, transposed, make((1,), F32), make((1,), I32))
+
+    x, again = make((2, 16, 48), BF16), fp8(None, make((48, 32), E4M3))
+    gelu.backward(dev, x, x, x, out=make((2, 16, 48), BF16))
+    assert dev.bytes == {"gelu_backward": 32 * 48 * 2 * 4}
+    gelu.backward(dev, x, x, x, out_fp8=again)
+    assert dev.bytes["gelu_backward_fp8"] == 32 * 48 * (2 * 3 + 1) + 4 + 8
+
+    def refused(error, match, **again):
+        with pytest.raises(error, match=r"gelu\.backward: " + match):
+            gelu.backward(dev, x, x, x, **again)
+
+    refused(TypeError, "out and out_fp8 are both given", out=x, out_fp8=again)
+    refused(ValueError, r"out must have shape \(2, 16, 48\)", out=make((32, 48), BF16))
+    both = fp8(make((32, 48), E4M3), again.transposed)
+    refused(TypeError, r"out_fp8\.codes must be None", out_fp8=both)
+    refused(ValueError, r"out_fp8\.transposed must have shape", out_fp8=fp8(None, both.codes))

@@ -10,6 +10,7 @@ from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
+from tests.again import check_again
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run
 
@@ -117,6 +118,41 @@ def test_fp8_in_place(dev, rng):
     assert check_codes(got, plain, E4M3, "both") > 0
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["one_vector", "ragged_block", "several_blocks"])
+def test_out_again(dev, rng, name, dtype):
+    up_gate, d_out = _inputs(rng, *CASES[name], dtype)
+    for device in (dev, host_device()):
+        check_again(device, swiglu, up_gate, d_out, d="new", out="new", abs_max=False)
+        check_again(device, swiglu, up_gate, d_out, d="x", out="new")
+        check_again(device, swiglu, up_gate, d_out, d="x", out="d_out", abs_max=False)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, d, fp8, out",
+    [
+        ("one_tile", BF16, "x", None, "fp8"),
+        ("ragged_tiles", BF16, "x", None, "fp8"),
+        ("ragged_tiles", F32, "new", None, "fp8"),
+        ("one_tile", BF16, None, E5M2, "fp8"),
+        ("ragged_tiles", BF16, None, E5M2, "fp8"),
+        ("ragged_tiles", BF16, "x", E4M3, "fp8"),
+        ("ragged_tiles", F32, "new", E5M2, "fp8"),
+        ("ragged_tiles", BF16, None, E5M2, "new"),
+        ("ragged_tiles", BF16, "x", E5M2, "d_out"),
+        ("ragged_tiles", F32, "new", E4M3, "new"),
+    ],
+    ids=str,
+)
+def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
+    rows, F = CASES[name]
+    up_gate, d_out = _inputs(rng, rows, F, dtype)
+    # Each in the last row and column, of which the first tiles see nothing.
+    up_gate[-1, F - 1], up_gate[-2, F - 1] = np.nan, np.inf
+    for device in (dev, host_device()):
+        check_again(device, swiglu, up_gate, d_out, d=d, out=out, fp8=fp8)
+
+
 def test_leading_dimensions_are_rows(dev, rng):
     up_gate, _ = _inputs(rng, 6, 16, F32)
     flat = run(dev, swiglu.forward, {"out": np.empty((6, 16), np.float32), "up_gate": up_gate})
@@ -173,3 +209,39 @@ def test_wrong_fp8_arguments_and_traffic():
         swiglu.backward(dev, None, make((32, 24), BF16), up_gate, fp8=fp8(d_up_gate, None))
     with pytest.raises(ValueError, match=r"multiples of 16, got 24 and 48"):
         swiglu.forward(dev, None, make((24, 96), BF16), fp8=fp8(make((24, 48), E4M3), None))
+
+
+def test_wrong_arguments_of_out_again_and_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def fp8(codes, transposed):
+        return Fp8Out(codes, transposed, make((1,), F32), make((1,), I32))
+
+    d_out, up_gate = make((32, 48), BF16), make((32, 96), BF16)
+    again = fp8(None, make((48, 32), E4M3))
+    swiglu.backward(dev, up_gate, d_out, up_gate, out=make((32, 48), BF16))
+    assert dev.bytes == {"swiglu_backward": 32 * 48 * 2 * 6}
+    swiglu.backward(dev, up_gate, d_out, up_gate, out_fp8=again)
+    assert dev.bytes["swiglu_backward_fp8"] == 32 * 48 * (2 * 5 + 1) + 4 + 8
+
+    def refused(error, match, *, rows=32, d=up_gate, **again):
+        with pytest.raises(error, match=r"swiglu\.backward: " + match):
+            swiglu.backward(dev, d, make((rows, 48), BF16), make((rows, 96), BF16), **again)
+
+    refused(TypeError, "out and out_fp8 are both given", out=d_out, out_fp8=again)
+    refused(TypeError, r"d_up_gate must be a tensor, got None", d=None, out_fp8=again)
+    refused(TypeError, "out must be BF16, got F32", out=make((32, 48), F32))
+    refused(ValueError, r"out must have shape \(32, 48\)", out=up_gate)
+    both = fp8(make((32, 48), E4M3), again.transposed)
+    refused(TypeError, r"out_fp8\.codes must be None", out_fp8=both)
+    refused(TypeError, r"out_fp8\.transposed must be a tensor", out_fp8=fp8(None, None))
+    five_two = fp8(None, make((48, 32), E5M2))
+    refused(TypeError, r"out_fp8\.transposed must be F8_E4M3, got F8_E5M2", out_fp8=five_two)
+    refused(ValueError, r"out_fp8\.transposed must have shape", out_fp8=fp8(None, both.codes))
+    wrong_scale = again._replace(scale=again.saturated)
+    refused(TypeError, r"out_fp8\.scale must be F32, got I32", out_fp8=wrong_scale)
+    d, again = make((24, 96), BF16), fp8(None, make((48, 24), E4M3))
+    refused(ValueError, r".*multiples of 16, got \(24, 48\)", rows=24, d=d, out_fp8=again)

@@ -42,5 +42,10 @@ def test_counts_have_no_sign():
     stats = np.arange(len(STATS), dtype=np.float64)
     saturated = np.full((2, 4), 9, np.int32)
     saturated[:, 0] = [5, -1]
-    ref.fp8_scale_count(stats, saturated, 2)
+    abs_maxes = np.ones((2, 4), np.float32)
+    ref.fp8_scale_count(stats, saturated, abs_maxes, 2)
     assert stats[STAT["saturated"]] == STAT["saturated"] + 5 + 2**32 - 1
+    assert stats[STAT["norm_squared"]] == STAT["norm_squared"]
+    abs_maxes[1, 0] = np.inf
+    ref.fp8_scale_count(stats, saturated, abs_maxes, 2)
+    assert np.isnan(stats[STAT["norm_squared"]])

@@ -19,7 +19,8 @@ def test_forward_and_gradient_equal_torch(rows, F):
 
     out, d_up_gate = np.full((rows, F), np.nan), up_gate.copy()
     ref.swiglu_forward(out, up_gate, rows, F)
-    ref.swiglu_backward(d_up_gate, d_out, d_up_gate, rows, F)  # in place
+    ref.swiglu_backward(d_up_gate, d_out, d_up_gate, rows, F, None, d_out)  # in place, twice
+    np.testing.assert_array_equal(d_out, out)
     # F64 on both sides: a few roundings in another order.
     np.testing.assert_allclose(out, want.detach().numpy(), rtol=1e-13, atol=1e-15)
     np.testing.assert_allclose(d_up_gate, want_gradient.numpy(), rtol=1e-12, atol=1e-14)

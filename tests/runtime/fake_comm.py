@@ -56,7 +56,6 @@ class StreamComm(CudaComm):
 
     def __init__(self, dev: StreamDevice, *args: Any):
         super().__init__(dev, *args)
-        self._dev = dev
         self._place = np.empty(16, np.uint8)
         dev.races.watch(Storage("comm", self._place.ctypes.data, self._place))
 
@@ -88,7 +87,7 @@ class StreamNccl:
         self, name: str, src: list[Tensor], dst: list[Tensor], sources: list[int], work: Callable
     ) -> None:
         """work() between two meetings of all ranks; this one gets something from `sources`."""
-        dev, index = self._dev, self._dev.queue_id(self._dev._stream)
+        dev, index = self._dev, self._dev.queue_id(self._dev.stream_name)
 
         def run() -> None:
             self._told = dev.races.told(index)

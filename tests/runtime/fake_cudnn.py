@@ -74,7 +74,7 @@ class FakeGraph:
 
     def check_support(self):
         if self.library.refuses:
-            raise NotImplementedError("no engine")
+            raise self.library.refuses("no engine")
 
     def get_workspace_size(self):
         assert self.steps[-1] == "build_plans"
@@ -84,6 +84,8 @@ class FakeGraph:
     def execute(self, buffers, workspace, handle):
         assert handle == HANDLE and all(t.output for t in self.outputs)
         assert {type(x) for x in (*buffers.values(), workspace)} == {int}
+        if self.library.fails:
+            raise self.library.fails("execution failed")
         self.library.executed.append((self.library.stream, self.options))
         arrays = [t.at(buffers[t.get_uid()]) for t in (*self.inputs, *self.outputs)]
         q, k, v = arrays[:3]
@@ -103,14 +105,15 @@ class FakeGraph:
 
 
 class FakeCudnn:
-    """The module `cudnn`."""
+    """The module `cudnn`. refuses, fails: what planning and running raise, if not None."""
 
     data_type = SimpleNamespace(BFLOAT16="bf16", FLOAT="f32")
     heur_mode = SimpleNamespace(A="A")
     cudnnGraphNotSupportedError = NotImplementedError
 
     def __init__(self, workspace=4096, version=VERSION):
-        self.workspace, self.version, self.refuses = workspace, version, False
+        self.workspace, self.version = workspace, version
+        self.refuses, self.fails = None, None
         self.built, self.executed, self.stream, self.open = 0, [], None, 0
 
     def create_handle(self):

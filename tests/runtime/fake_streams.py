@@ -98,7 +98,6 @@ class StreamDevice(HostDevice):
         super().__init__(sizes, rank=rank, world_size=world_size, poison=poison)
         self._pause = pause
         self._random = random.Random(seed * 100 + rank)
-        self._stream = "main"
         self._queues: dict[str, queue.SimpleQueue] = {}
         self._ids: dict[str, int] = {}
         self.races = races or Races()
@@ -120,7 +119,7 @@ class StreamDevice(HostDevice):
         writes: Sequence[Span] = (),
     ) -> None:
         """prepare() runs now, and at every replay; what it returns, when the stream gets there."""
-        work = Work(self._stream, prepare, name, reads, writes)
+        work = Work(self.stream_name, prepare, name, reads, writes)
         if self._capture is not None:
             self._capture.work.append(work)
         else:
@@ -169,7 +168,7 @@ class StreamDevice(HostDevice):
         if self._pause and self._random.random() < 0.3:
             time.sleep(self._random.random() * self._pause)
 
-    def _wait(self, ready: Callable[[], Any], what: str) -> None:
+    def _poll(self, ready: Callable[[], Any], what: str) -> None:
         """ready() is asked again and again; it is what takes time in between."""
         deadline = time.monotonic() + PATIENCE
         while not ready():
@@ -188,10 +187,10 @@ class StreamDevice(HostDevice):
         self.call(work, "copy", [Span(src, src + nbytes)], [Span(dst, dst + nbytes)])
 
     def wait_word(self, address: int, value: int) -> None:
-        word, index = ctypes.c_uint32.from_address(address), self.queue_id(self._stream)
+        word, index = ctypes.c_uint32.from_address(address), self.queue_id(self.stream_name)
 
         def work() -> None:
-            self._wait(
+            self._poll(
                 lambda: word.value & value or time.sleep(1e-5), f"flag {address:#x} & {value}"
             )
             self.races.acquire(index, address)
@@ -199,7 +198,7 @@ class StreamDevice(HostDevice):
         self.call(work)
 
     def write_word(self, address: int, value: int) -> None:
-        word, index = ctypes.c_uint32.from_address(address), self.queue_id(self._stream)
+        word, index = ctypes.c_uint32.from_address(address), self.queue_id(self.stream_name)
 
         def work() -> None:
             self.races.release(index, address)
@@ -243,21 +242,16 @@ class StreamDevice(HostDevice):
 
     # -- order --
 
-    @contextmanager
-    def on(self, stream: str):
-        before, self._stream = self._stream, stream
+    def _switch(self, stream: str) -> None:
+        self.stream_name = stream
         if self._capture is not None and stream != "main":
             self._capture.streams[stream] = None
-        try:
-            yield
-        finally:
-            self._stream = before
 
     def event(self) -> StreamEvent:
         return StreamEvent()
 
-    def record(self, event: StreamEvent) -> None:
-        index = self.queue_id(self._stream)
+    def _record(self, event: StreamEvent) -> None:
+        index = self.queue_id(self.stream_name)
 
         def prepare() -> Callable[[], None]:
             mark = event.mark = Mark()
@@ -267,15 +261,15 @@ class StreamDevice(HostDevice):
             self._capture.events[event] = None
         self.enqueue(prepare)
 
-    def wait(self, event: StreamEvent) -> None:
-        index = self.queue_id(self._stream)
+    def _wait(self, event: StreamEvent) -> None:
+        index = self.queue_id(self.stream_name)
 
         def prepare() -> Callable[[], None]:
             mark = event.mark
 
             def work() -> None:
                 if mark is not None:
-                    self._wait(lambda: mark.reached.wait(0.02), "an event was never reached")
+                    self._poll(lambda: mark.reached.wait(0.02), "an event was never reached")
                     self.races.learn(index, mark.told)
 
             return work
@@ -283,7 +277,7 @@ class StreamDevice(HostDevice):
         self.enqueue(prepare)
 
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
-        assert self._stream == "main", f"graph {key}: graphs run on the main stream only"
+        assert self.stream_name == "main", f"graph {key}: graphs run on the main stream only"
         if not self._use_graphs or key not in self.graphs:
             self.graphs[key] = None
             fn()
@@ -325,8 +319,8 @@ class StreamDevice(HostDevice):
 
     def synchronize_stream(self) -> None:
         """Wait until the current stream is empty; raises what went wrong in one."""
-        self.queue_id(self._stream)
-        self._drain(self._stream)
+        self.queue_id(self.stream_name)
+        self._drain(self.stream_name)
 
     def _drain(self, stream: str) -> None:
         assert self._capture is None, "the host may not wait while a graph is captured"

@@ -210,6 +210,12 @@ def test_write_file_leaves_no_temporary_files(tmp_path):
     compile.write_file(path, b"two")
     assert path.read_bytes() == b"two"
     assert list(path.parent.iterdir()) == [path]
+    (tmp_path / "plain").write_text("")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read it
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError):
+        compile.write_file(tmp_path / "directory", b"three")
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_digest_separates_its_parts():

@@ -11,6 +11,7 @@ from llmq.runtime import comm, copies
 from llmq.runtime.comm import CommOptions, part
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.flags import EMPTY, FULL, KINDS, RELEASED, RING, TARGET, Flags
+from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, direct_links
 from tests.runtime.fake_streams import StreamDevice
@@ -219,6 +220,35 @@ def test_each_source_is_staged_once():
     direct = direct_links(4, "peer")
     direct[2][0] = direct[3][0] = False  # reader, source
     assert run(4, direct, program) == [[(4 * N, [2, 3])], [], [], []]
+
+
+def test_each_rank_begins_with_another_reader():
+    """So that no GPU is written to by all others at once."""
+
+    def program(dev, workers):
+        readers = []
+        copies = dev.comm._gathers
+        push = copies._push
+        copies._push = lambda reader, *args: (readers.append(reader), push(reader, *args))
+        buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.world_size, 1))
+        dev.comm.all_gather(buffer, spare)
+        dev.comm.all_to_all(buffer, spare)
+        return readers
+
+    rounds = np.array(run(4, direct_links(4, "peer"), program))  # rank, copy
+    assert (np.sort(rounds, axis=0) == np.arange(4)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunk"),
+    [(8 << 20, 1 << 20), (99 << 20, 1 << 20), (5 << 20, 5 << 17), (99, 1 << 16)],
+)
+def test_what_is_short_is_cut_into_chunks_too(nbytes, chunk):
+    """Sending and receiving overlap only where there are several; too short ones cost waits."""
+    rings = Rings(addresses=[0], chunk=1 << 20, count=4)
+    staging = Staging(0, None, None, rings, [])
+    staging.begin(nbytes)
+    assert staging.chunk == chunk
 
 
 def test_without_its_flags_the_protocol_fails():

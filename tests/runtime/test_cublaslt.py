@@ -154,7 +154,7 @@ def test_fp8_plans():
     for args in calls:
         lt.fp8(*args)
     assert len(library.asked) == len(calls) - 1
-    names = [str(product) for product in lt._plans]
+    names = [str(product) for product in lt.plans]
     assert len(set(names)) == len(calls) - 1
     assert names[0] == "48x144x64 nt e4m3->bf16, 4096 bytes of workspace"
     assert names[1] == "48x144x64 nt e5m2*e4m3->bf16, 4096 bytes of workspace"
@@ -343,10 +343,17 @@ def test_algorithms_of_the_wrong_size_are_ignored(tmp_path):
     assert file.get("b") == bytes(65)
 
 
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+def test_a_file_that_cannot_be_written_is_one_warning(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="tuned matrix products are not kept"):
-        assert tuned(tmp_path / "file" / "m.json", (3, 1))[-1] == 1
+    assert tuned(tmp_path / "file" / "m.json", (3, 1))[-1] == 1
+    folder = tmp_path / "file"
+    assert capsys.readouterr().err == (
+        f"warning: tuned matrix products are not kept in {folder} (File exists); set "
+        "LLMQ_CACHE_DIR to a folder that can be written\n"
+    )
+    file = algorithm_file(tmp_path / "file" / "m.json")
+    assert file.publish("k", bytes(65), instead_of=None) == bytes(65) == file.get("k")
+    assert capsys.readouterr().err == ""
 
 
 def test_ranks_agree_on_the_first_published(tmp_path):

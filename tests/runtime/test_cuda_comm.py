@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,6 +279,18 @@ def test_copies_need_no_nccl(machine, library, driver):
     for dev in devices:
         dev.close()
     assert library.log == []
+
+
+@pytest.mark.usefixtures("small_chunks", "library", "driver")
+def test_each_rank_has_events_of_its_own_gpu(machine):
+    """Which is not the current one of the thread that connects."""
+    devices = open_devices()
+    connect(devices, replace(COPIES, p2p="off"), Workers(2))
+    for dev in devices:
+        machine.runtime.setDevice(dev.index)
+        dev.comm.all_gather(make(dev, 2 * N), make(dev, N))
+    for dev in devices:
+        dev.close()
 
 
 def test_nccl_calls(machine, library):

@@ -2,16 +2,18 @@
 
 import gc
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.dtypes import BF16, E4M3, F32
 from llmq.errors import LlmqError
 from llmq.ops import fill
-from llmq.runtime import cuda_device
+from llmq.runtime import cublaslt, cuda_device
 from llmq.runtime.compile import Cubin
-from llmq.runtime.cuda_device import CudaDevice, device_spec, unusable_reason
+from llmq.runtime.cublaslt import Product
+from llmq.runtime.cuda_device import CudaDevice, device_spec
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory
@@ -61,30 +63,59 @@ def tensor(dev, values=(0.0,), dtype=F32):
 def test_spec(api):
     spec = device_spec(0)
     assert (spec.name, spec.capability, spec.num_sms) == ("Fake GPU", 90, 132)
-    assert unusable_reason(0) is None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"driver_version": 0}, "no NVIDIA driver"),
-        ({"driver_version": 11080}, r"supports CUDA 11.8 .* needs 12.9; .* cupy-cuda11x"),
-        ({"devices": 0}, "no NVIDIA GPU can be used .*cudaErrorNoDevice"),
+        ({"driver_version": 11080}, r"supports CUDA 11\.8 .* needs 12\.9; update the driver$"),
+        (
+            {"driver_version": 12080, "runtime_version": 13000},
+            r"supports CUDA 12\.8 .* needs 13\.0; update the driver, or install cupy-cuda12x$",
+        ),
+        (
+            {"devices": 0},
+            r"no NVIDIA GPU can be used \(cudaErrorNoDevice.*\); see nvidia-smi, CUDA_VISIBLE_DEV"
+            "ICES is 7$",
+        ),
         ({"properties": {"major": 7, "minor": 5, "name": b"T4"}}, r"GPU 0 \(T4\) .* 7.5, 8.0"),
     ],
 )
-def test_gpus_that_cannot_be_used(api, change, message):
+def test_gpus_that_cannot_be_used(api, change, message, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     vars(api.runtime).update(change)
     with pytest.raises(LlmqError, match=message):
         device_spec(0)
-    assert unusable_reason(0)
+
+
+def failing(error):
+    def fail(*args):
+        raise CudaError(error)
+
+    return fail
+
+
+def test_a_driver_that_is_none(api, monkeypatch):
+    """The library that toolkits have for linking."""
+    monkeypatch.setattr(api.runtime, "driverGetVersion", failing("cudaErrorStubLibrary"))
+    with pytest.raises(LlmqError, match=r"no NVIDIA GPU can be used \(cudaErrorStubLibrary\)"):
+        device_spec(0)
+
+
+@pytest.mark.parametrize("call", ["setDevice", "memGetInfo"])
+def test_a_gpu_that_others_have(api, monkeypatch, call):
+    """With no memory for a context, or in exclusive mode."""
+    monkeypatch.setattr(api.runtime, call, failing("cudaErrorMemoryAllocation"))
+    with pytest.raises(LlmqError, match=r"GPU 0 \(Fake GPU\) cannot be opened \(cudaErrorMemor"):
+        CudaDevice(0, SIZES)
 
 
 def test_a_newer_minor_release_of_the_driver_is_fine(api):
     api.runtime.driver_version, api.runtime.runtime_version = 13000, 12090
-    assert unusable_reason(0) is None
+    assert device_spec(0)
     api.runtime.driver_version = 12020
-    assert unusable_reason(0) is None
+    assert device_spec(0)
 
 
 def test_a_gpu_that_is_not_there(api):
@@ -200,8 +231,69 @@ def test_large_shared_memory_is_asked_for_once_per_size(api, dev):
 
 def test_an_error_names_kernel_and_launch(api, dev):
     api.driver.refused.add("other")
-    with pytest.raises(RuntimeError, match=r"other: CUDA_ERROR_INVALID_VALUE.*grid 7, block 33"):
+    launch = r"other: CUDA_ERROR_INVALID_VALUE.*grid 7, block 33.*"
+    with pytest.raises(RuntimeError, match=launch + "enqueued earlier, LLMQ_SYNC=1"):
         dev.launch(OTHER, 7, 33, (tensor(dev),))
+    dev._sync_launches = True
+    with pytest.raises(RuntimeError, match=launch + r"arguments .*\)$"):
+        dev.launch(OTHER, 7, 33, (tensor(dev),))
+
+
+def test_with_sync_an_error_while_it_runs_names_kernel_and_launch(api, monkeypatch):
+    monkeypatch.setenv("LLMQ_SYNC", "1")
+    device = CudaDevice(0, SIZES)
+    x = tensor(device)
+    monkeypatch.setattr(api.runtime, "streamSynchronize", failing("cudaErrorIllegalAddress"))
+    with pytest.raises(RuntimeError, match=r"^other: cudaErrorIllegalAddress \(rank 0, grid 7,"):
+        device.launch(OTHER, 7, 33, (x,))
+
+
+@pytest.mark.parametrize(
+    ("call", "use", "name"),
+    [
+        ("eventSynchronize", lambda dev, x: dev.event().synchronize(), "waiting for the GPU"),
+        ("deviceSynchronize", lambda dev, x: dev.synchronize(), "waiting for the GPU"),
+        ("streamSynchronize", lambda dev, x: dev.synchronize_stream(), "waiting for the GPU"),
+        ("memcpyAsync", lambda dev, x: dev.copy(x, x), "copying 4 bytes"),
+        ("graphLaunch", lambda dev, x: dev.graph(("g",), lambda: dev.zero(x)), "graph ('g',)"),
+        ("graphInstantiate", lambda dev, x: dev.graph(("h",), lambda: None), "graph ('h',)"),
+    ],
+)
+def test_whoever_notices_an_error_says_how_to_find_its_cause(
+    api, dev, monkeypatch, call, use, name
+):
+    x = tensor(dev)
+    for _ in range(2):
+        dev.graph(("g",), lambda: dev.zero(x))
+    dev.graph(("h",), lambda: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(api.runtime, call, failing("cudaErrorIllegalAddress"))
+        with pytest.raises(RuntimeError) as caught:
+            use(dev, x)
+    assert str(caught.value).startswith(f"{name}: cudaErrorIllegalAddress; ")
+    assert "LLMQ_SYNC=1" in str(caught.value)
+
+
+def test_an_error_of_a_library_names_the_launch(dev, monkeypatch):
+    class Refused(Exception):
+        pass
+
+    class Library:
+        errors = (Refused,)
+
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def matmul(self, *args):
+            raise Refused("CUBLAS_STATUS_EXECUTION_FAILED (13)")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(cublaslt, "CublasLt", Library)
+    message = r"matmul: CUBLAS_STATUS_EXECUTION_FAILED \(13\) \(rank 0, .*arguments .*LLMQ_SYNC"
+    with pytest.raises(RuntimeError, match=message):
+        dev.launch(LIBRARY, 1, 1, (tensor(dev),))
 
 
 def test_libraries_get_the_stream_and_the_arguments(dev):
@@ -220,6 +312,20 @@ def test_libraries_get_the_stream_and_the_arguments(dev):
         dev.launch(LIBRARY, 1, 1, (x,))
         assert calls == [(dev.stream, x)]
     dev._libraries.clear()
+
+
+def test_which_products_accumulate_fast(dev):
+    assert dev.fast_products() == {}
+    sizes = (48, 144, 64, False, True, E4M3, E4M3, BF16, False, False, 4096)
+    plans = {}
+    for bias, allowed, chosen in ((False, True, True), (True, True, False), (True, False, False)):
+        product = Product(*sizes, fast_accumulation=allowed)._replace(bias=bias)
+        plans[product] = SimpleNamespace(choice=SimpleNamespace(fast=chosen))
+    dev._libraries["matmul"] = SimpleNamespace(plans=plans)
+    found = dev.fast_products()
+    dev._libraries.clear()
+    name = "48x144x64 nt e4m3->bf16{} fast, 4096 bytes of workspace"
+    assert found == {name.format(""): True, name.format(" bias"): False}
 
 
 def test_sync_mode_waits_for_every_launch_and_uses_no_graphs(api, monkeypatch):

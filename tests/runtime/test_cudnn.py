@@ -8,7 +8,13 @@ import pytest
 from llmq.dtypes import BF16, F32
 from llmq.errors import LlmqError
 from llmq.ops import attention
-from llmq.runtime.cudnn import CudnnAttention, backward_workspace_bytes
+from llmq.runtime.cudnn import (
+    FORWARD_WORKSPACE_BYTES,
+    CudnnAttention,
+    CudnnError,
+    backward_workspace_bytes,
+    unsupported,
+)
 from llmq.runtime.host_device import HostDevice
 from tests.harness import SIZES, host_device, run
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
@@ -60,7 +66,7 @@ def test_workspace_estimate_on_this_gpu(dev, shape):
     library = CudnnAttention(0)
     for deterministic in (False, True):
         forward, backward = library.workspace_bytes(*shape, deterministic)
-        assert forward <= attention.forward_workspace_bytes(*shape)
+        assert forward <= FORWARD_WORKSPACE_BYTES
         assert backward <= backward_workspace_bytes(*shape, deterministic)
     library.close()
 
@@ -123,25 +129,54 @@ def test_workspace_larger_than_planned(rng, fake):
 
 
 def test_sizes_that_the_library_refuses(rng, fake):
-    fake.refuses = True
-    with pytest.raises(LlmqError, match=r"\(2, 11, 4, 2, 32\) \(no engine\); use the native"):
+    fake.refuses = NotImplementedError
+    message = r"\(2, 11, 4, 2, 32\) \(no engine\); use --attention native"
+    with pytest.raises(LlmqError, match=message):
         run(LibraryDevice(CudnnAttention(0)), _forward_backward, _arrays(rng))
+    with pytest.raises(LlmqError, match=message):
+        CudnnAttention(0).check(*CASE)
 
 
-def test_supported(fake):
+@pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, ValueError])
+def test_errors_of_the_library_while_it_plans_and_runs(rng, fake, error):
+    """Front end 1.26 answers with a RuntimeError to a backward that cuDNN 9.19 does not know."""
+    fake.refuses = error
+    with pytest.raises(LlmqError, match=r"cuDNN 91900 cannot compute attention .* \(no engine\)"):
+        CudnnAttention(0).check(*CASE)
+    fake.refuses, fake.fails = None, error
     library = CudnnAttention(0)
-    assert library.supported(90, BF16, 128) is None
-    assert "compute capability 7.5" in library.supported(75, BF16, 128)
-    assert "needs BF16, not F32" in library.supported(90, F32, 128)
-    assert "head size 256" in library.supported(90, BF16, 256)
-    fake.version = 8900
-    assert "cuDNN 8900 is older" in library.supported(90, BF16, 128)
+    with pytest.raises(CudnnError, match=r"^cuDNN 91900: execution failed$"):
+        run(LibraryDevice(library), _forward_backward, _arrays(rng))
+    assert library.errors == (CudnnError,)  # for CudaDevice, which names the launch
+
+
+def test_check_builds_what_a_step_runs(rng, fake):
+    library = CudnnAttention(0)
+    library.check(4, *CASE[1:], chunks=2)
+    assert set(library._plans) == {("forward", (4, *CASE[1:]), False), ("backward", CASE, True)}
+    fake.workspace = backward_workspace_bytes(*CASE) + 1
+    with pytest.raises(LlmqError, match=r"a workspace of \d+ bytes, 1048576 were planned; use"):
+        CudnnAttention(0).check(*CASE)
+
+
+def test_unsupported():
+    assert unsupported(90, BF16, 128) is None
+    assert "compute capability 7.5" in unsupported(75, BF16, 128)
+    assert "needs BF16, not F32" in unsupported(90, F32, 128)
+    assert "head size 256" in unsupported(90, BF16, 256)
 
 
 def test_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
     with pytest.raises(LlmqError, match="install nvidia-cudnn-cu12 and nvidia-cudnn-frontend"):
         CudnnAttention(0)
+
+
+def test_old_library(fake):
+    fake.version = 8900
+    with pytest.raises(LlmqError, match=r"not available \(cuDNN 8900 is older than 90100\); inst"):
+        CudnnAttention(0)
+    assert fake.open == 0
 
 
 def test_workspace_is_taken_from_the_stack(rng, fake):

@@ -4,28 +4,26 @@ import pytest
 
 from llmq.dtypes import F32
 from llmq.runtime import cuda_device
+from llmq.runtime.comm import silenced
 from llmq.runtime.cuda_device import CudaDevice
-from llmq.runtime.device import MemorySizes
+from llmq.runtime.device import Clock, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.timing import COLLECTIVES, time_waits
 from tests.runtime.fake_cuda import fake_api
 
 SIZES = MemorySizes(device=1 << 12, stack=0, pinned=1 << 8)
 
 
+def clocked(dev):
+    """What the device's clock is told."""
+    said = []
+    dev.clock = Clock(lambda: said.append("start"), lambda: said.append("stop"))
+    return said
+
+
 @pytest.fixture
 def dev(monkeypatch):
-    """A fake GPU on which every event is recorded 2 ms after the one before."""
-    api, order = fake_api(), {}
-    record = api.runtime.eventRecord
-
-    def eventRecord(event, stream):
-        order[event] = len(order)
-        record(event, stream)
-
-    api.runtime.eventRecord = eventRecord
-    api.runtime.eventCreate = lambda: api.runtime.eventCreateWithFlags(0)
-    api.runtime.eventElapsedTime = lambda a, b: 2.0 * (order[b] - order[a])
+    """A fake GPU."""
+    api = fake_api()
     monkeypatch.setattr(cuda_device, "_api", lambda: api)
     monkeypatch.delenv("LLMQ_SYNC", raising=False)
     device = CudaDevice(0, SIZES)
@@ -41,56 +39,89 @@ def recorded(dev, stream):
 
 
 def test_main_waits_for_the_comm_stream(dev):
-    with time_waits(dev) as waits:
-        for stream in ("comm", "copy", "store", "main"):
-            dev.wait(recorded(dev, stream))
-        assert waits == [], "not before the device is done"
-    assert waits == [2.0]
+    said, wait = clocked(dev), dev.api.streamWaitEvent
+    dev.api.streamWaitEvent = lambda *args: (said.append("wait"), wait(*args))
+    for stream in ("comm", "copy", "store", "main"):
+        dev.wait(recorded(dev, stream))
+    assert said == ["start", "wait", "stop", "wait", "wait", "wait"]
 
 
 def test_only_waits_of_the_main_stream_count(dev):
-    with time_waits(dev) as waits, dev.on("store"):
-        dev.wait(recorded(dev, "comm"))
-    assert waits == []
+    said, event = clocked(dev), recorded(dev, "comm")
+    with dev.on("store"):
+        dev.wait(event)
+    assert said == []
+    dev.wait(event)
+    assert said == ["start", "stop"]
+
+
+def test_a_wait_for_what_was_waited_for_takes_no_time(dev):
+    said, event = clocked(dev), recorded(dev, "comm")
+    dev.wait(event)
+    dev.wait(event)
+    assert said == ["start", "stop"]
 
 
 def test_the_last_record_of_an_event_counts(dev):
-    with time_waits(dev) as waits:
-        event = recorded(dev, "comm")
+    said, event = clocked(dev), recorded(dev, "comm")
+    dev.record(event)
+    dev.wait(event)
+    assert said == []
+    with dev.on("comm"):
         dev.record(event)
-        dev.wait(event)
-        with dev.on("comm"):
-            dev.record(event)
-        dev.wait(event)
-    assert waits == [2.0]
+    dev.wait(event)
+    assert said == ["start", "stop"]
 
 
 def test_collectives_on_the_main_stream_count(dev):
-    x = dev.alloc("x", (4,), F32, "Weights")
-    with time_waits(dev) as waits:
+    said, x = clocked(dev), dev.alloc("x", (4,), F32, "Weights")
+
+    def collectives():
         dev.comm.reduce_scatter(x)
         dev.comm.all_gather(x, x)
-        with dev.on("comm"):
-            dev.comm.all_gather(x, x)
-    assert waits == [2.0, 2.0]
+        dev.comm.all_to_all(x, None)
+
+    collectives()
+    with silenced(dev):
+        dev.comm.all_gather(x, x)
+    assert said == ["start", "stop"] * 4
+    with dev.on("comm"):
+        collectives()
+    assert len(said) == 8
 
 
-def test_afterwards_all_is_as_before(dev):
-    def methods():
-        return [dev.wait, dev.record, *(getattr(dev.comm, name) for name in COLLECTIVES)]
+def test_waits_in_a_capture_are_measured_in_each_replay(dev):
+    said = clocked(dev)
 
-    before, graphs = methods(), dev.use_graphs
-    with time_waits(dev):
-        assert not dev.use_graphs
-    assert methods() == before
-    assert dev.use_graphs == graphs
+    def work():
+        dev.wait(recorded(dev, "comm"))
+
+    for expected in (1, 2, 2):
+        dev.graph(("work",), work)
+        assert said == ["start", "stop"] * expected
+
+
+def test_a_wait_within_another_is_not_counted_twice(dev):
+    said, event = clocked(dev), recorded(dev, "comm")
+    with dev.exposed():
+        dev.wait(event)
+    assert said == ["start", "stop"]
+
+
+def test_after_a_failure_the_clock_goes_on(dev):
+    said = clocked(dev)
+    with pytest.raises(KeyError), dev.exposed():
+        raise KeyError
+    assert said == ["start"]
+    with dev.exposed():
+        pass
+    assert said == ["start", "start", "stop"]
 
 
 def test_on_the_cpu_all_collectives_count():
     dev = HostDevice(SIZES)
-    x = dev.alloc("x", (4,), F32, "Weights")
-    with time_waits(dev) as waits, dev.on("comm"):
+    said, x = clocked(dev), dev.alloc("x", (4,), F32, "Weights")
+    with dev.on("comm"):
         dev.comm.all_gather(x, x)
-        dev.wait(dev.event())
-    assert len(waits) == 1
-    assert waits[0] >= 0
+        dev.wait(recorded(dev, "comm"))
+    assert said == ["start", "stop"]

@@ -175,6 +175,19 @@ def test_a_rank_that_cannot_be_stopped_is_left_alone(pool, monkeypatch):
     release.set()
 
 
+def test_errors_of_cleaning_up_do_not_hide_the_failure_of_a_single_rank(pool):
+    def broken(rank):
+        raise RuntimeError("the GPU says it again")
+
+    ranks = pool(1)
+    with pytest.raises(ValueError, match="first"):
+        ranks.run("x", lambda rank: (_ for _ in ()).throw(ValueError("first")))
+    ranks.close(broken)
+    assert ranks.closed
+    with pytest.raises(RuntimeError, match="again"):
+        pool(1).close(broken)
+
+
 def test_cleaning_up(pool):
     cleaned = []
 
@@ -224,6 +237,47 @@ def test_a_signal_stops_the_ranks():
 
     with pytest.raises(KeyboardInterrupt):
         run_ranks(2, fn)
+
+
+def test_a_signal_while_a_command_is_given_stops_those_that_have_it(pool):
+    """They would wait for the others, and closing for them."""
+    ranks, cleaned = pool(2, watchdog=1), []
+
+    class Interrupted:
+        """A queue at which Ctrl-C arrives."""
+
+        def __init__(self, real):
+            self.get, self.put = real.get, self.interrupt
+            self.real = real
+
+        def interrupt(self, command):
+            self.put = self.real.put
+            raise KeyboardInterrupt
+
+    ranks._queues[1] = Interrupted(ranks._queues[1])
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run("x", lambda rank: ranks.workers.barrier())
+    ranks.close(cleaned.append)
+    assert sorted(cleaned) == [0, 1]
+    assert time.monotonic() - start < 3
+
+
+def test_the_first_of_several_failures_is_raised(pool):
+    """What the others meet when they are stopped is not why they were."""
+    ranks, started = pool(2), threading.Barrier(2)
+
+    def fn(rank):
+        started.wait()
+        if rank == 1:
+            raise ValueError("first")
+        ranks.workers.stopped.wait(5)
+        raise OSError("the directory is gone")
+
+    with pytest.raises(ValueError, match="first"):
+        ranks.run("x", fn)
+    with pytest.raises(ValueError, match="first"):
+        ranks.run("y", fn)
 
 
 def test_a_signal_that_is_only_noted_disturbs_nothing(pool):
