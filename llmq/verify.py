@@ -9,7 +9,7 @@ from __future__ import annotations
 import json as json_module
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Comparison:
     def equal(self) -> list[bool]:
         """For each result whether both are the same."""
         return [
-            np.array_equal(astuple(one), astuple(other), equal_nan=True)
+            np.array_equal([*numbers(one).values()], [*numbers(other).values()], equal_nan=True)
             for one, other in zip(self.without, self.having, strict=True)
         ]
 
@@ -78,6 +78,11 @@ class Comparison:
     def names(self) -> list[str]:
         """Of the results."""
         return [*(f"step {i}" for i in range(len(self.without) - 1)), "evaluation"]
+
+
+def numbers(result: Result) -> dict[str, float]:
+    """What a result is compared by: all but times."""
+    return {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
 
 
 def run_verify(
@@ -168,7 +173,7 @@ def report(found: Comparison) -> list[str]:
         if equal:
             lines.append(f"{name:>10} | loss {one.loss:10f} | norm {one.norm:10f} | equal")
             continue
-        pairs = zip(asdict(one).items(), asdict(other).values(), strict=True)
+        pairs = zip(numbers(one).items(), numbers(other).values(), strict=True)
         changes = [f"{key} {a!r} -> {b!r}" for (key, a), b in pairs if a != b]
         lines.append(f"{name:>10} | DIFFERENT: {', '.join(changes)}")
     return [*lines, "", _verdict(found.names, found.equal)]
@@ -183,15 +188,15 @@ def _verdict(names: Sequence[str], equal: Sequence[bool]) -> str:
 def record(found: Comparison) -> dict[str, Any]:
     """For programs; numbers that are not finite are null."""
 
-    def numbers(result: Result) -> dict[str, float | None]:
-        return {k: v if math.isfinite(v) else None for k, v in asdict(result).items()}
+    def finite(result: Result) -> dict[str, float | None]:
+        return {k: v if math.isfinite(v) else None for k, v in numbers(result).items()}
 
     rows = zip(found.names, found.equal, found.without, found.having, strict=True)
     return {
         "equal": all(found.equal),
         "options": list(found.options),
         "results": [
-            {"name": name, "equal": equal, "without": numbers(one), "with": numbers(other)}
+            {"name": name, "equal": equal, "without": finite(one), "with": finite(other)}
             for name, equal, one, other in rows
         ],
     }

@@ -473,7 +473,10 @@ FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
     [
         ({"zero-level": 0}, [{"zero-level": 1}]),
         ({"offload-master": True}, [{"shard-weights": True}, FP8, {"master-dtype": "fp32"}]),
-        ({"use-zero-copy": True}, [OFFLOAD, {"offload-opt-v": True}, {"offload-gradients": True}]),
+        (
+            {"use-zero-copy": True},
+            [OFFLOAD, {"offload-opt-v": True}, {"offload-gradients": True, "zero-level": 2}],
+        ),
         ({"write-combined": True}, [OFFLOAD, {"offload-gradients": True, "zero-level": 2}]),
         ({"memcpy-send-recv": True}, [{"all-to-all-reduce": True}]),
         ({"recompute-layers": "0-3"}, [{"recompute-norm": True}]),

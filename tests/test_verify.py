@@ -105,10 +105,10 @@ def wrong(monkeypatch):
 
         def run_kernel(self, kernel, grid, block, args, **rest):
             launch(self, kernel, grid, block, args, **rest)
-            if kernel.entry == "swiglu_forward" and args[0].storage.place == "stack":
+            if kernel.entry == "swiglu_backward" and args[-1] is not None:
                 count[self] = count.get(self, 0) + 1
-                if count[self] == 12:  # forward and backward of two layers, in the second step
-                    change(args[0].numpy())
+                if count[self] == 6:  # of two layers, in the second step
+                    change(args[-1].numpy())
 
         monkeypatch.setattr(HostDevice, "launch", run_kernel)
 
