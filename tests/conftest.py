@@ -8,6 +8,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
+import signal
 import zlib
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def pytest_configure(config):
     # Compiled kernels of test runs; CI keeps this folder between runs.
     cache = config.rootpath / ".pytest_cache" / "kernels"
     os.environ.setdefault("LLMQ_CACHE_DIR", str(Path(cache)))
+    # A script's background jobs ignore Ctrl-C, and what they start too; tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
