@@ -270,4 +270,10 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
-    return plan.usage.device_bytes + CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)
+    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0) + page_tables(plan.host_bytes)
+    return plan.usage.device_bytes + beside
+
+
+def page_tables(pinned: int) -> int:
+    """Bytes in which each GPU keeps where the pinned memory of all ranks lies: 8 per 4 KiB."""
+    return pinned // 512
