@@ -9,7 +9,6 @@ import itertools
 import json
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from llmq.child import run_watched
 from llmq.errors import ConfigError, LlmqError
 from llmq.files import disk_errors, write_file
 from llmq.option_file import read_option_file
@@ -26,6 +26,8 @@ from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config
 
 GIB = 1 << 30
+CHILD = (sys.executable, "-m", "llmq.measure")
+START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file train_seed eval_seed steps epochs eval_every_n_steps eval_num_steps"
 # Options that change nothing here: which data there is, what is written when, what is timed beside.
@@ -117,16 +119,23 @@ def _flag(key: str, value: Any) -> str:
 
 def run_child(options: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
     """What one child measured: `status` and the rest as llmq/measure.py writes it."""
+    watchdog = make_config(options).watchdog
+    limit = watchdog + START_SECONDS if watchdog else 0
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
-        path = Path(folder) / "result.json"
+        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
         job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
-        command = [sys.executable, "-m", "llmq.measure", str(path)]
+        command = [*CHILD, str(path), str(alive)]
         # Whatever a library prints goes to standard error, where our progress is.
-        done = subprocess.run(command, input=json.dumps(job), text=True, stdout=2)
+        status = run_watched(command, json.dumps(job), alive, limit)
         if path.exists():
             return json.loads(path.read_text())
-    message = f"the process ended with status {done.returncode}"
-    if done.returncode == -signal.SIGKILL:
+    message = f"the process ended with status {status}"
+    if status is None:
+        message = (
+            f"no progress for {limit} seconds, so the process was ended; standard error says where "
+            "it was; raise --watchdog if this is not a hang, 0 switches it off"
+        )
+    elif status == -signal.SIGKILL:
         message = "the process was killed, as the system does when host memory runs out"
     return {"status": "failed", "message": message}
 

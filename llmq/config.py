@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,20 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
         scaling = self.rope_scaling
         if scaling is not None:
             if scaling.kind not in ("llama3", "linear"):
                 raise ConfigError(f"model rope_scaling: kind {scaling.kind!r} is not supported")
             if scaling.factor < 1:
                 raise ConfigError(f"model rope_scaling: factor must be >= 1, got {scaling.factor}")
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            if scaling.kind == "llama3" and not 0 < low < high:
+                raise ConfigError(
+                    "model rope_scaling: low_freq_factor must be positive and less than "
+                    f"high_freq_factor, got {low} and {high}"
+                )
         expected = {
             "norm": arch.norm,
             "activation": arch.activation,

@@ -163,7 +163,7 @@ class Head:
         self, d_logits: Operand, x: Operand, lm_head: Operand, d_x: Tensor, d_weight: Accumulator
     ) -> None:
         linear.input_gradient(self.dev, d_x, d_logits, lm_head, fast=self.fast.d_x)
-        linear.weight_gradient(self.dev, d_weight, d_logits, x, fast=self.fast.d_weight)
+        linear.weight_gradients(self.dev, d_weight, None, d_logits, x, fast=self.fast.d_weight)
 
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks

@@ -91,10 +91,16 @@ def input_gradient(
         matmul(dev, d_x, d_out, weight)
 
 
-def weight_gradient(
-    dev: Device, d_weight: Accumulator, d_out: Operand, x: Operand, *, fast: bool = False
+def weight_gradients(
+    dev: Device,
+    d_weight: Accumulator,
+    d_bias: Accumulator | None,
+    d_out: Operand,
+    x: Operand,
+    *,
+    fast: bool = False,
 ) -> None:
-    """d_weight (out_features, in_features) = or += d_out^T @ x.
+    """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
 
     A BF16 accumulator cannot add inside the product, which would round to nearest every time and
     lose small contributions; it gets the product's BF16 result added with stochastic rounding.
@@ -102,10 +108,12 @@ def weight_gradient(
     target = d_weight.tensor
     if target.dtype == F32 or not d_weight.accumulate:
         _weight_product(dev, target, d_out, x, d_weight.accumulate, fast)
-        return
-    with dev.scratch("d_weight", target.shape, target.dtype) as product:
-        _weight_product(dev, product, d_out, x, False, fast)
-        reduce.add(dev, d_weight, product)
+    else:
+        with dev.scratch("d_weight", target.shape, target.dtype) as product:
+            _weight_product(dev, product, d_out, x, False, fast)
+            reduce.add(dev, d_weight, product)
+    if d_bias is not None:
+        bias_op.backward(dev, d_bias, d_out.source if isinstance(d_out, Fp8) else d_out)
 
 
 def _weight_product(
@@ -116,18 +124,3 @@ def _weight_product(
         matmul_fp8(dev, out, *args, accumulate=accumulate, fast_accumulation=fast)
     else:
         matmul(dev, out, d_out, x, trans_a=True, accumulate=accumulate)
-
-
-def weight_gradients(
-    dev: Device,
-    d_weight: Accumulator,
-    d_bias: Accumulator | None,
-    d_out: Operand,
-    x: Operand,
-    *,
-    fast: bool = False,
-) -> None:
-    """Of weight and bias, from d_out (rows, out_features) and the input x."""
-    weight_gradient(dev, d_weight, d_out, x, fast=fast)
-    if d_bias is not None:
-        bias_op.backward(dev, d_bias, d_out.source if isinstance(d_out, Fp8) else d_out)

@@ -139,6 +139,22 @@ class _Position:
     chunk_index: int = 0
 
 
+def _num_chunks(file: TokenFile, seq_len: int) -> int:
+    return max(file.num_tokens - 1, 0) // seq_len
+
+
+def most_sequences(pattern: str, seq_len: int, vocab_size: int, world_size: int) -> int:
+    """The largest micro-batch of which these files hold a batch for all ranks; 0: none.
+
+    Raises DataError as DataLoader does for files that are missing or damaged.
+    """
+    groups = 0
+    for file in open_token_files(pattern, vocab_size):
+        groups += _num_chunks(file, seq_len) // world_size
+        file.close()
+    return groups
+
+
 class DataLoader:
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
 
@@ -174,7 +190,7 @@ class DataLoader:
         self.seed, self.vocab_size = seed % 2**64, vocab_size
         self.files: list[TokenFile] = open_token_files(files, vocab_size)
         self.total_tokens = sum(file.num_tokens for file in self.files)
-        self._chunks = [max(file.num_tokens - 1, 0) // seq_len for file in self.files]
+        self._chunks = [_num_chunks(file, seq_len) for file in self.files]
         self._groups_per_epoch = sum(chunks // world_size for chunks in self._chunks)
         self.batches_per_epoch = self._groups_per_epoch // micro_batch
         if self.batches_per_epoch == 0:

@@ -13,6 +13,7 @@ from llmq.config import ModelConfig
 from llmq.dtypes import parse_dtype
 from llmq.errors import ConfigError, LlmqError, warn
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from llmq.ops.common import MAX_COLUMNS
 from llmq.options import TrainConfig
 from llmq.runtime.affinity import stay_near
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
@@ -21,6 +22,7 @@ from llmq.runtime.kernel import Source
 
 MIB = 1 << 20
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
+QK_NORM_MULTIPLE = 4  # 16-byte vectors of F32
 
 # A card that `llmq plan` assumes where none is named: enough multiprocessors that no real card
 # needs larger workspaces (an RTX PRO 6000 has 188), and the largest workspace for the library.
@@ -122,20 +124,28 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
 
 
 def check_sizes(model: ModelConfig, machine: Machine) -> None:
-    """ConfigError for sizes that the CPU device can compute and GPUs cannot."""
-    if machine.kind != "cuda":
-        return
-    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"the model's head size is {model.head_dim}; on a GPU it must be a multiple of "
-            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
-        )
-    for name, size in (("hidden", model.hidden_size), ("intermediate", model.intermediate_size)):
+    """ConfigError for sizes that no device can compute, or only the CPU device."""
+    for name in ("hidden_size", "intermediate_size"):
+        size = getattr(model, name)
         if size % CHANNEL_MULTIPLE:
             raise ConfigError(
-                f"the model's {name} size is {size}; on a GPU it must be a multiple of "
-                f"{CHANNEL_MULTIPLE}: use --device cpu"
+                f"the model's {name} is {size}; it must be a multiple of {CHANNEL_MULTIPLE}"
             )
+    if model.hidden_size > MAX_COLUMNS:
+        raise ConfigError(
+            f"the model's hidden_size is {model.hidden_size}; it must be at most {MAX_COLUMNS}"
+        )
+    if model.qk_norm and model.head_dim % QK_NORM_MULTIPLE:
+        raise ConfigError(
+            f"the model's head_dim is {model.head_dim}; where queries and keys are normalized it "
+            f"must be a multiple of {QK_NORM_MULTIPLE}"
+        )
+    on_gpu = machine.kind == "cuda"
+    if on_gpu and (model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM):
+        raise ConfigError(
+            f"the model's head_dim is {model.head_dim}; on a GPU it must be a multiple of "
+            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
+        )
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
@@ -143,24 +153,26 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 
     Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
     """
+    required = config.attention == "cudnn"
+    if required and machine.kind == "host":
+        raise ConfigError("--attention cudnn: it needs a GPU")
     if config.attention == "native" or machine.kind == "host":
-        if config.attention == "cudnn":
-            raise ConfigError("--attention cudnn: it needs a GPU")
         return "native"
     from llmq.runtime import cudnn
 
     dtype = parse_dtype(config.model_dtype)
     reason = cudnn.unsupported(machine.spec.capability, dtype, model.head_dim)
-    if reason is not None and config.attention == "cudnn":
-        raise ConfigError(f"--attention cudnn: {reason}; {cudnn.NATIVE}")
     if reason is not None:
+        if required:
+            raise ConfigError(f"--attention cudnn: {reason}; {cudnn.NATIVE}")
         return "native"
     sizes = (config.batch_size, config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
-            library.check(*sizes, config.attn_bwd_chunks)
+            for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
+                library.check(*sizes, parts)
     except LlmqError as error:
-        if config.attention == "cudnn":
+        if required:
             raise ConfigError(f"--attention cudnn: {error}") from error
         _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
         return "native"

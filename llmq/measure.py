@@ -1,17 +1,21 @@
 """How fast the real step is: one configuration on random tokens, timed in a process of its own.
 
-`python -m llmq.measure RESULT` reads a job as JSON from standard input: `options` by flag name,
-`steps` and `repeats` to time, and `started`, the time at which the process was asked for. It writes
-JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or `result`,
-`machine` and `gpus`, how many were used.
+`python -m llmq.measure RESULT ALIVE` reads a job as JSON from standard input: `options` by flag
+name, `steps` and `repeats` to time, and `started`, the time at which the process was asked for. It
+writes JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or
+`result`, `machine` and `gpus`, how many were used. While the ranks make progress it touches the
+file ALIVE, and at SIGUSR1 it prints where all threads are.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import platform
+import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -118,9 +122,12 @@ def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
     return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
 
 
-def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -> dict[str, Any]:
+def measure(
+    options: dict[str, Any], steps: int, repeats: int, started: float, alive: Path
+) -> dict[str, Any]:
     """`result`, `machine`, `gpus` of one run; see llmq/bench.py for what the numbers mean."""
     with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS) as trainer:
+        threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
         trainer.step(batches)
@@ -162,8 +169,7 @@ def measure(options: dict[str, Any], steps: int, repeats: int, started: float) -
         for monitor in monitors:
             if monitor is not None:
                 monitor.close()
-        gpus = trainer.world_size
-    return {"result": result, "machine": machine, "gpus": gpus}
+    return {"result": result, "machine": machine, "gpus": trainer.world_size}
 
 
 def _joules(monitors: list[GpuMonitor | None]) -> float | None:
@@ -195,11 +201,22 @@ def _machine(trainer: Trainer, monitor: GpuMonitor | None) -> dict[str, Any]:
     return {"device": dev.spec.name, "gpu": gpu, "versions": versions | library_versions()}
 
 
+def _show_progress(trainer: Trainer, alive: Path) -> None:
+    """A thread's work until the process ends; where Python hangs it hangs, too."""
+    shown = None
+    while True:
+        if trainer.ranks.pool.progress != shown:
+            shown = trainer.ranks.pool.progress
+            alive.touch()
+        time.sleep(1)
+
+
 def main() -> None:
     """The child: see the top of this file."""
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     job = json.load(sys.stdin)
     try:
-        outcome = {"status": "ok"} | measure(**job)
+        outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
     except OutOfMemory as error:
         outcome = {"status": "does not fit", "message": str(error)}
     except LlmqError as error:

@@ -89,7 +89,7 @@ class Fields:
     )
     fp8_fast_accumulation: str = option(
         _MODEL,
-        "forward",
+        "activations",
         "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
         "gradients of activations in blocks",
         parse=parse_word,
@@ -233,7 +233,11 @@ class Fields:
     )
     lmhead_chunks: int = option(_MEMORY, 1, "Parts in which logits are made; divides B*T", min=1)
     attn_bwd_chunks: int = option(
-        _MEMORY, 1, "Parts of the backward pass of attention; divides the batch size", min=1
+        _MEMORY,
+        1,
+        "Parts of the backward pass of attention, or fewer that take no more memory; divides the "
+        "batch size",
+        min=1,
     )
     offload_residual: bool = option(
         _MEMORY, False, "Keep the blocks' inputs in host memory until backward needs them"

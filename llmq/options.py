@@ -13,6 +13,7 @@ from llmq.option_fields import FP8_DTYPES, Fields
 from llmq.option_types import Option, layer_set, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+_DEFAULTS = Fields()
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
@@ -195,7 +196,31 @@ class TrainConfig(Fields):
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} do not fit into "
                 f"--steps {self.steps}"
             )
-        return lines + self._memory_warnings()
+        on_cpu = [f"{flag} has no effect with --device cpu" for flag in self._idle_on_cpu()]
+        return on_cpu + self._but_on_cpu(lines + self._memory_warnings())
+
+    def _idle_on_cpu(self) -> list[str]:
+        """Options that are about GPUs, with their values; [] unless --device is cpu."""
+        idle = {
+            "--no-tune": not self.tune,
+            "--no-use-cuda-graphs": not self.use_cuda_graphs,
+            f"--attention {self.attention}": self.attention != "auto",
+            f"--fp8-fast-accumulation {self.fp8_fast_accumulation}": (
+                self.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation
+            ),
+            "--write-combined": self.write_combined,
+            "--memcpy-all-gather": self.memcpy_all_gather,
+            "--memcpy-send-recv": self.memcpy_send_recv,
+            f"--p2p {self.p2p}": self.p2p != "auto",
+            f"--log-gpu-util {self.log_gpu_util}": self.log_gpu_util
+            not in (0, _DEFAULTS.log_gpu_util),
+        }
+        return [flag for flag, given in idle.items() if given and self.device == "cpu"]
+
+    def _but_on_cpu(self, lines: list[str]) -> list[str]:
+        """The lines about other options than those that have no effect on the CPU at all."""
+        told = {flag.split()[0] for flag in self._idle_on_cpu()}
+        return [line for line in lines if line.split()[0] not in told]
 
     def _memory_warnings(self) -> list[str]:
         optimizer = self.offload_master or self.offload_opt_m or self.offload_opt_v
@@ -251,23 +276,53 @@ class TrainConfig(Fields):
             (
                 "--fp8-fast-accumulation",
                 "has no effect without --matmul-dtype e4m3",
-                self.fp8_fast_accumulation != "forward" and self.matmul_dtype != "e4m3",
+                self.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation
+                and self.matmul_dtype != "e4m3",
             ),
         )
         return [f"{flag} {problem}" for flag, problem, applies in idle if applies]
 
     def rank_warnings(self, world_size: int) -> list[str]:
         """One line for every option that has no effect with this number of ranks."""
-        if world_size > 1:
-            return []
-        idle = {
-            "--memcpy-all-gather": self.memcpy_all_gather,
-            "--memcpy-send-recv": self.memcpy_send_recv,
-            "--all-to-all-reduce": self.all_to_all_reduce,
-            "--measure-scaling": self.measure_scaling,
-            f"--p2p {self.p2p}": self.p2p != "auto",
-        }
-        return [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
+        lines = []
+        if world_size == 1:
+            idle = {
+                "--memcpy-all-gather": self.memcpy_all_gather,
+                "--memcpy-send-recv": self.memcpy_send_recv,
+                "--all-to-all-reduce": self.all_to_all_reduce,
+                "--measure-scaling": self.measure_scaling,
+                f"--p2p {self.p2p}": self.p2p != "auto",
+            }
+            lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
+            lines += self._one_rank_sharding_warnings()
+        streams = self.shard_weights and (world_size > 1 or self._why_weights_stay() is None)
+        if self.matmul_dtype == "e4m3" and streams and not self.keep_transposed:
+            lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
+        return self._but_on_cpu(lines)
+
+    def _why_weights_stay(self) -> str | None:
+        """Why --shard-weights does nothing with one rank; None where it does something."""
+        if self.matmul_dtype == "e4m3":
+            resident = self.persistent_quants and not self.offload_quants
+            return "with --persistent-quants and without --offload-quants" if resident else None
+        if self.master_dtype != self.model_dtype:
+            return f"with --master-dtype {self.master_dtype}"
+        return None if self.offload_master else "without --offload-master"
+
+    def _one_rank_sharding_warnings(self) -> list[str]:
+        """What --zero-level implies counts as one option, which may do something in part."""
+        weights = self._why_weights_stay()
+        gradients = None if self.offload_gradients else "without --offload-gradients"
+        level, idle = self.zero_level, {}
+        if self.shard_weights and level < 3:
+            idle["--shard-weights"] = weights
+        if self.shard_gradients and level < 2:
+            idle["--shard-gradients"] = gradients
+        if level == 2:
+            idle["--zero-level 2"] = gradients
+        if level == 3:
+            idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
+        return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]
 
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -213,6 +213,31 @@ def make_plan(
         micro_steps=tuple(micro_steps),
         update=update,
     )
+
+
+def fewest_attention_parts(
+    config: TrainConfig,
+    model: ModelConfig,
+    spec: DeviceSpec,
+    backend: str = "native",
+    world_size: int = 1,
+) -> TrainConfig:
+    """The config with as few parts of attention's backward as take no more memory, and its results.
+
+    The parts are there to bound a workspace that often lies where another part of the step needs
+    more: then one part is as small, and faster.
+    """
+    asked = config.attn_bwd_chunks
+
+    def stack(parts: int) -> int:
+        cut = replace(config, attn_bwd_chunks=parts)
+        return make_plan(cut, model, spec, backend, world_size, ("micro_steps",)).usage.sizes.stack
+
+    if asked == 1:
+        return config
+    most = stack(asked)
+    divisors = (n for n in range(1, asked) if config.batch_size % n == 0)
+    return replace(config, attn_bwd_chunks=next((n for n in divisors if stack(n) <= most), asked))
 
 
 def comm_options(config: TrainConfig) -> CommOptions:

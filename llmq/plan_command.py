@@ -12,23 +12,31 @@ from llmq.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
 from llmq.cost import StepTime, step_time
-from llmq.errors import ConfigError, warn
+from llmq.errors import ConfigError, DataError, warn
 from llmq.estimate import Planner
 from llmq.fit import Candidate, Fit
+from llmq.loader import most_sequences
 from llmq.machine import (
     MIB,
     PLAN_SPEC,
+    Machine,
     attention_backend,
     available_host_memory,
     choose_machine,
 )
 from llmq.options import TrainConfig
 from llmq.params import parameter_count
-from llmq.plan import Plan, allocator_table, make_plan, needed_bytes
+from llmq.plan import (
+    Plan,
+    allocator_table,
+    fewest_attention_parts,
+    make_plan,
+    needed_bytes,
+)
 from llmq.runtime.cudnn import MAX_BACKWARD_HEAD_DIM
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.shrink import Limits, memory_limit
-from llmq.trainer import check_gpu
+from llmq.trainer import check_machine
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of plan.CONTEXT_BYTES, taken already when the free memory is read
 
@@ -116,11 +124,14 @@ def run_plan(
     it does not fit, or nothing does.
     """
     where = _target(config, model, gpu_memory, host_memory, card)
+    kind = "host" if where.spec == HOST_SPEC else "cuda"
+    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
     warn(config.rank_warnings(where.world_size))
     if fit is not None:
         _print_fit(config, model, where, fit, json)
         return
-    plan = make_plan(config, model, where.spec, where.backend, where.world_size)
+    planned_for = (model, where.spec, where.backend, where.world_size)
+    plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
     time = step_time(plan, where.card) if where.named else None
     if json:
         print(json_module.dumps(plan_record(plan, model, where, time), indent=2))
@@ -226,7 +237,12 @@ def _search(
 ) -> list[Candidate]:
     card = where.card or card_of(where.spec)
     planner = Planner(model, where.spec, where.backend, card, where.world_size)
-    return Fit(config, planner, where.limits, given).search()
+    try:
+        eval_files = (config.eval_file, config.seq_len, model.vocab_size, where.world_size)
+        most = most_sequences(*eval_files)
+    except DataError:  # a plan needs no data, and training will say what is wrong
+        most = None
+    return Fit(config, planner, where.limits, given, most).search()
 
 
 def fit_report(found: list[Candidate], where: Target, log_file: bool) -> list[str]:
@@ -277,7 +293,7 @@ def choose(config: TrainConfig, model: ModelConfig, given: frozenset[str]) -> Tr
     given: options that keep their values. Raises OutOfMemory if there is none.
     """
     machine = choose_machine(config.device, config.gpus)
-    check_gpu(config, model, machine)
+    check_machine(config, model, machine)
     limits = memory_limit(config, machine)
     if machine.kind == "cuda":
         from llmq.runtime.gpu_info import gpu_info

@@ -131,13 +131,11 @@ REARRANGING: tuple[Saver, ...] = (
     _on("shard_gradients"),
     _on("shard_gradients", "offload_gradients"),
 )
-# These need less host memory, and more of the device's.
-STAYING: tuple[Saver, ...] = tuple(
-    _not(f"offload_{name}")
-    for name in ("residual", "opt_m", "opt_v", "master", "gradients", "quants")
-)
-# What can be in host memory, and what else leaves least on the device, whatever it costs.
+# What can be in host memory.
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
+# These need less of it, and more of the device's.
+STAYING: tuple[Saver, ...] = tuple(_not(name) for name in (*PLACES, "offload_quants"))
+# What else leaves least on the device, whatever it costs.
 LIGHTEST: Changes = {
     "recompute_block": True,
     "recompute_layers": "all",

@@ -23,7 +23,7 @@ from llmq.machine import Machine, attention_backend, check_sizes, choose_machine
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.params import Param, weight_table
-from llmq.plan import Plan, Usage, make_plan, step_options
+from llmq.plan import Plan, Usage, fewest_attention_parts, make_plan, step_options
 from llmq.presets import resolve_model
 from llmq.ranks import Ranks
 from llmq.runtime.device import Device
@@ -79,12 +79,13 @@ class Trainer:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
         self.machine: Machine = choose_machine(config.device, config.gpus)
-        check_gpu(config, model, self.machine)
+        check_machine(config, model, self.machine)
         backend = attention_backend(config, model, self.machine)
-        options = step_options(config, backend)
         self.world_size = self.machine.world_size
         spec = self.machine.spec
-        self.plan: Plan = make_plan(config, model, spec, backend, self.world_size)
+        planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
+        options = step_options(planned, backend)
+        self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
         limit = memory_limit(config, self.machine)
         check_fits(config, model, spec, backend, self.plan, limit)
         self.machine.compile_ahead(self.plan.sources)
@@ -357,12 +358,10 @@ class Trainer:
         self.close()
 
 
-def check_gpu(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
-    """ConfigError for what the CPU device can do and this GPU cannot."""
-    if machine.kind != "cuda":
-        return
+def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
+    """ConfigError for formats and sizes that the machine cannot compute."""
     capability, name = machine.spec.capability, machine.spec.name
-    if config.matmul_dtype == "e4m3" and capability < FP8_CAPABILITY:
+    if machine.kind == "cuda" and config.matmul_dtype == "e4m3" and capability < FP8_CAPABILITY:
         raise ConfigError(
             f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
             f"{capability / 10}: use bf16"

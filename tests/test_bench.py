@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,7 +198,8 @@ def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(measure, "measure", broken)
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
-    monkeypatch.setattr(sys, "argv", ["llmq.measure", str(tmp_path / "result.json")])
+    files = [str(tmp_path / "result.json"), str(tmp_path / "alive")]
+    monkeypatch.setattr(sys, "argv", ["llmq.measure", *files])
     measure.main()
     outcome = json.loads((tmp_path / "result.json").read_text())
     message = "RuntimeError: rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS (rank 0, grid 7)"
@@ -209,20 +211,60 @@ def test_child_says_what_does_nothing(capfd):
     options = {"p2p": "off", "use-zero-copy": True, "warmup": 1000}
     assert run_child(TINY | options, steps=1, repeats=1)["status"] == "ok"
     assert capfd.readouterr().err == (
-        "warning: --use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or "
-        "-gradients\nwarning: --p2p off has no effect with one GPU\n"
+        "warning: --p2p off has no effect with --device cpu\nwarning: --use-zero-copy has no "
+        "effect without --offload-master, -opt-m, -opt-v or -gradients\n"
     )
 
 
-def test_child_that_dies(monkeypatch):
-    def run(command, **kwargs):
-        assert json.loads(kwargs["input"])["options"] == TINY
-        return SimpleNamespace(returncode=-9)
+def child_runs(monkeypatch, code: str) -> None:
+    """Children run this instead; `job` is theirs."""
+    command = f"import json, os, signal, sys, time; job = json.load(sys.stdin); {code}"
+    monkeypatch.setattr(bench, "CHILD", (sys.executable, "-c", command))
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+
+def test_child_that_dies(monkeypatch, capfd):
+    child_runs(monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
     outcome = run_child(TINY, steps=1, repeats=1)
     killed = "the process was killed, as the system does when host memory runs out"
     assert outcome == {"status": "failed", "message": killed}
+    child_runs(monkeypatch, "print(job['options']); sys.exit(5)")
+    outcome = run_child(TINY, steps=1, repeats=1)
+    assert outcome == {"status": "failed", "message": "the process ended with status 5"}
+    assert capfd.readouterr().err == f"{TINY}\n"
+
+
+HUNG = (
+    "no progress for 2 seconds, so the process was ended; standard error says where it was; raise "
+    "--watchdog if this is not a hang, 0 switches it off"
+)
+
+
+def test_child_that_hangs(monkeypatch, tmp_path, capfd):
+    """It is a line of the report, and the next run has its turn."""
+    child_runs(monkeypatch, "time.sleep(1000 if job['options']['seed'] == 1 else 0); sys.exit(5)")
+    monkeypatch.setattr(bench, "START_SECONDS", 1)
+    given = TINY | {"seed": [1, 2], "watchdog": 1}
+    file = suite(tmp_path, json.dumps(given))
+    rest = {"steps": 1, "repeats": 1, "add": False, "argv": [], "peers": None}
+    with pytest.raises(LlmqError, match="2 of 2 runs failed"):
+        run_bench({}, file, out=tmp_path / "out", **rest)
+    report = (tmp_path / "out.md").read_text()
+    assert f"- tiny fp32 1 x 2: failed: {HUNG}\n" in report
+    assert "- tiny fp32 1 x 2: failed: the process ended with status 5\n" in report
+
+
+def test_child_shows_progress(tmp_path):
+    alive = tmp_path / "alive"
+    with open_trainer(TINY, 4) as trainer:
+        thread = threading.Thread(target=measure._show_progress, args=(trainer, alive), daemon=True)
+        thread.start()
+        for _ in range(2):
+            alive.unlink(missing_ok=True)
+            trainer.step(random_batches(trainer))
+            deadline = time.monotonic() + 30
+            while not alive.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert alive.exists()
 
 
 def test_random_batches_cover_the_vocabulary():

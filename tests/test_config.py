@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -331,6 +332,13 @@ def test_weights_of_transformers_have_our_shapes(name):
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention: True"),
         (GPT2, {"n_head": 11}, "n_embd 768 is no multiple of n_head 11"),
+        (QWEN25_05B, {"rope_theta": 0.0}, "rope_theta: must be positive, got 0.0"),
+        (QWEN25_05B, {"rope_theta": math.nan}, "rope_theta: must be positive, got nan"),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": LLAMA32_1B["rope_scaling"] | {"low_freq_factor": 4.0}},
+            "low_freq_factor must be positive and less than high_freq_factor, got 4.0 and 4.0",
+        ),
     ],
 )
 def test_unsupported_configs_name_the_field(base, change, message):

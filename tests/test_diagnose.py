@@ -37,18 +37,18 @@ def batches(count=2):
     return [tuple(rng.integers(1, 255, (2, B, T)).astype(np.int32)) for _ in range(count)]
 
 
-def spoil(tensor: Tensor) -> None:
-    tensor.numpy().reshape(-1)[3] = np.nan
+def spoil(tensor: Tensor, value: float = np.nan) -> None:
+    tensor.numpy().reshape(-1)[3] = value
 
 
 @pytest.fixture
 def spoiling(monkeypatch):
-    """spoiling(entry, argument, name) puts a NaN into an argument of launches: of those of `entry`,
-    with or without fp8 results, whose argument has this name (None: any), from the first-th one on;
-    before=True: before it runs.
+    """spoiling(entry, argument, name) puts a NaN (or value) into an argument of launches: of those
+    of `entry`, with or without fp8 results, whose argument has this name (None: any), from the
+    first-th one on; before=True: before it runs.
     """
 
-    def patch(entry, argument, name=None, *, first=0, before=False):
+    def patch(entry, argument, name=None, *, first=0, before=False, value=np.nan):
         launch, count = HostDevice.launch, 0
 
         def spoiled(self, kernel, grid, block, args, **rest):
@@ -59,10 +59,10 @@ def spoiling(monkeypatch):
             count += hit
             hit = hit and count > first
             if hit and before:
-                spoil(args[names.index(argument)])
+                spoil(args[names.index(argument)], value)
             launch(self, kernel, grid, block, args, **rest)
             if hit and not before:
-                spoil(args[names.index(argument)])
+                spoil(args[names.index(argument)], value)
 
         monkeypatch.setattr(HostDevice, "launch", spoiled)
 
@@ -171,20 +171,12 @@ def test_an_infinite_weight(name, formats, device):
         ("swiglu_backward", "d_out", "the gradient of mlp_up of layer 1"),
     ],
 )
-def test_an_infinity_that_only_fp8_products_see(monkeypatch, recipe, entry, argument, found):
+def test_an_infinity_that_only_fp8_products_see(spoiling, recipe, entry, argument, found):
     """Their codes are finite, and so are the products."""
-    launch = HostDevice.launch
-
-    def spoiled(self, kernel, grid, block, args, **rest):
-        if kernel.entry.removesuffix("_fp8") == entry:
-            names = [a.name for a in kernel.declared]
-            args[names.index(argument)].numpy().reshape(-1)[3] = np.inf
-        launch(self, kernel, grid, block, args, **rest)
-
     with trainer(**FP8, fp8_recipe=recipe, recompute_block=True) as t:
         t.step(batches())
         before = t.weights()
-        monkeypatch.setattr(HostDevice, "launch", spoiled)
+        spoiling(entry, argument, before=True, value=np.inf)
         assert origin(t) == Origin(found)
         after = t.weights()
     assert all(np.array_equal(before[key], after[key]) for key in before)

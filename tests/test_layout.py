@@ -17,7 +17,7 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # A module may import modules of a lower rank; of its own rank only where the package allows it.
 RANKS: list[set[str]] = [
     {"errors", "dtypes", "schedule"},
-    {"hf_config", "option_types", "option_file", "files", "records"},
+    {"hf_config", "option_types", "option_file", "files", "records", "child"},
     {"config", "tokens"},
     {"presets", "option_fields", "tokenizer", "documents"},
     {"options"},

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmq.errors import ConfigError
+from llmq.machine import PLAN_SPEC
 from llmq.option_types import (
     NEWEST,
     layer_set,
@@ -20,6 +21,7 @@ from llmq.option_types import (
 )
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config, option_rows
+from llmq.plan import make_plan
 from llmq.presets import preset
 
 # Defaults of the program whose command lines must run unchanged.
@@ -106,7 +108,7 @@ def test_defaults_of_known_flags():
         "grad-accum-dtype": "bf16",
         "head-dtype": "bf16",
         "fp8-recipe": "jit",
-        "fp8-fast-accumulation": "forward",
+        "fp8-fast-accumulation": "activations",
         "recompute-layers": "all",
         "keep-transposed": True,
         "p2p": "auto",
@@ -514,8 +516,94 @@ def test_options_that_do_nothing_with_one_rank():
         "--measure-scaling",
         "--p2p off",
     ]
-    # These save memory on one GPU too.
-    assert make_config({"zero-level": 3, "watchdog": 5}).rank_warnings(1) == []
+    assert make_config({"watchdog": 5}).rank_warnings(1) == []
+
+
+SHARDED, GRADIENTS = {"shard-weights": True}, {"shard-gradients": True}
+PERSISTENT = FP8 | SHARDED | {"persistent-quants": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "without", "reason"),
+    [
+        (GRADIENTS, {}, "--shard-gradients has no effect with one GPU without --offload-grad"),
+        (GRADIENTS | {"offload-gradients": True}, {}, None),
+        (SHARDED, {}, "--shard-weights has no effect with one GPU without --offload-master"),
+        (SHARDED | {"offload-master": True}, {"offload-master": True}, None),
+        (
+            SHARDED | {"master-dtype": "fp32", "offload-master": True},
+            {"master-dtype": "fp32", "offload-master": True},
+            "--shard-weights has no effect with one GPU with --master-dtype fp32",
+        ),
+        (SHARDED | FP8, FP8, None),
+        (PERSISTENT, FP8, "--shard-weights has no effect with one GPU with --persistent-quants"),
+        (PERSISTENT | {"offload-quants": True}, FP8, None),
+        ({"zero-level": 2}, {}, "--zero-level 2 has no effect with one GPU without --offload-g"),
+        ({"zero-level": 3}, {}, "--zero-level 3 has no effect with one GPU without --offload-g"),
+        ({"zero-level": 3} | FP8, FP8, None),
+        (
+            SHARDED | FP8 | {"keep-transposed": False},
+            SHARDED | FP8,
+            "--no-keep-transposed has no effect with --shard-weights",
+        ),
+        (
+            PERSISTENT | {"offload-quants": True, "keep-transposed": False},
+            PERSISTENT | {"offload-quants": True},
+            "--no-keep-transposed has no effect with --shard-weights",
+        ),
+        (FP8 | {"keep-transposed": False}, FP8, None),
+    ],
+)
+def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
+    """What is said to have no effect does not change what a step launches, and where."""
+    common = {"model": "tiny", "from-scratch": True, "batch-size": 1, "seq-len": 64}
+    config, plain = (make_config(common | changes) for changes in (options, without))
+    lines = config.rank_warnings(1)
+    plans = [make_plan(c, preset("tiny"), PLAN_SPEC) for c in (config, plain)]
+    one, other = ((p.usage, p.flops, p.traffic, p.launches, p.sources) for p in plans)
+    assert (one == other) == (reason is not None)
+    assert [line[: len(reason or "")] for line in lines] == ([reason] if reason else [])
+
+
+def test_transposed_weights_of_several_ranks():
+    config = make_config(PERSISTENT | {"keep-transposed": False})
+    assert [line.split()[0] for line in config.rank_warnings(2)] == ["--no-keep-transposed"]
+    assert make_config(FP8 | {"keep-transposed": False, "zero-level": 2}).rank_warnings(2) == []
+
+
+def test_options_that_do_nothing_on_the_cpu():
+    options = {
+        "tune": False,
+        "use-cuda-graphs": False,
+        "attention": "native",
+        "fp8-fast-accumulation": "all",
+        "write-combined": True,
+        "memcpy-all-gather": True,
+        "memcpy-send-recv": True,
+        "p2p": "off",
+        "log-gpu-util": 5,
+    }
+    config = make_config(options | {"device": "cpu"})
+    assert config.warnings() == [
+        f"{flag} has no effect with --device cpu"
+        for flag in (
+            "--no-tune",
+            "--no-use-cuda-graphs",
+            "--attention native",
+            "--fp8-fast-accumulation all",
+            "--write-combined",
+            "--memcpy-all-gather",
+            "--memcpy-send-recv",
+            "--p2p off",
+            "--log-gpu-util 5",
+        )
+    ]
+    assert config.rank_warnings(1) == []
+    alone = make_config(options)
+    assert not any("cpu" in line for line in alone.warnings() + alone.rank_warnings(1))
+    assert make_config({"device": "cpu", "log-gpu-util": 0}).warnings() == []
+    summed = make_config({"device": "cpu", "all-to-all-reduce": True})
+    assert summed.rank_warnings(1) == ["--all-to-all-reduce has no effect with one GPU"]
 
 
 FILE_VALUES = {"batch_size": 8, "learning-rate": "1e-3", "recompute_ffn": True, "steps": 20}

@@ -14,13 +14,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.cards import find_card, spec_of
 from llmq.cli import _run
 from llmq.config import ModelConfig
 from llmq.machine import MIB
 from llmq.option_types import parse_size
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
-from llmq.plan import Usage, allocator_table, make_plan
+from llmq.plan import Usage, allocator_table, fewest_attention_parts, make_plan
 from llmq.plan_command import run_plan
 from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC, MemorySizes
@@ -194,6 +195,22 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
     assert record["stack"][0].keys() == {"name", "bytes"}
     assert sum(row["bytes"] for row in record["stack"]) == record["memory"]["device"]["Stack"]
     assert record["parameters"] == 494_032_768
+
+
+def test_attention_is_cut_only_where_that_saves_memory():
+    model = preset("Qwen2.5-0.5B")
+
+    def parts(**options):
+        config = make_config({"from_scratch": True, "attn_bwd_chunks": 8} | options)
+        args = (model, spec_of(find_card("h100")), "cudnn")
+        found = fewest_attention_parts(config, *args)
+        stacks = [make_plan(c, *args).usage.sizes.stack for c in (config, found)]
+        assert stacks[1] <= stacks[0]
+        return found.attn_bwd_chunks
+
+    assert parts(batch_size=8) == 1  # logits are far larger than the workspace
+    assert parts(batch_size=8, seq_len=4096, lmhead_chunks=512) == 8  # here the workspace is
+    assert parts(batch_size=8, attn_bwd_chunks=1) == 1
 
 
 @pytest.mark.parametrize("args", [(), ("--fit", "--gpu-memory=80GiB"), ("--gpus=1", "--json")])

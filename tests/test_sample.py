@@ -255,7 +255,7 @@ def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
     monkeypatch.setattr("llmq.machine.HEAD_DIM_MULTIPLE", 256)
     assert _run(["sample", str(trained / "out"), "--device=cuda"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the model's head size is 16; on a GPU it must be a multiple")
+    assert error.startswith("error: the model's head_dim is 16; on a GPU it must be a multiple")
 
 
 def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):

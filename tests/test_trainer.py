@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import llmq
+from llmq.cli import _run
 from llmq.errors import ConfigError, DataError, LlmqError
 from llmq.hf import HfWeights
 from llmq.loader import DataLoader
@@ -20,7 +21,7 @@ from llmq.machine import Machine
 from llmq.options_io import make_config
 from llmq.params import weight_table
 from llmq.presets import preset
-from llmq.trainer import check_gpu
+from llmq.trainer import check_machine
 from tests.harness import GPU_SPEC
 from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options, write_tokens
 
@@ -371,9 +372,8 @@ def test_masked_targets_count_in_neither_part_of_the_mean():
     "capability, options, changes, message",
     [
         (80, {"matmul_dtype": "e4m3"}, {}, "--matmul-dtype: e4m3 needs compute capability 8.9"),
-        (90, {}, {"head_dim": 24}, "head size is 24; on a GPU it must be a multiple of 16 up to"),
-        (90, {}, {"head_dim": 256}, "head size is 256; on a GPU"),
-        (90, {}, {"intermediate_size": 300}, "intermediate size is 300; on a GPU"),
+        (90, {}, {"head_dim": 24}, "head_dim is 24; on a GPU it must be a multiple of 16 up to"),
+        (90, {}, {"head_dim": 256}, "head_dim is 256; on a GPU"),
     ],
 )
 def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message):
@@ -381,5 +381,31 @@ def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message)
     spec = replace(GPU_SPEC, capability=capability)
     machine = Machine(kind="cuda", spec=spec, note=None)
     with pytest.raises(ConfigError, match=message):
-        check_gpu(config, replace(preset("tiny"), **changes), machine)
-    check_gpu(config, preset("tiny"), replace(machine, spec=GPU_SPEC))
+        check_machine(config, replace(preset("tiny"), **changes), machine)
+    check_machine(config, preset("tiny"), replace(machine, spec=GPU_SPEC))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": 8200}, "hidden_size is 8200; it must be at most 8192"),
+        ({"hidden_size": 252}, "hidden_size is 252; it must be a multiple of 8"),
+        ({"intermediate_size": 300}, "intermediate_size is 300; it must be a multiple of 8"),
+        (
+            {"head_dim": 6},
+            "head_dim is 6; where queries and keys are normalized it must be a multiple of 4",
+        ),
+    ],
+)
+def test_sizes_that_no_device_computes_are_one_line(tmp_path, device, changes, message, capsys):
+    """Also for a plan, which has no machine."""
+    fields = preset("tiny-qwen3").to_hf() | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = ["--model", str(tmp_path), "--from-scratch", "--batch-size=1", "--seq-len=64"]
+    options.append("--device=cpu" if device == "cpu" else "--card=H100")
+    assert _run(["plan", *options]) == 2
+    assert capsys.readouterr().err == f"error: the model's {message}\n"
+    if device == "cpu":
+        assert _run(["train", *options]) == 2
+        assert capsys.readouterr().err == f"error: the model's {message}\n"

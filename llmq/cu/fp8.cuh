@@ -223,94 +223,27 @@ __device__ __forceinline__ u32 abs_max_bits(const Pack<Element, COUNT>& x) {
 
 // -- For kernels that work row by row ------------------------------------------------------------
 
-// LINES whole rows of codes in dynamic shared memory, put in row by row and taken out turned, in
-// pieces of 16 rows (8 if there are no more) and 4 columns. 16 rows are a multiple of 128 bytes
-// (columns % 8 == 0), and after them comes a gap, so that the lanes of a warp, neighbours of which
-// take pieces one below the other, read from different banks. llmq/ops/common.py (row_tile) has
-// the size.
-template <int LINES> struct RowTile {
-    static constexpr int PIECE = LINES < 16 ? LINES : 16, PIECES = LINES / PIECE;
-    static constexpr int GAP = PIECES > 1 ? 128 / PIECES : 0;
-    u8* bytes;
+// The FP8 results of a kernel whose threads hold rows as Row in common.cuh, with IS_WANTED.
+template <class Format, bool IS_WANTED> struct Fp8Rows {
+    Fp8Encoder<Format, IS_WANTED> encoder;
+    Format* codes;
     int columns;
 
-    __device__ __forceinline__ u8* place(int row, int column) const {
-        return bytes + row * columns + row / PIECE * GAP + column;
-    }
-    __device__ __forceinline__ void put(int row, int column, uint2 codes) const {
-        *reinterpret_cast<uint2*>(place(row, column)) = codes;
-    }
-    __device__ __forceinline__ void put(int row, int column, u32 codes) const {
-        *reinterpret_cast<u32*>(place(row, column)) = codes;
-    }
-
-    // To transposed (columns, rows), between two barriers. rows % 16 == 0.
-    template <class Format>
-    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 rows) const {
-        for (int i = threadIdx.x; i < columns / 4 * PIECES; i += blockDim.x) {
-            const int piece = i % PIECES, column = i / PIECES * 4;
-            const i64 row = first_row + piece * PIECE;
-            if (row >= rows) { continue; }
-            u32 turned[PIECE / 4][4];
-#pragma unroll
-            for (int k = 0; k < PIECE / 4; ++k) {
-                u32 four[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const u8* from = place(piece * PIECE + k * 4 + j, column);
-                    four[j] = *reinterpret_cast<const u32*>(from);
-                }
-                transpose_bytes(turned[k], four);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                Format* to = transposed + (i64)(column + j) * rows + row;
-                if constexpr (PIECE == 16) {
-                    *reinterpret_cast<uint4*>(to) =
-                        make_uint4(turned[0][j], turned[1][j], turned[2][j], turned[3][j]);
-                } else {
-                    *reinterpret_cast<uint2*>(to) = make_uint2(turned[0][j], turned[1][j]);
-                }
-            }
-        }
-    }
-};
-
-// The FP8 results of a kernel whose threads hold rows as Row in common.cuh: codes row-major with
-// ROW_MAJOR, transposed with LINES > 0, when the block's rows between two calls of finish_tile are
-// those from a multiple of LINES on.
-template <class Format, bool ROW_MAJOR, int LINES> struct Fp8Rows {
-    Fp8Encoder<Format, ROW_MAJOR || (LINES > 0)> encoder;
-    Format *codes, *transposed;
-    int columns;
-
-    __device__ __forceinline__ Fp8Rows(Format* codes, Format* transposed, const float* scale,
-                                       int columns)
-        : encoder(scale), codes(codes), transposed(transposed), columns(columns) {}
+    __device__ __forceinline__ Fp8Rows(Format* codes, const float* scale, int columns)
+        : encoder(scale), codes(codes), columns(columns) {}
 
     // This thread's part of a row.
     template <class Element, int W, int COUNT>
     __device__ __forceinline__ void emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
-        if constexpr (ROW_MAJOR || LINES > 0) {
+        if constexpr (IS_WANTED) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const int c = x.column(i);
                 if (!active || c >= columns) { continue; }
                 uint4 packed = pack(x.v[i]);
                 forget(packed);  // or all would be unpacked early, into too many registers
-                const auto word = encoder.encode(unpack<Element>(packed));
-                if constexpr (ROW_MAJOR) { store(codes + row * columns + c, word); }
-                if constexpr (LINES > 0) { tile().put((u32)row % LINES, c, word); }
+                store(codes + row * columns + c, encoder.encode(unpack<Element>(packed)));
             }
-        }
-    }
-
-    // All threads of the block call it when the rows from first on have been emitted.
-    __device__ __forceinline__ void finish_tile(i64 first, i64 rows) const {
-        if constexpr (LINES > 0) {
-            __syncthreads();
-            tile().store(transposed, first, rows);
-            __syncthreads();
         }
     }
 
@@ -320,10 +253,6 @@ template <class Format, bool ROW_MAJOR, int LINES> struct Fp8Rows {
 private:
     template <class Word> static __device__ __forceinline__ void store(Format* p, Word word) {
         *reinterpret_cast<Word*>(p) = word;
-    }
-    __device__ __forceinline__ RowTile<LINES> tile() const {
-        extern __shared__ uint4 row_tile[];
-        return {reinterpret_cast<u8*>(row_tile), columns};
     }
 };
 

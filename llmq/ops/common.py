@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,16 +37,10 @@ class RowLayout:
         """The layout as the kernels' compile-time constants."""
         return {"WARPS": self.warps, "VECTORS": self.vectors}
 
-    def launch(
-        self, rows: int, block_warps: int, max_blocks: int, part_rows: int = 0
-    ) -> tuple[int, int]:
-        """(blocks, threads of one) to loop over this many rows, several at a time if they fit.
-
-        part_rows: the fewest that a block makes, if more than it works on at a time.
-        """
+    def launch(self, rows: int, block_warps: int, max_blocks: int) -> tuple[int, int]:
+        """(blocks, threads of one) to loop over this many rows, several at a time if they fit."""
         block_rows = max(1, block_warps // self.warps)
-        parts = ceil_div(rows, part_rows or block_rows)
-        return min(parts, max_blocks), WARP * self.warps * block_rows
+        return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
 
 
 # For entries that do not depend on it: they are compiled once, not for every layout.
@@ -243,45 +239,41 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 
+# -- Codes that are turned by a kernel of their own -----------------------------------------------
+
+TRANSPOSE_CODES = Kernel(
+    "quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
+)
+CODES_TILE = 128  # rows and columns of a block; as in cu/quantize.cu
+CODES_THREADS = 256
+
+
+def transpose_codes(dev: Device, q_t: Tensor, q: Tensor) -> None:
+    """q_t (cols, rows) = the transpose of q (rows, cols), E4M3 or E5M2, multiples of 16."""
+    rows, cols = q.shape
+    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
+    dev.launch(TRANSPOSE_CODES, blocks, CODES_THREADS, (q_t, q, rows, cols))
+
+
 # -- Kernels whose blocks hold whole rows: a normalization and its FP8 result ---------------------
 
-SHARED_KIB = {80: 164, 90: 228, 100: 228}  # of an SM, by capability; others: at least 100
-TILE_WARPS = 8  # of a block that transposes rows; as in cu/rmsnorm.cu, cu/layernorm.cu
-# How many rows such a block holds as FP8, and for how many blocks an SM must then have room. In the
-# transposed result they are neighbouring bytes; memory is written in pieces of 32.
-TILE_CHOICES = ((32, 3), (16, 2), (8, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """Rows of FP8 codes in a block's shared memory, to be transposed there."""
-
-    lines: int  # 0: nothing is transposed
-    smem: int  # bytes
-
-
-def row_tile(features: int, capability: int) -> RowTile:
-    """The tile for rows of this many FP8 codes: as many rows as leave an SM enough blocks."""
-    shared = SHARED_KIB.get(capability, 100) << 10
-    for lines, blocks in TILE_CHOICES:
-        gaps = 128 if lines > 16 else 0  # between pieces of 16 rows: RowTile in cu/fp8.cuh
-        tile = RowTile(lines, lines * features + gaps)
-        if (tile.smem + 2048) * blocks <= shared:  # 2048: static and the system's own
-            break
-    return tile
+# The end of the arguments of such a kernel; RowLaunch.args are the values.
+ROW_ARGS = "inout f32*? abs_max, Q*? codes, const f32*? scale, inout i32*? saturated"
+# For entries that depend neither on the layout of rows nor on their results.
+ANY_ROWS = ANY_LAYOUT.consts | {"ABS_MAX": 0, "OUT": 1, "CODES": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class RowLaunch:
-    """How a kernel over rows is launched, and the end of its arguments: abs_max and FP8_ARGS."""
+    """How such a kernel is launched, and the end of its arguments."""
 
     blocks: int
     threads: int
-    smem: int
     consts: dict[str, int]
     args: tuple[Tensor | None, ...]
 
 
+@contextmanager
 def row_launch(
     op: str,
     dev: Device,
@@ -293,20 +285,27 @@ def row_launch(
     blocks_per_sm: int,
     abs_max: Tensor | None,
     fp8: Fp8Out | None,
-) -> RowLaunch:
+) -> Iterator[RowLaunch]:
     """Launch over `rows` rows whose results are (rows, columns); constant OUT is 1.
+
+    The kernel writes codes row by row, whether they are wanted so or not; transposed ones are made
+    of them when the context ends. A block that turned them itself could hold too few rows: a
+    feature's neighbouring bytes would be written in pieces of less than memory's 32.
 
     Raises TypeError or ValueError if abs_max or fp8 does not fit.
     """
-    consts = layout.consts | {"OUT": 1} | abs_max_consts(op, abs_max)
-    consts |= fp8_consts(op, fp8, rows, columns)
-    tile = RowTile(0, 0)
-    if consts.pop("TRANSPOSED"):
-        tile, block_warps = row_tile(columns, dev.spec.capability), TILE_WARPS
-    grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms, tile.lines)
-    consts["TILE_LINES"] = tile.lines
-    return RowLaunch(*grid, tile.smem, consts, (abs_max, *fp8_args(fp8)))
-
-
-# For entries that depend neither on the layout of rows nor on their results.
-ANY_ROWS = ANY_LAYOUT.consts | {"ABS_MAX": 0, "OUT": 1, "CODES": 0, "TILE_LINES": 0}
+    consts = layout.consts | {"OUT": 1, "CODES": int(fp8 is not None)}
+    consts |= abs_max_consts(op, abs_max)
+    fp8_consts(op, fp8, rows, columns)
+    grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms)
+    if fp8 is None:
+        yield RowLaunch(*grid, consts, (abs_max, None, None, None))
+        return
+    with ExitStack() as stack:
+        codes = fp8.codes
+        if codes is None:
+            dtype = fp8.transposed.dtype
+            codes = stack.enter_context(dev.scratch("row_codes", (rows, columns), dtype))
+        yield RowLaunch(*grid, consts, (abs_max, codes, fp8.scale, fp8.saturated))
+        if fp8.transposed is not None:
+            transpose_codes(dev, fp8.transposed, codes)

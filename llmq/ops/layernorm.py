@@ -7,7 +7,7 @@ from llmq.ops.common import (
     ANY_ROWS,
     BACKWARD_WARPS,
     FORWARD_WARPS,
-    FP8_ARGS,
+    ROW_ARGS,
     Fp8Out,
     expect_rows,
     finish_column_sum,
@@ -23,19 +23,19 @@ LAYERNORM_FORWARD = Kernel(
     "layernorm.cu",
     "layernorm_forward",
     args="T*? out, f32* mean, f32* rstd, const T* x, const T* weight, const T* bias, f32 eps, "
-    "i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
+    "i64 rows, i32 C, " + ROW_ARGS,
 )
 LAYERNORM_FORWARD_RESIDUAL = Kernel(
     "layernorm.cu",
     "layernorm_forward_residual",
     args="T* residual_out, T*? out, f32* mean, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
+    "const T* weight, const T* bias, f32 eps, i64 rows, i32 C, " + ROW_ARGS,
 )
 LAYERNORM_BACKWARD = Kernel(
     "layernorm.cu",
     "layernorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* mean, "
-    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
+    "const f32* rstd, const T*? d_residual, i64 rows, i32 C, " + ROW_ARGS,
 )
 LAYERNORM_BACKWARD_PARAMETER = Kernel(
     "layernorm.cu",
@@ -79,7 +79,7 @@ def forward(
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
         fp8      out    Fp8Out        or None; out once more, as FP8
 
-    Cost:    x read once, out written once; one launch.
+    Cost:    x read once, out written once; one launch, one more for fp8.transposed.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward"
@@ -90,15 +90,14 @@ def forward(
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
-    dev.launch(
-        LAYERNORM_FORWARD,
-        launch.blocks,
-        launch.threads,
-        (out, mean, rstd, x, weight, bias, eps, rows, C, *launch.args),
-        consts=launch.consts | consts,
-        smem=launch.smem,
-    )
+    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
+        dev.launch(
+            LAYERNORM_FORWARD,
+            launch.blocks,
+            launch.threads,
+            (out, mean, rstd, x, weight, bias, eps, rows, C, *launch.args),
+            consts=launch.consts | consts,
+        )
 
 
 def forward_residual(
@@ -130,7 +129,7 @@ def forward_residual(
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
         fp8           out    Fp8Out        or None; out once more, as FP8
 
-    Cost:    two reads and two writes of (rows,C); one launch.
+    Cost:    two reads and two writes of (rows,C); one launch, one more for fp8.transposed.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward_residual"
@@ -142,16 +141,16 @@ def forward_residual(
         expect(op, name, tensor, F32, (rows,))
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, residual.dtype, (C,))
+    tensors = (residual_out, out, mean, rstd, residual, branch, weight, bias)
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS[residual.dtype])
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
-    dev.launch(
-        LAYERNORM_FORWARD_RESIDUAL,
-        launch.blocks,
-        launch.threads,
-        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *launch.args),
-        consts=launch.consts | consts,
-        smem=launch.smem,
-    )
+    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
+        dev.launch(
+            LAYERNORM_FORWARD_RESIDUAL,
+            launch.blocks,
+            launch.threads,
+            (*tensors, eps, rows, C, *launch.args),
+            consts=launch.consts | consts,
+        )
 
 
 def backward(
@@ -186,30 +185,30 @@ def backward(
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
         fp8         out    Fp8Out               or None; d_x once more, as FP8
 
-    Cost:    three reads and one write of (rows,C); three launches; workspace F32 (2, grid, C).
+    Cost:    three reads, one write of (rows,C); up to four launches; workspace F32 (2, grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.backward"
     rows, C = expect_rows(op, "x", x)
-    for name, tensor in (("d_x", d_x), ("d_out", d_out)):
+    past = x if d_residual is None else d_residual
+    for name, tensor in (("d_x", d_x), ("d_out", d_out), ("d_residual", past)):
         expect(op, name, tensor, x.dtype, (rows, C))
     for name, target in (("d_weight", d_weight), ("d_bias", d_bias)):
         expect(op, name, target.tensor, None, (C,))
     expect(op, "weight", weight, x.dtype, (C,))
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))
-    if d_residual is not None:
-        expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
-    with dev.scratch("layernorm_partial", (2, launch.blocks, C), F32) as partial:
+    with (
+        row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD) as launch,
+        dev.scratch("layernorm_partial", (2, launch.blocks, C), F32) as partial,
+    ):
         dev.launch(
             LAYERNORM_BACKWARD,
             launch.blocks,
             launch.threads,
             (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, *launch.args),
             consts=launch.consts,
-            smem=launch.smem,
         )
         for i, target in enumerate((d_weight, d_bias)):
             sums = partial.rows(i, i + 1).view(launch.blocks, C)

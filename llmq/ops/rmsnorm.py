@@ -7,7 +7,7 @@ from llmq.ops.common import (
     ANY_ROWS,
     BACKWARD_WARPS,
     FORWARD_WARPS,
-    FP8_ARGS,
+    ROW_ARGS,
     Fp8Out,
     expect_rows,
     finish_column_sum,
@@ -22,20 +22,19 @@ from llmq.runtime.tensor import Accumulator, Tensor
 RMSNORM_FORWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward",
-    args="T*? out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C, "
-    "inout f32*? abs_max, " + FP8_ARGS,
+    args="T*? out, f32* rstd, const T* x, const T* weight, f32 eps, i64 rows, i32 C, " + ROW_ARGS,
 )
 RMSNORM_FORWARD_RESIDUAL = Kernel(
     "rmsnorm.cu",
     "rmsnorm_forward_residual",
     args="T* residual_out, T*? out, f32* rstd, const T* residual, const T* branch, "
-    "const T* weight, f32 eps, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
+    "const T* weight, f32 eps, i64 rows, i32 C, " + ROW_ARGS,
 )
 RMSNORM_BACKWARD = Kernel(
     "rmsnorm.cu",
     "rmsnorm_backward",
     args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32* rstd, "
-    "const T*? d_residual, i64 rows, i32 C, inout f32*? abs_max, " + FP8_ARGS,
+    "const T*? d_residual, i64 rows, i32 C, " + ROW_ARGS,
 )
 RMSNORM_BACKWARD_WEIGHT = Kernel(
     "rmsnorm.cu",
@@ -72,7 +71,7 @@ def forward(
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
         fp8      out    Fp8Out        or None; out once more, as FP8
 
-    Cost:    x read once, out written once; one launch.
+    Cost:    x read once, out written once; one launch, one more for fp8.transposed.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.forward"
@@ -81,15 +80,14 @@ def forward(
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
-    dev.launch(
-        RMSNORM_FORWARD,
-        launch.blocks,
-        launch.threads,
-        (out, rstd, x, weight, eps, rows, C, *launch.args),
-        consts=launch.consts | consts,
-        smem=launch.smem,
-    )
+    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
+        dev.launch(
+            RMSNORM_FORWARD,
+            launch.blocks,
+            launch.threads,
+            (out, rstd, x, weight, eps, rows, C, *launch.args),
+            consts=launch.consts | consts,
+        )
 
 
 def forward_residual(
@@ -117,7 +115,7 @@ def forward_residual(
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
         fp8           out    Fp8Out        or None; out once more, as FP8
 
-    Cost:    two reads and two writes of (rows,C); one launch.
+    Cost:    two reads and two writes of (rows,C); one launch, one more for fp8.transposed.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.forward_residual"
@@ -128,15 +126,14 @@ def forward_residual(
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS)
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
-    dev.launch(
-        RMSNORM_FORWARD_RESIDUAL,
-        launch.blocks,
-        launch.threads,
-        (residual_out, out, rstd, residual, branch, weight, eps, rows, C, *launch.args),
-        consts=launch.consts | consts,
-        smem=launch.smem,
-    )
+    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
+        dev.launch(
+            RMSNORM_FORWARD_RESIDUAL,
+            launch.blocks,
+            launch.threads,
+            (residual_out, out, rstd, residual, branch, weight, eps, rows, C, *launch.args),
+            consts=launch.consts | consts,
+        )
 
 
 def backward(
@@ -168,7 +165,8 @@ def backward(
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
         fp8         out    Fp8Out               or None; d_x once more, as FP8
 
-    Cost:    three reads and one write of (rows,C); two launches; workspace F32 (grid, C).
+    Cost:    three reads and one write of (rows,C); two launches, one more for
+             fp8.transposed; workspace F32 (grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.backward"
@@ -181,14 +179,15 @@ def backward(
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
-    with dev.scratch("rmsnorm_partial", (launch.blocks, C), F32) as partial:
+    with (
+        row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD) as launch,
+        dev.scratch("rmsnorm_partial", (launch.blocks, C), F32) as partial,
+    ):
         dev.launch(
             RMSNORM_BACKWARD,
             launch.blocks,
             launch.threads,
             (d_x, partial, d_out, x, weight, rstd, d_residual, rows, C, *launch.args),
             consts=launch.consts,
-            smem=launch.smem,
         )
         finish_column_sum(dev, RMSNORM_BACKWARD_WEIGHT, d_weight, partial, ANY_ROWS)

@@ -57,7 +57,6 @@ def layernorm_forward(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -65,7 +64,7 @@ def layernorm_forward(
     out = np.empty_like(x) if out is None else out
     _normalise(out, mean, rstd, compute(x), weight, bias, eps)
     update_abs_max(abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, out)
+    emit_fp8(codes, None, scale, saturated, out)
 
 
 def layernorm_forward_residual(
@@ -82,7 +81,6 @@ def layernorm_forward_residual(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -94,7 +92,7 @@ def layernorm_forward_residual(
     out = np.empty_like(residual_out) if out is None else out
     _normalise(out, mean, rstd, compute(residual_out), weight, bias, eps)
     update_abs_max(abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, out)
+    emit_fp8(codes, None, scale, saturated, out)
 
 
 def layernorm_backward(
@@ -110,7 +108,6 @@ def layernorm_backward(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -125,7 +122,7 @@ def layernorm_backward(
         for total, value in zip(partial, _input_gradient(d_x[part], *inputs), strict=True):
             total[0] += value
         update_abs_max(abs_max, d_x[part])
-    emit_fp8(codes, transposed, scale, saturated, d_x)
+    emit_fp8(codes, None, scale, saturated, d_x)
 
 
 def _input_gradient(

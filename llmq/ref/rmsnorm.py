@@ -49,7 +49,6 @@ def rmsnorm_forward(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -57,7 +56,7 @@ def rmsnorm_forward(
     out = np.empty_like(x) if out is None else out
     _normalise(out, rstd, compute(x), weight, eps)
     update_abs_max(abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, out)
+    emit_fp8(codes, None, scale, saturated, out)
 
 
 def rmsnorm_forward_residual(
@@ -72,7 +71,6 @@ def rmsnorm_forward_residual(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -84,7 +82,7 @@ def rmsnorm_forward_residual(
     out = np.empty_like(residual_out) if out is None else out
     _normalise(out, rstd, compute(residual_out), weight, eps)
     update_abs_max(abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, out)
+    emit_fp8(codes, None, scale, saturated, out)
 
 
 def rmsnorm_backward(
@@ -99,7 +97,6 @@ def rmsnorm_backward(
     C: int,
     abs_max: np.ndarray | None = None,
     codes: np.ndarray | None = None,
-    transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
 ) -> None:
@@ -113,7 +110,7 @@ def rmsnorm_backward(
         inputs = (compute(d_out[part]), compute(x[part]), weight, rstd[part], past)
         partial[0] += _input_gradient(d_x[part], *inputs)
         update_abs_max(abs_max, d_x[part])
-    emit_fp8(codes, transposed, scale, saturated, d_x)
+    emit_fp8(codes, None, scale, saturated, d_x)
 
 
 def _input_gradient(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmq.errors import warn
@@ -15,7 +19,7 @@ CHOICE_BYTES = ALGORITHM_BYTES + 1  # and whether FP8 products accumulate fast: 
 
 
 class AlgorithmFile:
-    """What tuning found, shared by the ranks of a process and kept on disk.
+    """What tuning found, shared by the ranks of a process and, on disk, by processes.
 
     All ranks must run the same algorithm, and every run of a command the same as the last: the
     first one published for a key stays. path None: in memory only. A file that cannot be read is
@@ -33,7 +37,7 @@ class AlgorithmFile:
             return self._known.get(key)
 
     def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
-        """Offer an algorithm; returns the one to use, another rank's if that came first.
+        """Offer an algorithm; returns the one to use, another's if that came first.
 
         instead_of: what `get` returned, and what is replaced if it is still there.
         """
@@ -42,9 +46,24 @@ class AlgorithmFile:
                 return self._known[key]
             self._known[key] = algorithm
             if self.path is not None:
-                self._known = {**self._read(), **self._known}  # another process may have added
-                self._write()
-            return algorithm
+                self._merge(key, instead_of)
+            return self._known[key]
+
+    def _merge(self, key: str, instead_of: bytes | None) -> None:
+        """Put the key on disk, where other processes may have added others, or the same one."""
+        try:
+            with _locked(self.path.parent):
+                there = self._read()
+                if there.get(key, instead_of) != instead_of:
+                    self._known[key] = there[key]
+                # What is already used here stays; what others have replaced on disk does, too.
+                self._write(self._known | there | {key: self._known[key]})
+                self._known = there | self._known
+        except OSError as error:
+            folder, reason = self.path.parent, error.strerror
+            line = f"tuned matrix products are not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
+            warn([f"{line} to a folder that can be written"])
+            self.path = None  # no further attempts
 
     def _read(self) -> dict[str, bytes]:
         if self.path is None:
@@ -58,16 +77,23 @@ class AlgorithmFile:
             return {}
         return {k: v for k, v in known.items() if len(v) == CHOICE_BYTES}
 
-    def _write(self) -> None:
-        algorithms = {k: v.hex() for k, v in sorted(self._known.items())}
+    def _write(self, known: dict[str, bytes]) -> None:
+        algorithms = {k: v.hex() for k, v in sorted(known.items())}
         text = json.dumps({"format": FORMAT, "algorithms": algorithms}, indent=1)
-        try:
-            write_file(self.path, text.encode() + b"\n")
-        except OSError as error:
-            folder, reason = self.path.parent, error.strerror
-            line = f"tuned matrix products are not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
-            warn([f"{line} to a folder that can be written"])
-            self.path = None  # no further attempts
+        write_file(self.path, text.encode() + b"\n")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing files of this kind there. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 _files: dict[Path | None, AlgorithmFile] = {}

@@ -7,6 +7,8 @@ profilers and sanitizers).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import hashlib
 import json
@@ -14,8 +16,8 @@ import os
 import re
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -195,13 +197,36 @@ def compile_ahead(sources: Iterable[Source], capability: int) -> None:
     """Start to fill the cache in threads, which NVRTC lets run side by side; returns at once.
 
     Whoever needs one of these kernels earlier waits for it, or compiles it. Errors are left to
-    them, too.
+    them, too. A process that ends waits for those that are being compiled, for no others.
     """
-    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
-    for file, types, consts in sorted(sources):
+    waiting = deque(sorted(sources))
+    # No executor: at the end of the process its threads would do all that is waiting.
+    threads = [
+        threading.Thread(target=_compile_waiting, args=(waiting, capability), daemon=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
+    atexit.register(_stop_compiling, waiting, threads)
+    for thread in threads:
+        thread.start()
+
+
+def _compile_waiting(waiting: deque[Source], capability: int) -> None:
+    """A thread of compile_ahead."""
+    while True:
+        try:
+            file, types, consts = waiting.popleft()
+        except IndexError:  # nothing is left
+            return
         dtypes = {variable: DTYPES[name] for variable, name in types}
-        pool.submit(compile_kernels, file, dtypes, dict(consts), capability)
-    pool.shutdown(wait=False)
+        with contextlib.suppress(Exception):  # it comes up again at the kernel's first use
+            compile_kernels(file, dtypes, dict(consts), capability)
+
+
+def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> None:
+    """At exit: NVRTC crashes in threads that still use it when the process unloads it."""
+    waiting.clear()
+    for thread in threads:
+        thread.join()
 
 
 def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:

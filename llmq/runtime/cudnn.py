@@ -128,21 +128,6 @@ class CudnnAttention:
         _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
         _expect_workspace(backward.workspace, backward_workspace_bytes(*part))
 
-    def workspace_bytes(
-        self,
-        batch: int,
-        seq_len: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        deterministic: bool = True,
-    ) -> tuple[int, int]:
-        """What forward and backward ask for on this GPU, to compare with the estimates."""
-        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
-        forward = self._plan("forward", shape, False)
-        backward = self._plan("backward", shape, deterministic)
-        return forward.workspace, backward.workspace
-
     def forward(
         self,
         stream: int,

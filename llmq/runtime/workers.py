@@ -130,7 +130,7 @@ class RankPool:
         if self.world_size == 1:
             self._failed = True  # unless it returns
             command.results[0] = fn(0)
-            self._failed = False
+            self._failed, self._progress = False, time.monotonic()
             command.waiting.clear()
             return command
         self._wait_until(lambda: all(self._behind[rank] < QUEUE for rank in command.waiting))
@@ -154,6 +154,11 @@ class RankPool:
     def beat(self) -> None:
         """Say, on any thread, that a long command goes on."""
         self._progress = time.monotonic()
+
+    @property
+    def progress(self) -> float:
+        """time.monotonic() of the last `beat` or end of a command."""
+        return self._progress
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait until it is so. Raises what has stopped the ranks."""

@@ -3,21 +3,18 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.dtypes import BF16, E4M3, F32, I32
 from llmq.ops import gelu
 from llmq.ops.common import Fp8Out
 from llmq.ref.gelu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
-from tests.again import check_again
+from tests.again import AGAIN_WITH_FP8, FP8_CASES, check_again, compare
 from tests.fp8_out import check_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("gpt2")}
-# F32: expf of the C library, of NumPy and of CUDA differ by a few units in the last place, and the
-# derivative cancels near its zero. BF16: that may move a rounding by one unit.
-TOLERANCE = {F32: {"rtol": 2**-20, "atol": 2**-20}, BF16: {"rtol": 2**-7, "atol": 2**-20}}
 
 
 def _inputs(rng, shape, dtype):
@@ -26,18 +23,13 @@ def _inputs(rng, shape, dtype):
     return x.astype(dtype.numpy), rng.normal(size=shape).astype(dtype.numpy)
 
 
-def _compare(got, want, dtype):
-    assert not np.isnan(got.astype(np.float32)).any()
-    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), **TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
 def test_forward(dev, rng, shape, dtype):
     x, _ = _inputs(rng, shape, dtype)
     arrays = {"out": np.full(shape, np.nan, dtype.numpy), "x": x}
     got = run(dev, gelu.forward, arrays)["out"]
-    _compare(got, run(host_device(), gelu.forward, arrays)["out"], dtype)
+    compare(got, run(host_device(), gelu.forward, arrays)["out"], dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -46,7 +38,7 @@ def test_backward(dev, rng, shape, dtype):
     x, d_out = _inputs(rng, shape, dtype)
     arrays = {"d_x": np.full(shape, np.nan, dtype.numpy), "d_out": d_out, "x": x}
     got = run(dev, gelu.backward, arrays)["d_x"]
-    _compare(got, run(host_device(), gelu.backward, arrays)["d_x"], dtype)
+    compare(got, run(host_device(), gelu.backward, arrays)["d_x"], dtype)
 
     def in_place(dev, d_out, x):
         gelu.backward(dev, x, d_out, x)
@@ -65,17 +57,7 @@ def test_abs_max(dev, rng, shape, dtype):
     check_abs_max(dev, gelu.backward, arrays, stored="d_x", spoiled="d_out")
 
 
-@pytest.mark.parametrize(
-    "name, dtype, format, layout",
-    [
-        ("one_tile", BF16, E4M3, "both"),
-        ("ragged_tiles", BF16, E4M3, "both"),
-        ("ragged_tiles", BF16, E4M3, "codes"),
-        ("ragged_tiles", BF16, E5M2, "transposed"),
-        ("ragged_tiles", F32, E4M3, "both"),
-    ],
-    ids=str,
-)
+@FP8_CASES
 def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
     shape = CASES[name]
     x, d_out = _inputs(rng, shape, dtype)
@@ -97,22 +79,7 @@ def test_out_again(dev, rng, name, dtype):
         check_again(device, gelu, x, d_out, d="x", out="d_out", abs_max=False)
 
 
-@pytest.mark.parametrize(
-    "name, dtype, d, fp8, out",
-    [
-        ("one_tile", BF16, "x", None, "fp8"),
-        ("ragged_tiles", BF16, "x", None, "fp8"),
-        ("ragged_tiles", F32, "new", None, "fp8"),
-        ("one_tile", BF16, None, E5M2, "fp8"),
-        ("ragged_tiles", BF16, None, E5M2, "fp8"),
-        ("ragged_tiles", BF16, "x", E4M3, "fp8"),
-        ("ragged_tiles", F32, "new", E5M2, "fp8"),
-        ("ragged_tiles", BF16, None, E5M2, "new"),
-        ("ragged_tiles", BF16, "x", E5M2, "d_out"),
-        ("ragged_tiles", F32, "new", E4M3, "new"),
-    ],
-    ids=str,
-)
+@AGAIN_WITH_FP8
 def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
     shape = CASES[name]
     x, d_out = _inputs(rng, shape, dtype)

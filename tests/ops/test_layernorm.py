@@ -202,7 +202,7 @@ def test_wrong_arguments_raise(change, error, text):
 
 # -- FP8 results ---------------------------------------------------------------------------------
 
-# rows and C, multiples of 16, that leave a tile ragged; in every layout of rows
+# rows and C, multiples of 16; in every layout of rows
 FP8_SHAPES = [(80, 80), (48, 896), (16, 1536), (48, 3584), (16, 8192)]
 FP8_CASES = [(FP8_SHAPES[0], layout) for layout in LAYOUTS] + [(s, "both") for s in FP8_SHAPES[1:]]
 
@@ -286,8 +286,8 @@ def test_gradients_of_parameters_do_not_depend_on_fp8(dev, rng, shape):
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=atol)
 
 
-def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
-    rows, C = shape = (4304, 80)  # more tiles than blocks, forward too; half a tile is left
+def test_fp8_of_many_rows_nan_and_infinity(dev, rng):
+    rows, C = shape = (4304, 80)  # more rows than blocks, forward too
     arrays = {
         "out": nan(shape, BF16),
         "mean": nan(rows, F32),
@@ -303,7 +303,7 @@ def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
 
 
 def test_fp8_backward_in_place(dev, rng):
-    shape = (176, 80)  # more tiles than blocks
+    shape = (176, 80)  # more rows than blocks work on at a time
     arrays = backward_arrays(rng, shape, BF16, F32) | {"d_x": None}
     plain = run(dev, call_backward(False), arrays)["d_residual"]
     operands = arrays | outputs(shape, E4M3, "both", np.float32(2**-8))

@@ -8,7 +8,7 @@ import pytest
 
 from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops import rmsnorm
-from llmq.ops.common import Fp8Out, RowLayout, row_layout, row_tile
+from llmq.ops.common import Fp8Out, RowLayout, row_layout
 from llmq.ref.rmsnorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -230,7 +230,7 @@ def test_plan_counts_every_byte_once():
 
 # -- FP8 results ---------------------------------------------------------------------------------
 
-# rows and C, multiples of 16, that leave a tile ragged; in every layout of rows
+# rows and C, multiples of 16; in every layout of rows
 FP8_SHAPES = [(80, 80), (48, 896), (16, 1536), (48, 3584), (16, 8192)]
 FP8_CASES = [(FP8_SHAPES[0], layout) for layout in LAYOUTS] + [(s, "both") for s in FP8_SHAPES[1:]]
 
@@ -310,8 +310,8 @@ def test_gradients_of_parameters_do_not_depend_on_fp8(dev, rng, shape):
         np.testing.assert_allclose(got[name], expected[name], rtol=0, atol=atol)
 
 
-def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
-    rows, C = shape = (4304, 80)  # more tiles than blocks, forward too; half a tile is left
+def test_fp8_of_many_rows_nan_and_infinity(dev, rng):
+    rows, C = shape = (4304, 80)  # more rows than blocks, forward too
     arrays = {
         "out": nan(shape, BF16),
         "rstd": nan(rows, F32),
@@ -325,25 +325,13 @@ def test_fp8_of_many_tiles_nan_and_infinity(dev, rng):
 
 
 def test_fp8_backward_in_place(dev, rng):
-    shape = (176, 80)  # more tiles than blocks
+    shape = (176, 80)  # more rows than blocks work on at a time
     arrays = backward_arrays(rng, shape, BF16, F32) | {"d_x": None}
     plain = run(dev, call_backward(False), arrays)["d_residual"]
     operands = arrays | outputs(shape, E4M3, "both", np.float32(2**-8))
     got = run(dev, with_fp8(call_backward(False)), operands)
     np.testing.assert_array_equal(got["d_residual"], plain)
     assert check_codes(got, plain, E4M3, "both") > 0
-
-
-@pytest.mark.parametrize("capability, shared", [(80, 163), (89, 99), (90, 227), (120, 99)])
-def test_row_tiles_fit_into_shared_memory(capability, shared):
-    for features in range(16, 8193, 16):
-        tile = row_tile(features, capability)
-        lines = tile.lines
-        assert tile.smem == lines * features + (128 if lines == 32 else 0)
-        # Beside it, backward kernels have a sum of each column and the blocks' reductions.
-        columns = features if features <= 4096 else 0  # of wider rows a block has only one
-        assert tile.smem + 4 * columns + 1024 <= shared << 10
-    assert [row_tile(C, capability).lines for C in (896, 8192)] == [32, 8]
 
 
 def test_wrong_fp8_arguments_and_traffic():
@@ -359,7 +347,8 @@ def test_wrong_fp8_arguments_and_traffic():
 
     codes, transposed = make((32, 64), E4M3), make((64, 32), E4M3)
     forward(None, codes, transposed)
-    assert plan.bytes["rmsnorm_forward"] == 32 * 64 * (2 + 1 + 1) + 32 * 4 + 64 * 2 + 4 + 8
+    assert plan.bytes["rmsnorm_forward"] == 32 * 64 * (2 + 1) + 32 * 4 + 64 * 2 + 4 + 8
+    assert plan.bytes["transpose_codes"] == 32 * 64 * 2
     with pytest.raises(TypeError, match=r"rmsnorm\.forward: out must be a tensor, got None"):
         rmsnorm.forward(plan, None, make((32,), F32), make((32, 64), BF16), make((64,), BF16), EPS)
     with pytest.raises(TypeError, match=r"fp8\.codes or fp8\.transposed must be a tensor, both"):

@@ -10,14 +10,11 @@ from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import check_abs_max
-from tests.again import check_again
+from tests.again import AGAIN_WITH_FP8, FP8_CASES, check_again, compare
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
-# F32: expf of the C library, of NumPy and of CUDA differ by a few units in the last place, and
-# 1 + gate * (1 - s) cancels near its zero. BF16: that may move a rounding by one unit.
-TOLERANCE = {F32: {"rtol": 2**-20, "atol": 2**-20}, BF16: {"rtol": 2**-7, "atol": 2**-20}}
 
 
 def _inputs(rng, rows, F, dtype):
@@ -26,18 +23,13 @@ def _inputs(rng, rows, F, dtype):
     return up_gate, rng.normal(size=(rows, F)).astype(dtype.numpy)
 
 
-def _compare(got, want, dtype):
-    assert not np.isnan(got.astype(np.float32)).any()
-    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), **TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows, F", SMALL.values(), ids=SMALL)
 def test_forward(dev, rng, rows, F, dtype):
     up_gate, _ = _inputs(rng, rows, F, dtype)
     arrays = {"out": np.full((rows, F), np.nan, dtype.numpy), "up_gate": up_gate}
     got = run(dev, swiglu.forward, arrays)
-    _compare(got["out"], run(host_device(), swiglu.forward, arrays)["out"], dtype)
+    compare(got["out"], run(host_device(), swiglu.forward, arrays)["out"], dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -50,7 +42,7 @@ def test_backward(dev, rng, rows, F, dtype):
         "up_gate": up_gate,
     }
     got = run(dev, swiglu.backward, arrays)["d_up_gate"]
-    _compare(got, run(host_device(), swiglu.backward, arrays)["d_up_gate"], dtype)
+    compare(got, run(host_device(), swiglu.backward, arrays)["d_up_gate"], dtype)
 
     def in_place(dev, d_out, up_gate):
         swiglu.backward(dev, up_gate, d_out, up_gate)
@@ -76,17 +68,7 @@ def test_abs_max(dev, rng, name, dtype):
         check_abs_max(dev, swiglu.backward, arrays, stored="d_up_gate", spoiled="d_out")
 
 
-@pytest.mark.parametrize(
-    "name, dtype, format, layout",
-    [
-        ("one_tile", BF16, E4M3, "both"),
-        ("ragged_tiles", BF16, E4M3, "both"),
-        ("ragged_tiles", BF16, E4M3, "codes"),
-        ("ragged_tiles", BF16, E5M2, "transposed"),
-        ("ragged_tiles", F32, E4M3, "both"),
-    ],
-    ids=str,
-)
+@FP8_CASES
 def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
     rows, F = CASES[name]
     up_gate, d_out = _inputs(rng, rows, F, dtype)
@@ -128,22 +110,7 @@ def test_out_again(dev, rng, name, dtype):
         check_again(device, swiglu, up_gate, d_out, d="x", out="d_out", abs_max=False)
 
 
-@pytest.mark.parametrize(
-    "name, dtype, d, fp8, out",
-    [
-        ("one_tile", BF16, "x", None, "fp8"),
-        ("ragged_tiles", BF16, "x", None, "fp8"),
-        ("ragged_tiles", F32, "new", None, "fp8"),
-        ("one_tile", BF16, None, E5M2, "fp8"),
-        ("ragged_tiles", BF16, None, E5M2, "fp8"),
-        ("ragged_tiles", BF16, "x", E4M3, "fp8"),
-        ("ragged_tiles", F32, "new", E5M2, "fp8"),
-        ("ragged_tiles", BF16, None, E5M2, "new"),
-        ("ragged_tiles", BF16, "x", E5M2, "d_out"),
-        ("ragged_tiles", F32, "new", E4M3, "new"),
-    ],
-    ids=str,
-)
+@AGAIN_WITH_FP8
 def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
     rows, F = CASES[name]
     up_gate, d_out = _inputs(rng, rows, F, dtype)

@@ -1,6 +1,9 @@
 """Program text, cache and compiler report."""
 
 import hashlib
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -177,6 +180,29 @@ def test_errors_of_kernels_compiled_ahead_are_those_of_their_first_use(folder):
     compile.compile_ahead([Source(FILE, (("T", "bf16"),), (("FACTOR", 32),))], 90)
     with pytest.raises(RuntimeError, match="does not compile"):
         compile_kernels(FILE, TYPES, CONSTS, 90)
+
+
+FAILING_START = """
+import os, sys, time
+from llmq.runtime import compile
+
+def compile_slowly(file, *args):
+    os.write(1, b"+")
+    time.sleep(0.5)
+    os.write(1, b"-")
+
+compile.compile_kernels = compile_slowly
+compile.compile_ahead([(f"{n}.cu", (), ()) for n in range(60 * os.cpu_count())], 90)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_waits_for_no_more_than_what_is_being_compiled():
+    command = [sys.executable, "-c", FAILING_START]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=20)  # all would take 30 s
+    assert done.returncode == 3
+    started, finished = done.stdout.count(b"+"), done.stdout.count(b"-")
+    assert started == finished <= 3 * os.cpu_count()
 
 
 @needs_nvrtc

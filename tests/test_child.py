@@ -1,0 +1,63 @@
+"""Child processes that are ended when they show no more progress."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from llmq.child import run_watched
+
+TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
+
+
+def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
+    alive = tmp_path / "alive"
+    return run_watched([sys.executable, "-c", code, str(alive)], text, alive, limit)
+
+
+@pytest.mark.parametrize("limit", [0, 60])
+def test_input_output_and_status(tmp_path, limit, capfd):
+    code = "import sys; print(len(sys.stdin.read())); sys.exit(3)"
+    assert run(tmp_path, code, limit, "x" * 1_000_000) == 3  # more than a pipe holds
+    assert capfd.readouterr() == ("", "1000000\n")
+
+
+def test_a_child_that_ends_without_reading(tmp_path):
+    assert run(tmp_path, "import os; os._exit(4)", 60, "x" * 1_000_000) == 4
+
+
+def test_a_child_that_makes_progress_is_left_alone(tmp_path):
+    code = TOUCHING + "for _ in range(12): alive.touch(); time.sleep(0.5)"
+    assert run(tmp_path, code, 4) == 0
+
+
+def test_a_child_that_hangs_says_where_and_is_ended(tmp_path, capfd):
+    code = TOUCHING + (
+        "import faulthandler, signal; faulthandler.register(signal.SIGUSR1)\n"
+        "print(__import__('os').getpid(), flush=True)\n"
+        "def stuck(): time.sleep(1000)\n"
+        "stuck()"
+    )
+    start = time.monotonic()
+    assert run(tmp_path, code, 3) is None
+    assert time.monotonic() - start < 30
+    pid, *trace = capfd.readouterr().err.splitlines()
+    assert any(line.endswith(" in stuck") for line in trace)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_no_child_outlives_an_interrupted_parent(tmp_path, capfd, monkeypatch):
+    def interrupted(*args, **kwargs):
+        while not (started := capfd.readouterr().err):
+            time.sleep(0.1)
+        pids.append(int(started))
+        raise KeyboardInterrupt
+
+    pids: list[int] = []
+    monkeypatch.setattr("llmq.child.subprocess.Popen.communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)", 60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
