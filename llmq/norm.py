@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 from llmq.config import ModelConfig
 from llmq.dtypes import F32
 from llmq.linear import Target
-from llmq.ops import layernorm, rmsnorm
+from llmq.ops import layernorm, quantize, rmsnorm
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Accumulator, Tensor
 
@@ -41,13 +42,13 @@ def forward(
     x: Tensor,
 ) -> None:
     """to (rows, C) = norm(x)."""
-    results = {"abs_max": to.abs_max, "fp8": to.fp8}
-    if stats.mean is None:
-        args = (x, w[key], config.norm_eps)
-        rmsnorm.forward(dev, to.out, stats.rstd, *args, **results)
-    else:
-        args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward(dev, to.out, stats.mean, stats.rstd, *args, **results)
+    with _results(dev, to, x.shape) as results:
+        if stats.mean is None:
+            args = (x, w[key], config.norm_eps)
+            rmsnorm.forward(dev, to.out, stats.rstd, *args, **results)
+        else:
+            args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
+            layernorm.forward(dev, to.out, stats.mean, stats.rstd, *args, **results)
 
 
 def forward_residual(
@@ -62,14 +63,14 @@ def forward_residual(
     branch: Tensor,
 ) -> None:
     """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
-    results = {"abs_max": to.abs_max, "fp8": to.fp8}
-    if stats.mean is None:
-        args = (residual_out, to.out, stats.rstd, residual, branch, w[key], config.norm_eps)
-        rmsnorm.forward_residual(dev, *args, **results)
-    else:
-        args = (residual_out, to.out, stats.mean, stats.rstd, residual, branch)
-        args += (w[key], w[f"{key}_bias"], config.norm_eps)
-        layernorm.forward_residual(dev, *args, **results)
+    with _results(dev, to, residual.shape) as results:
+        if stats.mean is None:
+            args = (residual_out, to.out, stats.rstd, residual, branch, w[key], config.norm_eps)
+            rmsnorm.forward_residual(dev, *args, **results)
+        else:
+            args = (residual_out, to.out, stats.mean, stats.rstd, residual, branch)
+            args += (w[key], w[f"{key}_bias"], config.norm_eps)
+            layernorm.forward_residual(dev, *args, **results)
 
 
 def backward(
@@ -84,11 +85,26 @@ def backward(
     d_residual: Tensor | None,
 ) -> None:
     """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself)."""
-    results = {"abs_max": to.abs_max, "fp8": to.fp8}
-    if stats.mean is None:
-        args = (to.out, g[key], d_out, x, w[key], stats.rstd, d_residual)
-        rmsnorm.backward(dev, *args, **results)
-    else:
-        args = (to.out, g[key], g[f"{key}_bias"], d_out, x, w[key])
-        args += (stats.mean, stats.rstd, d_residual)
-        layernorm.backward(dev, *args, **results)
+    with _results(dev, to, x.shape) as results:
+        if stats.mean is None:
+            args = (to.out, g[key], d_out, x, w[key], stats.rstd, d_residual)
+            rmsnorm.backward(dev, *args, **results)
+        else:
+            args = (to.out, g[key], g[f"{key}_bias"], d_out, x, w[key])
+            args += (stats.mean, stats.rstd, d_residual)
+            layernorm.backward(dev, *args, **results)
+
+
+@contextmanager
+def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Where a kernel's further results go: it writes codes row by row, others are made of those."""
+    if to.fp8 is None or to.fp8.transposed is None:
+        yield {"abs_max": to.abs_max, "fp8": to.fp8}
+        return
+    with ExitStack() as stack:
+        codes, transposed = to.fp8[:2]
+        if codes is None:
+            codes = stack.enter_context(dev.scratch("norm_codes", shape, transposed.dtype))
+        fp8 = to.fp8._replace(codes=codes, transposed=None)
+        yield {"abs_max": to.abs_max, "fp8": fp8}
+        quantize.transpose(dev, transposed, codes)

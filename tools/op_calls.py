@@ -220,8 +220,8 @@ def gelu_calls(*shape: int) -> list[Call]:
 
 
 def with_fp8(calls: list[Call], rows: int, C: int) -> list[Call]:
-    """A norm's calls, and the same with codes in both layouts, if C allows, and without out."""
-    more = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C)}
+    """A norm's calls, and the same with codes, if C allows, and without out."""
+    more = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C, transposed=False)}
     return calls + [
         Call(f"{call.name} fp8", call.function, call.args | more | dict.fromkeys(out))
         for call in calls

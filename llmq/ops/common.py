@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -239,22 +237,6 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 
-# -- Codes that are turned by a kernel of their own -----------------------------------------------
-
-TRANSPOSE_CODES = Kernel(
-    "quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
-)
-CODES_TILE = 128  # rows and columns of a block; as in cu/quantize.cu
-CODES_THREADS = 256
-
-
-def transpose_codes(dev: Device, q_t: Tensor, q: Tensor) -> None:
-    """q_t (cols, rows) = the transpose of q (rows, cols), E4M3 or E5M2, multiples of 16."""
-    rows, cols = q.shape
-    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
-    dev.launch(TRANSPOSE_CODES, blocks, CODES_THREADS, (q_t, q, rows, cols))
-
-
 # -- Kernels whose blocks hold whole rows: a normalization and its FP8 result ---------------------
 
 # The end of the arguments of such a kernel; RowLaunch.args are the values.
@@ -273,7 +255,6 @@ class RowLaunch:
     args: tuple[Tensor | None, ...]
 
 
-@contextmanager
 def row_launch(
     op: str,
     dev: Device,
@@ -285,27 +266,19 @@ def row_launch(
     blocks_per_sm: int,
     abs_max: Tensor | None,
     fp8: Fp8Out | None,
-) -> Iterator[RowLaunch]:
+) -> RowLaunch:
     """Launch over `rows` rows whose results are (rows, columns); constant OUT is 1.
 
-    The kernel writes codes row by row, whether they are wanted so or not; transposed ones are made
-    of them when the context ends. A block that turned them itself could hold too few rows: a
-    feature's neighbouring bytes would be written in pieces of less than memory's 32.
+    Codes are written row by row only: a block would hold too few rows to turn them, and write a
+    feature's neighbouring bytes in pieces of less than memory's 32.
 
     Raises TypeError or ValueError if abs_max or fp8 does not fit.
     """
     consts = layout.consts | {"OUT": 1, "CODES": int(fp8 is not None)}
     consts |= abs_max_consts(op, abs_max)
     fp8_consts(op, fp8, rows, columns)
+    if fp8 is not None and fp8.transposed is not None:
+        raise TypeError(f"{op}: fp8.transposed must be None, only fp8.codes is written")
     grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms)
-    if fp8 is None:
-        yield RowLaunch(*grid, consts, (abs_max, None, None, None))
-        return
-    with ExitStack() as stack:
-        codes = fp8.codes
-        if codes is None:
-            dtype = fp8.transposed.dtype
-            codes = stack.enter_context(dev.scratch("row_codes", (rows, columns), dtype))
-        yield RowLaunch(*grid, consts, (abs_max, codes, fp8.scale, fp8.saturated))
-        if fp8.transposed is not None:
-            transpose_codes(dev, fp8.transposed, codes)
+    codes, _, scale, saturated = fp8_args(fp8)
+    return RowLaunch(*grid, consts, (abs_max, codes, scale, saturated))

@@ -77,9 +77,9 @@ def forward(
         weight   in     T   (C,)
         bias     in     T   (C,)
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
-        fp8      out    Fp8Out        or None; out once more, as FP8
+        fp8      out    Fp8Out        or None; out once more, as FP8 codes
 
-    Cost:    x read once, out written once; one launch, one more for fp8.transposed.
+    Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward"
@@ -90,14 +90,14 @@ def forward(
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
-        dev.launch(
-            LAYERNORM_FORWARD,
-            launch.blocks,
-            launch.threads,
-            (out, mean, rstd, x, weight, bias, eps, rows, C, *launch.args),
-            consts=launch.consts | consts,
-        )
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
+    dev.launch(
+        LAYERNORM_FORWARD,
+        launch.blocks,
+        launch.threads,
+        (out, mean, rstd, x, weight, bias, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+    )
 
 
 def forward_residual(
@@ -127,9 +127,9 @@ def forward_residual(
         weight        in     T   (C,)
         bias          in     T   (C,)
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
-        fp8           out    Fp8Out        or None; out once more, as FP8
+        fp8           out    Fp8Out        or None; out once more, as FP8 codes
 
-    Cost:    two reads and two writes of (rows,C); one launch, one more for fp8.transposed.
+    Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.forward_residual"
@@ -141,16 +141,15 @@ def forward_residual(
         expect(op, name, tensor, F32, (rows,))
     for name, tensor in (("weight", weight), ("bias", bias)):
         expect(op, name, tensor, residual.dtype, (C,))
-    tensors = (residual_out, out, mean, rstd, residual, branch, weight, bias)
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS[residual.dtype])
-    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
-        dev.launch(
-            LAYERNORM_FORWARD_RESIDUAL,
-            launch.blocks,
-            launch.threads,
-            (*tensors, eps, rows, C, *launch.args),
-            consts=launch.consts | consts,
-        )
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
+    dev.launch(
+        LAYERNORM_FORWARD_RESIDUAL,
+        launch.blocks,
+        launch.threads,
+        (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+    )
 
 
 def backward(
@@ -183,26 +182,25 @@ def backward(
         mean, rstd  in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
-        fp8         out    Fp8Out               or None; d_x once more, as FP8
+        fp8         out    Fp8Out               or None; d_x once more, as FP8 codes
 
-    Cost:    three reads, one write of (rows,C); up to four launches; workspace F32 (2, grid, C).
+    Cost:    three reads and one write of (rows,C); three launches; workspace F32 (2, grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "layernorm.backward"
     rows, C = expect_rows(op, "x", x)
-    past = x if d_residual is None else d_residual
-    for name, tensor in (("d_x", d_x), ("d_out", d_out), ("d_residual", past)):
+    for name, tensor in (("d_x", d_x), ("d_out", d_out)):
         expect(op, name, tensor, x.dtype, (rows, C))
     for name, target in (("d_weight", d_weight), ("d_bias", d_bias)):
         expect(op, name, target.tensor, None, (C,))
     expect(op, "weight", weight, x.dtype, (C,))
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))
+    if d_residual is not None:
+        expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS[x.dtype])
-    with (
-        row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD) as launch,
-        dev.scratch("layernorm_partial", (2, launch.blocks, C), F32) as partial,
-    ):
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
+    with dev.scratch("layernorm_partial", (2, launch.blocks, C), F32) as partial:
         dev.launch(
             LAYERNORM_BACKWARD,
             launch.blocks,

@@ -11,7 +11,6 @@ from llmq.ops.common import (
     fp8_args,
     fp8_consts,
     octet_tiles,
-    transpose_codes,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -19,6 +18,7 @@ from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_BLOCK = 4 * 8 * THREADS  # elements: four times eight per thread; OCTETS in cu/quantize.cu
+CODES_TILE = 128  # rows and columns of transpose_codes
 MULTIPLE = 16  # of rows and columns: one 16-byte access
 
 QUANTIZE = Kernel(
@@ -33,6 +33,9 @@ SCALED = Kernel(
     "quantize.cu",
     "quantize_scaled",
     args="const T* x, i64 rows, i32 cols, inout f32*? abs_max, " + FP8_ARGS,
+)
+TRANSPOSE_CODES = Kernel(
+    "quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
 )
 
 
@@ -111,7 +114,9 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
     _check_shape("q", q, (2,))
     expect("quantize", "q_t", q_t, q.dtype, q.shape[::-1])
-    transpose_codes(dev, q_t, q)
+    rows, cols = q.shape
+    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
+    dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
 
 
 def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor) -> None:

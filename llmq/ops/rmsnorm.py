@@ -69,9 +69,9 @@ def forward(
         x        in     T   (rows,C)  C a multiple of 8, at most 8192
         weight   in     T   (C,)
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
-        fp8      out    Fp8Out        or None; out once more, as FP8
+        fp8      out    Fp8Out        or None; out once more, as FP8 codes
 
-    Cost:    x read once, out written once; one launch, one more for fp8.transposed.
+    Cost:    x read once, out written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.forward"
@@ -80,14 +80,14 @@ def forward(
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, x.dtype, (C,))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
-        dev.launch(
-            RMSNORM_FORWARD,
-            launch.blocks,
-            launch.threads,
-            (out, rstd, x, weight, eps, rows, C, *launch.args),
-            consts=launch.consts | consts,
-        )
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
+    dev.launch(
+        RMSNORM_FORWARD,
+        launch.blocks,
+        launch.threads,
+        (out, rstd, x, weight, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+    )
 
 
 def forward_residual(
@@ -113,9 +113,9 @@ def forward_residual(
         branch        in     T   (rows,C)
         weight        in     T   (C,)
         abs_max       inout  F32 (1,)      or None; raised to the largest |out|
-        fp8           out    Fp8Out        or None; out once more, as FP8
+        fp8           out    Fp8Out        or None; out once more, as FP8 codes
 
-    Cost:    two reads and two writes of (rows,C); one launch, one more for fp8.transposed.
+    Cost:    two reads and two writes of (rows,C); one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.forward_residual"
@@ -126,14 +126,14 @@ def forward_residual(
     expect(op, "rstd", rstd, F32, (rows,))
     expect(op, "weight", weight, residual.dtype, (C,))
     layout = row_layout(C, residual.dtype.itemsize, LANE_VECTORS)
-    with row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD) as launch:
-        dev.launch(
-            RMSNORM_FORWARD_RESIDUAL,
-            launch.blocks,
-            launch.threads,
-            (residual_out, out, rstd, residual, branch, weight, eps, rows, C, *launch.args),
-            consts=launch.consts | consts,
-        )
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
+    dev.launch(
+        RMSNORM_FORWARD_RESIDUAL,
+        launch.blocks,
+        launch.threads,
+        (residual_out, out, rstd, residual, branch, weight, eps, rows, C, *launch.args),
+        consts=launch.consts | consts,
+    )
 
 
 def backward(
@@ -163,10 +163,9 @@ def backward(
         rstd        in     F32        (rows,)
         d_residual  in     T          (rows,C)  or None
         abs_max     inout  F32        (1,)      or None; raised to the largest |d_x|
-        fp8         out    Fp8Out               or None; d_x once more, as FP8
+        fp8         out    Fp8Out               or None; d_x once more, as FP8 codes
 
-    Cost:    three reads and one write of (rows,C); two launches, one more for
-             fp8.transposed; workspace F32 (grid, C).
+    Cost:    three reads and one write of (rows,C); two launches; workspace F32 (grid, C).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rmsnorm.backward"
@@ -179,10 +178,8 @@ def backward(
     if d_residual is not None:
         expect(op, "d_residual", d_residual, x.dtype, (rows, C))
     layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
-    with (
-        row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD) as launch,
-        dev.scratch("rmsnorm_partial", (launch.blocks, C), F32) as partial,
-    ):
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **BACKWARD)
+    with dev.scratch("rmsnorm_partial", (launch.blocks, C), F32) as partial:
         dev.launch(
             RMSNORM_BACKWARD,
             launch.blocks,

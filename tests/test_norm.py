@@ -1,0 +1,58 @@
+"""The model's normalization: where its results go."""
+
+import numpy as np
+import pytest
+
+from llmq import norm
+from llmq.dtypes import BF16, E4M3, F32
+from llmq.linear import Target
+from llmq.norm import Stats
+from llmq.ops.common import Fp8Out
+from llmq.presets import preset
+from llmq.runtime.tensor import Accumulator
+from tests.exact import coarse, nan
+from tests.fp8_out import LAYOUTS, check_codes, outputs
+from tests.harness import run, step_scalars
+
+ROWS, C = SHAPE = (48, 64)
+SCALE = np.float32(1 / 64)
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "gpt2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_in_every_layout(dev, rng, model, layout):
+    """Of all three calls, the same as of what they write besides."""
+    config, rms = preset(model), preset(model).norm == "rmsnorm"
+
+    def target(out, **fp8):
+        return Target(out, None, Fp8Out(**fp8))
+
+    def forward(dev, x, weight, bias, rstd, mean, **to):
+        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
+        norm.forward(dev, config, w, "ln", target(**to), stats, x)
+
+    def residual(dev, x, weight, bias, rstd, mean, sum_out, **to):
+        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
+        norm.forward_residual(dev, config, w, "ln", sum_out, target(**to), stats, x, x)
+
+    def backward(dev, x, weight, bias, rstd, mean, scalars, sum_out, **to):
+        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
+        g = {
+            key: Accumulator(dev.alloc(key, (C,), F32, "Gradients"), False, scalars, 1) for key in w
+        }
+        norm.backward(dev, w, g, "ln", target(**to), sum_out, x, stats, None)
+
+    given = {
+        "x": coarse(rng, SHAPE, BF16),
+        "weight": coarse(rng, C, BF16),
+        "bias": coarse(rng, C, BF16),
+        "rstd": np.ones(ROWS, np.float32),
+        "mean": np.zeros(ROWS, np.float32),
+        "out": nan(SHAPE, BF16),
+        **outputs(SHAPE, E4M3, layout, SCALE),
+    }
+    other = {"sum_out": coarse(rng, SHAPE, BF16)}
+    calls = [(forward, {}), (residual, other), (backward, other | {"scalars": step_scalars()})]
+    for call, more in calls:
+        got = run(dev, call, given | more)
+        assert check_codes(got, got["out"], E4M3, layout) < got["out"].size
