@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from llmq.machine import MIB
 from llmq.option_types import parse_size
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
-from llmq.plan import Usage, allocator_table, fewest_attention_parts, make_plan
+from llmq.plan import Usage, allocator_table, fewest_attention_parts, make_plan, needed_bytes
 from llmq.plan_command import run_plan
 from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC, MemorySizes
@@ -195,6 +196,18 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
     assert record["stack"][0].keys() == {"name", "bytes"}
     assert sum(row["bytes"] for row in record["stack"]) == record["memory"]["device"]["Stack"]
     assert record["parameters"] == 494_032_768
+
+
+def test_memory_is_what_the_kept_runs_have_used():
+    """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides."""
+    report = json.loads((Path(__file__).parents[1] / "benchmarks/h100_offload.json").read_text())
+    spec = spec_of(find_card("h100"))
+    runs = [run for run in report["runs"] if run["status"] == "ok"]
+    assert len(runs) >= 8
+    for run in runs:
+        plan = make_plan(make_config(run["options"]), preset(run["model"]), spec, "cudnn")
+        used = run["result"]["memory"]["used"]
+        assert needed_bytes(plan, spec) == pytest.approx(used, rel=0.01), run["flags"]
 
 
 def test_attention_is_cut_only_where_that_saves_memory():
