@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,13 +25,14 @@ def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int
     """
     alive.touch()
     touched, progress = alive.stat().st_mtime_ns, time.monotonic()
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, text=True)
+    with tempfile.TemporaryFile("w+") as file:  # whatever its size, and when the child reads it
+        file.write(text)
+        file.seek(0)
+        process = subprocess.Popen(command, stdin=file, stdout=2)
     try:
         while limit == 0 or time.monotonic() - progress < limit:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(text, timeout=POLL)
-                return process.returncode
-            text = None  # has been sent, or is being
+                return process.wait(POLL)
             if (now := alive.stat().st_mtime_ns) != touched:
                 touched, progress = now, time.monotonic()
         process.send_signal(signal.SIGUSR1)

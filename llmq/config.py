@@ -115,7 +115,7 @@ class ModelConfig:
         if scaling is not None:
             if scaling.kind not in ("llama3", "linear"):
                 raise ConfigError(f"model rope_scaling: kind {scaling.kind!r} is not supported")
-            if scaling.factor < 1:
+            if not 1 <= scaling.factor < math.inf:
                 raise ConfigError(f"model rope_scaling: factor must be >= 1, got {scaling.factor}")
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             if scaling.kind == "llama3" and not 0 < low < high:

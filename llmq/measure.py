@@ -42,13 +42,18 @@ WARM_UP = 3  # steps: launched one by one, captured, replayed
 EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 
 
-def open_trainer(options: dict[str, Any], steps: int) -> Trainer:
-    """A trainer with its weights. options: by flag name; steps: how many will be run."""
+def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
+    """A trainer with its weights. options: by flag name; steps: how many will be run.
+
+    alive: a file to touch, from then on, whenever the ranks make progress.
+    """
     config = make_config(options | {"steps": steps})
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     idle = make_config(options).warnings() + config.rank_warnings(trainer.world_size)
     warn(idle + model_warnings(model_dir))
+    if alive is not None:
+        threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
     trainer.load_weights()
     return trainer
 
@@ -126,8 +131,7 @@ def measure(
     options: dict[str, Any], steps: int, repeats: int, started: float, alive: Path
 ) -> dict[str, Any]:
     """`result`, `machine`, `gpus` of one run; see llmq/bench.py for what the numbers mean."""
-    with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS) as trainer:
-        threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
+    with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS, alive) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
         trainer.step(batches)

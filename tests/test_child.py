@@ -18,7 +18,7 @@ def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
 
 @pytest.mark.parametrize("limit", [0, 60])
 def test_input_output_and_status(tmp_path, limit, capfd):
-    code = "import sys; print(len(sys.stdin.read())); sys.exit(3)"
+    code = "import sys, time; time.sleep(1); print(len(sys.stdin.read())); sys.exit(3)"
     assert run(tmp_path, code, limit, "x" * 1_000_000) == 3  # more than a pipe holds
     assert capfd.readouterr() == ("", "1000000\n")
 
@@ -49,14 +49,15 @@ def test_a_child_that_hangs_says_where_and_is_ended(tmp_path, capfd):
 
 
 def test_no_child_outlives_an_interrupted_parent(tmp_path, capfd, monkeypatch):
-    def interrupted(*args, **kwargs):
+    def interrupted(*args):
+        monkeypatch.undo()
         while not (started := capfd.readouterr().err):
             time.sleep(0.1)
         pids.append(int(started))
         raise KeyboardInterrupt
 
     pids: list[int] = []
-    monkeypatch.setattr("llmq.child.subprocess.Popen.communicate", interrupted)
+    monkeypatch.setattr("llmq.child.subprocess.Popen.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)", 60)
     with pytest.raises(ProcessLookupError):

@@ -336,6 +336,11 @@ def test_weights_of_transformers_have_our_shapes(name):
         (QWEN25_05B, {"rope_theta": math.nan}, "rope_theta: must be positive, got nan"),
         (
             LLAMA32_1B,
+            {"rope_scaling": LLAMA32_1B["rope_scaling"] | {"factor": math.nan}},
+            "rope_scaling: factor must be >= 1, got nan",
+        ),
+        (
+            LLAMA32_1B,
             {"rope_scaling": LLAMA32_1B["rope_scaling"] | {"low_freq_factor": 4.0}},
             "low_freq_factor must be positive and less than high_freq_factor, got 4.0 and 4.0",
         ),

@@ -16,7 +16,7 @@ from typing import Any
 from llmq.cards import CARDS, Card, spec_of
 from llmq.cost import step_time
 from llmq.options_io import make_config
-from llmq.plan import make_plan
+from llmq.plan import fewest_attention_parts, make_plan
 from llmq.presets import preset
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
@@ -26,7 +26,8 @@ PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 def predicted(card: Card, options: dict[str, Any], gpus: int) -> float:
     """Tokens per second."""
     config = make_config(options)
-    plan = make_plan(config, preset(config.model), spec_of(card), "cudnn", gpus)
+    planned_for = (preset(config.model), spec_of(card), "cudnn", gpus)
+    plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
     return plan.tokens / step_time(plan, card).total
 
 
