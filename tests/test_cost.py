@@ -25,6 +25,11 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 16}
 
 
+# Their gradients are added up in host memory, by kernels that probably keep all multiprocessors
+# from products meanwhile; the model counts the bus only (docs/decisions.md).
+TOO_FAST = pytest.mark.xfail(strict=True, reason="gradients in host memory: 23 to 27 % too fast")
+
+
 def measured_runs() -> list:
     """Every run of `llmq bench` that is kept, on one card that the tables know."""
     found = []
@@ -34,7 +39,8 @@ def measured_runs() -> list:
         for run in report["runs"] if card else []:
             if run["status"] == "ok" and run["gpus"] == 1:
                 name = f"{path.stem}-{run['model']}-{run['dtype']}-{run['batch']}"
-                found.append(pytest.param(card, run, id=name))
+                marks = [TOO_FAST] if run["options"].get("offload-gradients") else []
+                found.append(pytest.param(card, run, id=name, marks=marks))
     return found
 
 
