@@ -43,7 +43,7 @@ def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int
         _wait(process)
 
 
-def _wait(process: subprocess.Popen[str]) -> None:
+def _wait(process: subprocess.Popen[bytes]) -> None:
     """For a while: what hangs in a driver does not even end when it is killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS)

@@ -15,7 +15,7 @@ from llmq.cost import PARTS, StepTime, step_time
 from llmq.option_types import layer_set
 from llmq.options import TrainConfig
 from llmq.plan import Plan, make_plan, needed_bytes, page_tables
-from llmq.runtime.device import HOST_SPEC, DeviceSpec
+from llmq.runtime.device import DeviceSpec
 
 FEW_LAYERS = (2, 3)  # at least as many as the buffers that layers take turns in
 RECOMPUTE = tuple(f"recompute_{name}" for name in ("swiglu", "norm", "ffn", "qkv", "att", "block"))
@@ -110,20 +110,17 @@ class Planner:
     def _values(self, plan: Plan) -> np.ndarray:
         """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
         stack = plan.usage.sizes.stack
-        device = needed_bytes(plan, self.spec) - self._page_tables(plan.host_bytes)
+        device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
         time = step_time(plan, self.card)
         return np.array([*memory, *(time.parts[name] for name in PARTS)])
-
-    def _page_tables(self, pinned: int) -> int:
-        return 0 if self.spec == HOST_SPEC else page_tables(pinned)
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:
         arena, stack, host, *seconds = values.tolist()
         tokens = config.batch_size * config.seq_len * config.grad_accumulation * self.world_size
         parts = dict(zip(PARTS, seconds, strict=True))
         return Estimate(
-            device=round(arena + stack) + self._page_tables(round(host)),
+            device=round(arena + stack) + page_tables(round(host), self.spec),
             host=round(host),
             tokens=tokens,
             time=StepTime(parts=parts),

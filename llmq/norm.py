@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from llmq.config import ModelConfig
@@ -101,10 +101,10 @@ def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[s
     if to.fp8 is None or to.fp8.transposed is None:
         yield {"abs_max": to.abs_max, "fp8": to.fp8}
         return
-    with ExitStack() as stack:
-        codes, transposed = to.fp8[:2]
-        if codes is None:
-            codes = stack.enter_context(dev.scratch("norm_codes", shape, transposed.dtype))
-        fp8 = to.fp8._replace(codes=codes, transposed=None)
-        yield {"abs_max": to.abs_max, "fp8": fp8}
+    codes, transposed = to.fp8[:2]
+    made = (
+        dev.scratch("norm_codes", shape, transposed.dtype) if codes is None else nullcontext(codes)
+    )
+    with made as codes:
+        yield {"abs_max": to.abs_max, "fp8": to.fp8._replace(codes=codes, transposed=None)}
         quantize.transpose(dev, transposed, codes)

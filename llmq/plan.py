@@ -295,10 +295,10 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
-    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0) + page_tables(plan.host_bytes)
-    return plan.usage.device_bytes + beside
+    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)
+    return plan.usage.device_bytes + beside + page_tables(plan.host_bytes, spec)
 
 
-def page_tables(pinned: int) -> int:
+def page_tables(pinned: int, spec: DeviceSpec) -> int:
     """Bytes in which each GPU keeps where the pinned memory of all ranks lies: 8 per 4 KiB."""
-    return pinned // 512
+    return 0 if spec == HOST_SPEC else pinned // 512
