@@ -22,8 +22,11 @@ COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
-# Of the bus's rate, in exchanges through the host: 33 GB/s between two H200, 27 among four, where a
-# copy by itself has 55 (benchmarks/h200_x4.md, the runs with --p2p=off).
+# Of one direction's rate, what both have together: 75 of 55 GB/s, updates with everything in host
+# memory (benchmarks/h100_offload.md).
+BOTH_WAYS = 1.36
+# Of one direction's rate, in exchanges through the host, which use both: 33 GB/s between two H200,
+# 27 among four (benchmarks/h200_x4.md, the runs with --p2p=off).
 HOST_SHARE = 0.55
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 
@@ -68,15 +71,21 @@ class Rates:
 
     def transfers(self, work: Work) -> dict[str, float]:
         """Seconds on the bus towards the card, on the bus away from it, and on the link."""
-        direct = work.received if self._link else 0
-        # Without a link: up to the host or past it, and down again.
-        staged = (work.received - direct) / HOST_SHARE
+        staged = self._staged(work)
         sizes = {
-            "load": (work.loaded + staged) / self._bus,
-            "store": (work.stored + staged) / self._bus,
-            "link": direct / self._link if direct else 0.0,
+            "load": work.loaded / self._bus + staged,
+            "store": work.stored / self._bus + staged,
+            "link": work.received / self._link if self._link else 0.0,
         }
         return {name: seconds for name, seconds in sizes.items() if seconds}
+
+    def bus(self, work: Work) -> float:
+        """Seconds of a bus that is busy in both directions."""
+        return (work.loaded + work.stored) / self._bus / BOTH_WAYS + self._staged(work)
+
+    def _staged(self, work: Work) -> float:
+        """Seconds in each direction: without a link, up to the host or past it, and down again."""
+        return 0.0 if self._link else work.received / self._bus / HOST_SHARE
 
     def _product(self, work: Work, memory: float) -> float:
         out, a = work.args[:2]
@@ -104,11 +113,15 @@ class Rates:
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
-    """Run a trace from an idle machine until all of its streams are done."""
+    """Run a trace from an idle machine until all of its streams are done.
+
+    That both directions share the bus is taken into account for the whole, not at each moment.
+    """
     streams: defaultdict[str, float] = defaultdict(float)
     carriers: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
+    bus = 0.0
     for item in trace:
         if not isinstance(item, Work):
             if item.wait:
@@ -118,6 +131,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
                 recorded[item.event] = streams[item.stream]
             continue
         transfers = rates.transfers(item)
+        bus += rates.bus(item)
         seconds = rates.compute(item)
         start = max([streams[item.stream], *(carriers[name] for name in transfers)])
         for name, duration in transfers.items():
@@ -125,7 +139,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
         streams[item.stream] = start + max([seconds, *transfers.values()])
         if item.stream == "main":
             busy[_part(item)] += seconds
-    return Phase(busy=dict(busy), wall=max(streams.values(), default=0.0))
+    return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
 
 
 def _part(work: Work) -> str:

@@ -112,11 +112,13 @@ class Model:
         grads.start_micro_step(accumulate, last)
         weights, residuals = self.weights, self.residuals
         weights.gather(f"layers.{self._layers[-1]}")
+        grads.load(f"layers.{self._layers[-1]}")
         with self.dev.range("head"):
             self._backward_head(grads, targets)
         for layer in reversed(self._layers):
             if layer > 0:
                 weights.gather(f"layers.{layer - 1}")
+                grads.load(f"layers.{layer - 1}")
             name = f"layers.{layer}"
             residuals.read(layer)
             with self.dev.range(f"backward {layer}"):

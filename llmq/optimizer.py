@@ -2,7 +2,8 @@
 
 What is kept in host memory goes through three sets of buffers on the device, a few megabytes at a
 time: while one piece is updated, the next one arrives on the copy stream and the last one leaves
-on the store stream.
+on the store stream. Masters that fp8 codes are made from have two buffers of a whole shard instead:
+the scales depend on all of a matrix, and it need not arrive twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from llmq.dtypes import E4M3, F32, F64, I64, STATS, DType
-from llmq.grads import Gradients
+from llmq.grads import PIECE, Gradients
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.params import Slab
@@ -20,10 +21,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 from llmq.weights import Weights
 
-# Elements: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, long beside a launch. A multiple of 512, so
-# that the scales of 8-bit moments of each piece are aligned.
-PIECE = 8 << 20
 BUFFERS = 3  # one arrives, one is updated, one leaves
+WHOLES = 2  # one is updated, one leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,10 @@ class OptimizerOptions:
 
 @dataclass(slots=True, kw_only=True)
 class _State:
-    """All that the update of one slab's shard reads and writes, or of a piece of it."""
+    """All that the update of one slab's shard reads and writes, or of a piece of it.
+
+    codes: of a whole shard, what is made of its master at the end.
+    """
 
     master: Tensor
     work: Tensor | None
@@ -62,6 +64,7 @@ class _State:
     v: Tensor
     m_scale: Tensor | None
     v_scale: Tensor | None
+    codes: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> _State:
         """Elements [start, stop)."""
@@ -72,7 +75,7 @@ class _State:
         return _State(**cut)
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """By name; scales, which stay on the device, left out."""
+        """By name; scales, which stay on the device, and codes left out."""
         return {name: getattr(self, name) for name in ("master", "work", "grad", "m", "v")}
 
 
@@ -114,14 +117,15 @@ class AdamW:
         self.arrived, self.updated, self.left = (
             [dev.event() for _ in range(BUFFERS)] for _ in range(3)
         )
-        self.start = dev.event()
+        self.start, self.quantized = dev.event(), dev.event()
+        self.gone = [dev.event() for _ in range(WHOLES)]
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
 
         stats: F64 (10,), this rank's sums in, those of all ranks out.
         """
-        global_norm.squared(self.dev, stats, [grads.shard[s.name] for s in self.table])
+        grads.norm_squared(stats)
         self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
         weights.start_update()
@@ -149,6 +153,7 @@ class AdamW:
             v=self.v[name],
             m_scale=self.m_scale.get(name),
             v_scale=self.v_scale.get(name),
+            codes=weights.codes(name),
         )
 
     def _update_slab(
@@ -156,11 +161,15 @@ class AdamW:
     ) -> None:
         step = PIECE if staging.passes_through(state) else slab.shard_size
         first = self.dev.rank * slab.shard_size
-        for start in range(0, slab.shard_size, step):
-            stop = min(start + step, slab.shard_size)
-            with staging.piece(state.rows(start, stop)) as piece:
-                self._launch(slab, piece, scalars, first + start)
-                weights.observe(slab, first + start, first + stop, piece.master)
+        with staging.whole(state) as whole:
+            for start in range(0, slab.shard_size, step):
+                stop = min(start + step, slab.shard_size)
+                master = whole and whole[0].rows(start, stop)
+                with staging.piece(state.rows(start, stop), master) as piece:
+                    self._launch(slab, piece, scalars, first + start)
+                    weights.observe(slab, first + start, first + stop, piece.master)
+            if whole:
+                weights.quantize(slab.name, *whole)
 
     def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
         constants = self.options.constants
@@ -188,50 +197,99 @@ class _Staging:
     """Buffers on the device for what the update needs of host memory, for one update."""
 
     def __init__(self, optimizer: AdamW, temps: ExitStack, states: list[_State]):
-        self.dev, self._used = optimizer.dev, 0
-        self._arrived, self._updated = optimizer.arrived, optimizer.updated
-        self._left = optimizer.left
-        self._zero_copy = optimizer.options.zero_copy
-        self._buffers: dict[str, list[Tensor]] = {}
-        sizes: dict[str, tuple[int, DType]] = {}
+        self.dev, self.optimizer = optimizer.dev, optimizer
+        self._pieces = self._wholes = 0  # that were begun
+        sizes: dict[tuple[str, int], tuple[int, DType]] = {}
         for state in states:
-            for name, tensor in self._moved(state).items():
-                size = max(min(tensor.size, PIECE), sizes.get(name, (0,))[0])
-                sizes[name] = (size, tensor.dtype)
-        for name, (size, dtype) in sizes.items():
-            self._buffers[name] = [
+            for name, tensor, most, count in self._needs(state):
+                size = max(min(tensor.size, most), sizes.get((name, count), (0,))[0])
+                sizes[name, count] = (size, tensor.dtype)
+        self._buffers = {
+            (name, count): [
                 temps.enter_context(self.dev.scratch(f"{name}.{i}", (size,), dtype))
-                for i in range(BUFFERS)
+                for i in range(count)
             ]
+            for (name, count), (size, dtype) in sizes.items()
+        }
         if sizes:
             self.dev.record(optimizer.start)
             with self.dev.on("copy"):
                 self.dev.wait(optimizer.start)
+
+    def _needs(self, state: _State) -> list[tuple[str, Tensor, int, int]]:
+        """Of a slab's state: names, tensors, elements at a time, number of buffers."""
+        moved, whole = self._moved(state), self._stays(state)
+        needs = [
+            (name, tensor, PIECE, BUFFERS)
+            for name, tensor in moved.items()
+            if not (whole and name == "master")
+        ]
+        if whole:
+            needs.append(("master", state.master, state.master.size, WHOLES))
+            if state.codes.on_host:
+                needs.append(("codes", state.codes, state.codes.size, WHOLES))
+        return needs
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
         return {
             name: tensor
             for name, tensor in state.tensors().items()
-            if tensor is not None and tensor.on_host and not self._zero_copy
+            if tensor is not None and tensor.on_host and not self.optimizer.options.zero_copy
         }
+
+    def _stays(self, state: _State) -> bool:
+        """Whether the master is on the device until codes are made from it."""
+        return state.codes is not None and "master" in self._moved(state)
 
     def passes_through(self, state: _State) -> bool:
         """Whether the slab is updated in pieces."""
         return bool(self._moved(state))
 
     @contextmanager
-    def piece(self, state: _State) -> Iterator[_State]:
-        """The piece with everything on the device; what is written leaves at the end."""
+    def whole(self, state: _State) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """Where a shard's master stays, and where its codes go, on the device; if it has both."""
+        if not self._stays(state):
+            yield None
+            return
+        index, size = self._wholes % WHOLES, state.master.size
+        gone, quantized = self.optimizer.gone[index], self.optimizer.quantized
+        if self._wholes >= WHOLES:
+            with self.dev.on("copy"):
+                self.dev.wait(gone)
+        codes = state.codes
+        if codes.on_host:
+            codes = self._buffers["codes", WHOLES][index].rows(0, size)
+        yield self._buffers["master", WHOLES][index].rows(0, size), codes
+        self.dev.record(quantized)
+        with self.dev.on("store"):
+            self.dev.wait(quantized)
+            if state.codes.on_host:
+                self.dev.copy(state.codes, codes)
+            self.dev.record(gone)
+        self._wholes += 1
+
+    @contextmanager
+    def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
+        """The piece with everything on the device; what is written leaves at the end.
+
+        master: where its master stays, if anywhere.
+        """
         moved = self._moved(state)
         if not moved:
             yield state
             return
-        index = self._used % BUFFERS
-        arrived, updated, left = self._arrived[index], self._updated[index], self._left[index]
-        here = {name: self._buffers[name][index].rows(0, t.size) for name, t in moved.items()}
+        index = self._pieces % BUFFERS
+        arrived, updated, left = (
+            events[index]
+            for events in (self.optimizer.arrived, self.optimizer.updated, self.optimizer.left)
+        )
+        here = {"master": master} if master else {}
+        for name, tensor in moved.items():
+            if name not in here:
+                here[name] = self._buffers[name, BUFFERS][index].rows(0, tensor.size)
         with self.dev.on("copy"):
-            if self._used >= BUFFERS:
+            if self._pieces >= BUFFERS:
                 self.dev.wait(left)
             for name, tensor in moved.items():
                 self.dev.copy(here[name], tensor)
@@ -245,9 +303,13 @@ class _Staging:
                 if name != "grad":
                     self.dev.copy(tensor, here[name])
             self.dev.record(left)
-        self._used += 1
+        self._pieces += 1
 
     def finish(self) -> None:
         """What follows on the main stream comes after all that leaves."""
-        for left in self._left[: self._used]:
-            self.dev.wait(left)
+        for events, used in (
+            (self.optimizer.left, self._pieces),
+            (self.optimizer.gone, self._wholes),
+        ):
+            for event in events[:used]:
+                self.dev.wait(event)

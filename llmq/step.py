@@ -164,8 +164,7 @@ class Step:
         self._send(scalars, batch)
         if not self.model.operands.ready:
             self.calibrate()
-        # One rank does the same in its last micro-step as before: that needs no graph of its own.
-        last = self.dev.world_size > 1 and micro_step == self.options.grad_accum_steps - 1
+        last = self.grads.has_last and micro_step == self.options.grad_accum_steps - 1
         key = (micro_step > 0, last, self.weights.take_stale())
         self.dev.graph(("micro_step", *key), lambda: self._micro_step(*key))
 

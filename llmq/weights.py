@@ -84,6 +84,7 @@ class Weights:
         self._ready = dev.event()
         self._held: set[str] = set()
         self._updated = self._stale = False
+        self._quantized: set[str] = set()  # in the update that is enqueued now
         self._to_gather: set[str] = set()
 
     # -- storage ---------------------------------------------------------------------------------
@@ -226,6 +227,7 @@ class Weights:
 
     def start_update(self) -> None:
         """Before the masters are written."""
+        self._quantized = set()
         if self.quants is not None:
             self.quants.forget()
 
@@ -234,17 +236,30 @@ class Weights:
         if self.quants is not None and slab.is_block:
             self.quants.observe(slab, start, stop, master)
 
+    def codes(self, name: str) -> Tensor | None:
+        """This rank's codes of a slab, where it keeps any from update to update."""
+        if self.quants is None or name not in self.quants.slabs:
+            return None
+        if name not in self._whole:
+            return self._part.get(name)
+        return self.slabs[name].shard(self._whole[name], self.dev.rank)
+
+    def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
+        """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
+        self.quants.finish_scales()
+        self.quants.quantize(name, master, codes)
+        self._quantized.add(name)
+
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
         alone = self.dev.world_size == 1
         if self.quants is not None:
             self.quants.finish_scales()
-            for name, slab in self.quants.slabs.items():
-                whole = self._whole.get(name)
-                codes = self._part.get(name) if whole is None else slab.shard(whole, self.dev.rank)
-                if codes is not None:
+            for name in self.quants.slabs:
+                codes = self.codes(name)
+                if codes is not None and name not in self._quantized:
                     self.quants.quantize(name, self.master[name], codes)
-                if whole is not None and alone:
+                if name in self._whole and alone:
                     self.quants.keep_transposed(name)
         if self._head_quants is not None and alone:
             self._head_quants.quantize()

@@ -47,6 +47,7 @@ MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
 def small_pieces(monkeypatch):
     """So that a slab in host memory is updated in several."""
     monkeypatch.setattr("llmq.optimizer.PIECE", 1024)
+    monkeypatch.setattr("llmq.grads.PIECE", 1024)
 
 
 def flags(options: dict) -> str:
@@ -192,7 +193,8 @@ def test_bits(world, accum, base, options):
 def test_pieces_of_any_size(monkeypatch, piece, base):
     """Shards have 15360, 17664 and 1664 elements: multiples or not, longer and shorter."""
     monkeypatch.setattr("llmq.optimizer.PIECE", piece)
-    against_plain(1, 2, MOMENTS | {"offload_master": True}, base)
+    monkeypatch.setattr("llmq.grads.PIECE", piece)
+    against_plain(1, 2, MOMENTS | HOST | STREAMED, base)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -245,13 +247,15 @@ def blocks(world: int) -> tuple[int, int]:
 @pytest.mark.parametrize("option", HOSTED)
 @pytest.mark.parametrize("world", [1, 4])
 def test_offloading_moves_bytes(world, option):
-    """One rank has slots only where the blocks themselves are in host memory."""
+    """One rank has slots only where the blocks themselves are in host memory.
+
+    Each of several has two parts more, for its shards of gradients to pass through.
+    """
     base = FP8 | STREAMED | {"persistent_quants": True, "keep_transposed": False}
     before, after = (memory(world, **(base | more)) for more in ({}, {option: True}))
     here, there = (memory(world, "pinned", **(base | more)) for more in ({}, {option: True}))
-    slots = 0
-    if world == 1:
-        slots = 2 * blocks(1)[0] * {"offload_gradients": 2, "offload_quants": 1}.get(option, 0)
+    itemsize = {"offload_gradients": 2, "offload_quants": 1 if world == 1 else 0}.get(option, 0)
+    slots = 2 * blocks(world)[0] // world * itemsize
     moved = there - here
     assert list(moved) == [HOSTED[option]] and not here - there
     assert before - after == moved - Counter({HOSTED[option]: slots}) and not after - before

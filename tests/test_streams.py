@@ -53,6 +53,7 @@ CASES = {
 def small_pieces(monkeypatch):
     monkeypatch.setattr(comm, "STAGING_CHUNK", 4096)
     monkeypatch.setattr("llmq.optimizer.PIECE", 1024)
+    monkeypatch.setattr("llmq.grads.PIECE", 1024)
 
 
 def program(session: Session) -> list:

@@ -6,19 +6,20 @@
 #
 # RUN: bf16; bf16-again, the same tokens in smaller micro-batches, which shows how far runs drift
 # apart that differ in rounding only; fp8, or fp8 with -delayed, -head and one of -all and
-# -activations, such as fp8-delayed-head: delayed scales, the LM head in fp8, fast accumulation in
-# these products. STEPS in the environment: how many steps of 65,536 tokens, 300 if not set. LR: the
-# highest learning rate, 1.5e-4 if not set. WORK gets the tokenizer, the token files, and of each
-# RUN its log, console output, model and what transformers say of it; what is there is not made
-# again. The text is every .py, .md and .txt file of the folder that is UTF-8. The last table has
-# the losses beside the first RUN's.
+# -forward, such as fp8-delayed-head: delayed scales, the LM head in fp8, and fast accumulation in
+# all or only in forward's products instead of in those of forward and of activations' gradients.
+# STEPS in the environment: how many steps of 65,536 tokens, 300 if not set. LR: the highest
+# learning rate, 1.5e-4 if not set. WORK gets the tokenizer, the token files, and of each RUN its
+# log, console output, model and what transformers say of it; what is there is not made again. The
+# text is every .py, .md and .txt file of the folder that is UTF-8. The last table has the losses
+# beside the first RUN's.
 set -euo pipefail
 usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
 work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
 for run in "$@"; do
-    if ! [[ $run =~ ^(bf16(-again)?|fp8(-delayed)?(-head)?(-all|-activations)?)$ ]]; then
+    if ! [[ $run =~ ^(bf16(-again)?|fp8(-delayed)?(-head)?(-all|-forward)?)$ ]]; then
         echo "error: $run: $usage" >&2 && exit 64
     fi
 done
@@ -60,7 +61,7 @@ for run in "$@"; do
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
     [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
     [[ $run == *-all ]] && options+=(--fp8-fast-accumulation all)
-    [[ $run == *-activations ]] && options+=(--fp8-fast-accumulation activations)
+    [[ $run == *-forward ]] && options+=(--fp8-fast-accumulation forward)
     "$python" -m llmq train --model Qwen2.5-0.5B --from-scratch --name "$run" \
         --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --steps "$steps" \
         --lr "${LR:-1.5e-4}" --warmup $((steps / 2)) --beta-2 0.95 --final-lr-fraction 0.1 \

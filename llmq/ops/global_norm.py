@@ -25,38 +25,45 @@ COMBINE = Kernel(
 FINISH = Kernel("global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars")
 
 
-def grid_of(nbytes: int, num_sms: int) -> int:
-    """Blocks for one tensor: each writes one partial sum; 8 blocks fill an SM.
+def num_partials(dev: Device, x: Tensor) -> int:
+    """How many partial sums a tensor has: one of each thread block, of which 8 fill an SM.
 
     Even, so that the partial sums of the next tensor start on 16 bytes.
     """
-    return 2 * min(ceil_div(nbytes, 2 * PER_BLOCK), 4 * num_sms)
+    return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
 
 
-def squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
-    """stats[norm_squared] += the sum of squares of all tensors; the same bits every time.
+def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
+    """Numbers that add up to the sum of squares of x; the same bits every time.
 
     Args (contiguous, 16-byte aligned):
-        stats   inout  F64 (10,)           llmq.dtypes.STAT
-        xs      in     F32 or BF16, any shape, at least one element each
+        sums   out  F64 (num_partials(dev, x),)
+        x      in   F32 or BF16, any shape, at least one element
 
-    Cost:    one read of xs; one launch a tensor and one more; 8 bytes of scratch a block.
+    Cost:    one read of x; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
     """
+    if x.dtype not in (F32, BF16):
+        raise TypeError(f"global_norm: {x.name} must be F32 or BF16, got {x.dtype.label}")
+    if x.size == 0:
+        raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
+    expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
+    dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), flops=2 * x.size)
+
+
+def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
+    """stats[norm_squared] += sum(sums), in a fixed order.
+
+    Args:
+        stats  inout  F64 (10,)  llmq.dtypes.STAT
+        sums   in     F64 (n,)   of all tensors
+
+    Cost:    one launch of one block.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
     expect("global_norm", "stats", stats, F64, (len(STATS),))
-    for x in xs:
-        if x.dtype not in (F32, BF16):
-            raise TypeError(f"global_norm: {x.name} must be F32 or BF16, got {x.dtype.label}")
-        if x.size == 0:
-            raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
-    grids = [grid_of(x.nbytes, dev.num_sms) for x in xs]
-    with dev.scratch("norm_partials", (sum(grids),), F64) as partials:
-        start = 0
-        for x, grid in zip(xs, grids, strict=True):
-            part = partials.rows(start, start + grid)
-            dev.launch(PARTIALS, grid, THREADS, (part, x, x.size), flops=2 * x.size)
-            start += grid
-        dev.launch(SUM, 1, SUM_THREADS, (stats, partials, start))
+    expect("global_norm", "sums", sums, F64, (sums.size,))
+    dev.launch(SUM, 1, SUM_THREADS, (stats, sums, sums.size))
 
 
 def combine(dev: Device, stats: Tensor, gathered: Tensor) -> None:

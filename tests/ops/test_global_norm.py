@@ -1,5 +1,7 @@
 """The gradient norm on a device against its reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,13 @@ SMALL = {name: sizes for name, sizes in CASES.items() if not name.startswith("qw
 
 
 def squared(dev, stats, **xs):
-    global_norm.squared(dev, stats, list(xs.values()))
+    counts = [global_norm.num_partials(dev, x) for x in xs.values()]
+    with dev.scratch("sums", (sum(counts),), F64) as sums:
+        start = 0
+        for x, count in zip(xs.values(), counts, strict=True):
+            global_norm.partials(dev, sums.rows(start, start + count), x)
+            start += count
+        global_norm.total(dev, stats, sums)
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -69,10 +77,13 @@ def test_combine(dev, rng, world_size):
         np.testing.assert_array_equal(run(device, global_norm.combine, arrays)["stats"], want)
 
 
-def test_grid():
-    assert global_norm.grid_of(1, 132) == 2
-    assert global_norm.grid_of(2 * global_norm.PER_BLOCK + 1, 132) == 4
-    assert global_norm.grid_of(1 << 40, 132) == 8 * 132
+@pytest.mark.parametrize(
+    "nbytes, count", [(4, 2), (2 * global_norm.PER_BLOCK + 4, 4), (1 << 40, 8 * 132)]
+)
+def test_number_of_partial_sums(nbytes, count):
+    dev = PlanDevice(replace(HOST_SPEC, num_sms=132))
+    x = dev.alloc("x", (nbytes // 4,), F32, "Gradients")
+    assert global_norm.num_partials(dev, x) == count
 
 
 def test_wrong_arguments():
@@ -81,10 +92,17 @@ def test_wrong_arguments():
     scalars = dev.alloc("scalars", (16,), I32, "Gradients")
     tokens = dev.alloc("tokens", (16,), I32, "Gradients")
     x = dev.alloc("x", (5,), F32, "Gradients")
+    sums = dev.alloc("sums", (2,), F64, "Gradients")
     with pytest.raises(TypeError, match="global_norm: tokens must be F32 or BF16, got I32"):
-        global_norm.squared(dev, stats, [x, tokens])
+        global_norm.partials(dev, sums, tokens)
+    with pytest.raises(ValueError, match="global_norm: x must have elements"):
+        global_norm.partials(dev, sums, dev.alloc("x", (0,), F32, "Gradients"))
+    with pytest.raises(ValueError, match="global_norm: sums must have shape"):
+        global_norm.partials(dev, sums.rows(0, 1), x)
     with pytest.raises(TypeError, match="global_norm: stats must be F64"):
-        global_norm.squared(dev, x, [x])
+        global_norm.total(dev, x, sums)
+    with pytest.raises(TypeError, match="global_norm: sums must be F64"):
+        global_norm.total(dev, stats, x)
     with pytest.raises(ValueError, match="global_norm: stats must have shape"):
         global_norm.finish(dev, stats.rows(0, 4), scalars)
     with pytest.raises(TypeError, match="global_norm: scalars must be I32"):
