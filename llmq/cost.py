@@ -130,13 +130,16 @@ def replay(trace: Trace, rates: Rates) -> Phase:
             else:
                 recorded[item.event] = streams[item.stream]
             continue
-        transfers = rates.transfers(item)
-        bus += rates.bus(item)
-        seconds = rates.compute(item)
-        start = max([streams[item.stream], *(carriers[name] for name in transfers)])
-        for name, duration in transfers.items():
-            carriers[name] = start + duration
-        streams[item.stream] = start + max([seconds, *transfers.values()])
+        seconds, start = rates.compute(item), streams[item.stream]
+        longest = seconds
+        if item.loaded or item.stored or item.received:
+            bus += rates.bus(item)
+            transfers = rates.transfers(item)
+            start = max([start, *(carriers[name] for name in transfers)])
+            for name, duration in transfers.items():
+                carriers[name] = start + duration
+            longest = max([seconds, *transfers.values()])
+        streams[item.stream] = start + longest
         if item.stream == "main":
             busy[_part(item)] += seconds
     return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))

@@ -7,10 +7,11 @@ target tokens of the whole step.
     streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step a slot is
                reduced and added to the rank's shard
 
-A shard in host memory is on the device while it is added to: it arrives on the copy stream while
-the blocks before it are computed, and leaves on the store stream, in pieces, so that one shard
-arrives where another one is still leaving. A kernel that worked in host memory would keep the
-multiprocessors from products for as long as the bus takes.
+A shard in host memory is on the device while it is added to: it arrives on the copy stream and
+leaves on the store stream. A kernel that worked in host memory would keep the multiprocessors from
+products for as long as the bus takes. One rank has it in the slot, where products add to it: it
+arrives while the block before is computed, in pieces, where another one is still leaving. Several
+ranks have it in a part of the slot that is free once the slot is reduced.
 """
 
 from __future__ import annotations
@@ -47,13 +48,11 @@ class GradientOptions:
 class _Slot:
     """Where a streamed block's gradients are in a micro-step.
 
-    full: the whole block's. part: of shards in host memory, the rank's on the device; with one rank
-    `full` itself. Events: full has been reduced, part has arrived, each piece of part has left.
-    used: in this micro-step, by a block before.
+    Events: they have been reduced; what they are added to has arrived; each piece of the sums has
+    left. used: in this micro-step, by a block before.
     """
 
     full: Tensor
-    part: Tensor | None
     reduced: Event
     arrived: Event
     left: list[Event]
@@ -83,6 +82,7 @@ class Gradients:
                 self.shard[slab.name] = self._alloc(*args, place=options.place)
         streamed = [slab for slab in table if slab.name not in self._whole]
         self._on_host = bool(streamed) and options.place != "device"
+        self._in_place = self._on_host and dev.world_size == 1
         self._slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
         self._computed, self._asked, self._done = dev.event(), dev.event(), dev.event()
         spare = max(slab.shard_size for slab in table)
@@ -99,14 +99,9 @@ class Gradients:
         return tensor
 
     def _alloc_slot(self, index: int, slabs: list[Slab]) -> _Slot:
-        full = self._alloc(f"grad.slot.{index}", max(slab.size for slab in slabs))
-        part, longest = None, max(slab.shard_size for slab in slabs)
-        if self._on_host:
-            alone = self.dev.world_size == 1
-            part = full if alone else self._alloc(f"grad.part.{index}", longest)
+        longest = max(slab.shard_size for slab in slabs)
         return _Slot(
-            full=full,
-            part=part,
+            full=self._alloc(f"grad.slot.{index}", max(slab.size for slab in slabs)),
             reduced=self.dev.event(),
             arrived=self.dev.event(),
             left=[self.dev.event() for _ in _pieces(longest)] if self._on_host else [],
@@ -121,6 +116,11 @@ class Gradients:
             views[name] = table.rows(start, start + count)
             start += count
         return views
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """What nobody needs between micro-steps."""
+        return [slot.full for slot in self._slots]
 
     @property
     def has_last(self) -> bool:
@@ -143,7 +143,7 @@ class Gradients:
                 self._zero_gaps(self.slabs[name], whole)
 
     def load(self, block: str) -> None:
-        """Start bringing what the block's gradients are added to. One block ahead of `full`."""
+        """Give the block a slot, and start bringing what products add to. One block ahead."""
         if not self._open:
             raise AssertionError(f"grads: load({block!r}) outside of a micro-step")
         if block not in self.slabs or block in self._whole:
@@ -151,17 +151,8 @@ class Gradients:
         slot, self._turn = self._slots[self._turn], (self._turn + 1) % SLOTS
         self._slot_of = {name: s for name, s in self._slot_of.items() if s is not slot}
         self._slot_of[block] = slot
-        if not (self._on_host and self._accumulate):
-            return
-        self.dev.record(self._asked)
-        shard = self.shard[block]
-        with self.dev.on("copy"):
-            self.dev.wait(self._asked)
-            for left, (start, stop) in zip(slot.left, _pieces(shard.size), strict=True):
-                if slot.used:
-                    self.dev.wait(left)
-                self.dev.copy(slot.part.rows(start, stop), shard.rows(start, stop))
-            self.dev.record(slot.arrived)
+        if self._in_place and self._accumulate:
+            self._bring(self.slabs[block], slot, slot.full)
 
     def full(self, block: str) -> dict[str, Accumulator]:
         """Where the gradients of a block's parameters go in this micro-step, by key."""
@@ -181,20 +172,16 @@ class Gradients:
             raise AssertionError(f"grads: full({slab.name!r}) without load")
         slot = self._slot_of[slab.name]
         full = slot.full.rows(0, slab.size)
-        in_place = slot.part is slot.full
-        if in_place:
-            self._wait_for_part(slot)
-        elif slot.used:
-            self.dev.wait(slot.reduced)
-        self._zero_gaps(slab, full)
-        return self._accumulators(slab.name, slab.name, full, in_place and self._accumulate)
-
-    def _wait_for_part(self, slot: _Slot) -> None:
-        """Until it has arrived, or the one before has left."""
-        if self._accumulate:
+        if self._in_place and self._accumulate:
             self.dev.wait(slot.arrived)
         elif slot.used:
-            self.dev.wait(slot.left[-1])
+            if self.dev.world_size > 1:
+                self.dev.wait(slot.reduced)
+            if self._on_host:
+                self.dev.wait(slot.left[-1])
+        self._zero_gaps(slab, full)
+        accumulate = self._in_place and self._accumulate
+        return self._accumulators(slab.name, slab.name, full, accumulate)
 
     def _accumulators(
         self, block: str, name: str, tensor: Tensor, accumulate: bool
@@ -220,8 +207,8 @@ class Gradients:
             slot = self._slot_of[block]
             if self.dev.world_size > 1:
                 self._on_comm(block, self._add_to_shard)
-            elif self._on_host:
-                self._leave(self.slabs[block], slot)
+            else:
+                self._leave(self.slabs[block], slot, slot.full)
             slot.used = True
         elif block in self._whole and self._last and self.dev.world_size > 1:
             self._on_comm(block, self._reduce_whole)
@@ -249,12 +236,14 @@ class Gradients:
             self.dev.comm.reduce_scatter(full)
             parts = [slab.shard(full, self.dev.rank)]
         if self._on_host:
-            self._wait_for_part(slot)
-            target = slot.part.rows(0, slab.shard_size)
+            target = self.dev.comm.free_part(full)
+            if self._accumulate:
+                self._bring(slab, slot, target)
+                self.dev.wait(slot.arrived)
         self._add(slab, target, parts, accumulate=self._accumulate)
         self.dev.record(slot.reduced)
         if self._on_host:
-            self._leave(slab, slot)
+            self._leave(slab, slot, target)
 
     def _add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
         """target = or += the sum of parts, parameter by parameter.
@@ -269,17 +258,29 @@ class Gradients:
             pieces = [part.rows(first - start, last - start) for part in parts]
             reduce.sum_parts(self.dev, acc, pieces, first - param.offset)
 
-    def _leave(self, slab: Slab, slot: _Slot) -> None:
+    def _bring(self, slab: Slab, slot: _Slot, place: Tensor) -> None:
+        """The shard comes to its place on the device, when the current stream has got here."""
+        shard = self.shard[slab.name]
+        self.dev.record(self._asked)
+        with self.dev.on("copy"):
+            self.dev.wait(self._asked)
+            for left, (start, stop) in zip(slot.left, _pieces(shard.size), strict=True):
+                if slot.used:
+                    self.dev.wait(left)
+                self.dev.copy(place.rows(start, stop), shard.rows(start, stop))
+            self.dev.record(slot.arrived)
+
+    def _leave(self, slab: Slab, slot: _Slot, place: Tensor) -> None:
         """What the current stream has added up goes to host memory; the last sums, squared."""
         shard = self.shard[slab.name]
-        part = slot.part.rows(0, shard.size)
         if self._last:
-            global_norm.partials(self.dev, self._squares[slab.name], part)
+            sums = place.rows(0, shard.size)
+            global_norm.partials(self.dev, self._squares[slab.name], sums)
         self.dev.record(self._computed)
         with self.dev.on("store"):
             self.dev.wait(self._computed)
             for left, (start, stop) in zip(slot.left, _pieces(shard.size), strict=True):
-                self.dev.copy(shard.rows(start, stop), part.rows(start, stop))
+                self.dev.copy(shard.rows(start, stop), place.rows(start, stop))
                 self.dev.record(left)
 
     def end_micro_step(self) -> None:

@@ -2,8 +2,9 @@
 
 What is kept in host memory goes through three sets of buffers on the device, a few megabytes at a
 time: while one piece is updated, the next one arrives on the copy stream and the last one leaves
-on the store stream. Masters that fp8 codes are made from have two buffers of a whole shard instead:
-the scales depend on all of a matrix, and it need not arrive twice.
+on the store stream. fp8 codes need all of a master, because the scales depend on a whole matrix.
+Where blocks of gradients are streamed, their two slots are free now and hold a whole master each,
+which so need not arrive twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from llmq.dtypes import E4M3, F32, F64, I64, STATS, DType
-from llmq.grads import PIECE, Gradients
+from llmq.grads import PIECE, SLOTS, Gradients
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.params import Slab
@@ -22,7 +23,6 @@ from llmq.runtime.tensor import Tensor
 from llmq.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
-WHOLES = 2  # one is updated, one leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class AdamW:
             [dev.event() for _ in range(BUFFERS)] for _ in range(3)
         )
         self.start, self.quantized = dev.event(), dev.event()
-        self.gone = [dev.event() for _ in range(WHOLES)]
+        self.gone = [dev.event() for _ in range(SLOTS)]
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
@@ -131,7 +131,7 @@ class AdamW:
         weights.start_update()
         states = [self._state(weights, grads, slab) for slab in self.table]
         with ExitStack() as temps:
-            staging = _Staging(self, temps, states)
+            staging = _Staging(self, temps, states, grads.slots, weights.slots)
             for slab, state in zip(self.table, states, strict=True):
                 self._update_slab(slab, state, weights, scalars, staging)
             staging.finish()
@@ -194,41 +194,39 @@ class AdamW:
 
 
 class _Staging:
-    """Buffers on the device for what the update needs of host memory, for one update."""
+    """Buffers on the device for what the update needs of host memory, for one update.
 
-    def __init__(self, optimizer: AdamW, temps: ExitStack, states: list[_State]):
+    wholes: free buffers, each long enough for a shard's master, or none. codes: for its codes.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        temps: ExitStack,
+        states: list[_State],
+        wholes: list[Tensor],
+        codes: list[Tensor],
+    ):
         self.dev, self.optimizer = optimizer.dev, optimizer
+        self._whole_buffers, self._code_buffers = wholes, codes
         self._pieces = self._wholes = 0  # that were begun
-        sizes: dict[tuple[str, int], tuple[int, DType]] = {}
+        sizes: dict[str, tuple[int, DType]] = {}
         for state in states:
-            for name, tensor, most, count in self._needs(state):
-                size = max(min(tensor.size, most), sizes.get((name, count), (0,))[0])
-                sizes[name, count] = (size, tensor.dtype)
+            for name, tensor in self._moved(state).items():
+                if name != "master" or not self._stays(state):
+                    size = max(min(tensor.size, PIECE), sizes.get(name, (0,))[0])
+                    sizes[name] = (size, tensor.dtype)
         self._buffers = {
-            (name, count): [
+            name: [
                 temps.enter_context(self.dev.scratch(f"{name}.{i}", (size,), dtype))
-                for i in range(count)
+                for i in range(BUFFERS)
             ]
-            for (name, count), (size, dtype) in sizes.items()
+            for name, (size, dtype) in sizes.items()
         }
-        if sizes:
+        if any(self.passes_through(state) for state in states):
             self.dev.record(optimizer.start)
             with self.dev.on("copy"):
                 self.dev.wait(optimizer.start)
-
-    def _needs(self, state: _State) -> list[tuple[str, Tensor, int, int]]:
-        """Of a slab's state: names, tensors, elements at a time, number of buffers."""
-        moved, whole = self._moved(state), self._stays(state)
-        needs = [
-            (name, tensor, PIECE, BUFFERS)
-            for name, tensor in moved.items()
-            if not (whole and name == "master")
-        ]
-        if whole:
-            needs.append(("master", state.master, state.master.size, WHOLES))
-            if state.codes.on_host:
-                needs.append(("codes", state.codes, state.codes.size, WHOLES))
-        return needs
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
@@ -240,7 +238,11 @@ class _Staging:
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""
-        return state.codes is not None and "master" in self._moved(state)
+        return (
+            state.codes is not None
+            and "master" in self._moved(state)
+            and any(buffer.dtype == state.master.dtype for buffer in self._whole_buffers)
+        )
 
     def passes_through(self, state: _State) -> bool:
         """Whether the slab is updated in pieces."""
@@ -252,15 +254,13 @@ class _Staging:
         if not self._stays(state):
             yield None
             return
-        index, size = self._wholes % WHOLES, state.master.size
+        index, size = self._wholes % SLOTS, state.master.size
         gone, quantized = self.optimizer.gone[index], self.optimizer.quantized
-        if self._wholes >= WHOLES:
+        if self._wholes >= SLOTS:
             with self.dev.on("copy"):
                 self.dev.wait(gone)
-        codes = state.codes
-        if codes.on_host:
-            codes = self._buffers["codes", WHOLES][index].rows(0, size)
-        yield self._buffers["master", WHOLES][index].rows(0, size), codes
+        codes = self._code_buffers[index].rows(0, size) if state.codes.on_host else state.codes
+        yield self._whole_buffers[index].rows(0, size), codes
         self.dev.record(quantized)
         with self.dev.on("store"):
             self.dev.wait(quantized)
@@ -287,7 +287,7 @@ class _Staging:
         here = {"master": master} if master else {}
         for name, tensor in moved.items():
             if name not in here:
-                here[name] = self._buffers[name, BUFFERS][index].rows(0, tensor.size)
+                here[name] = self._buffers[name][index].rows(0, tensor.size)
         with self.dev.on("copy"):
             if self._pieces >= BUFFERS:
                 self.dev.wait(left)

@@ -264,6 +264,11 @@ class Weights:
         if self._head_quants is not None and alone:
             self._head_quants.quantize()
 
+    @property
+    def slots(self) -> list[Tensor]:
+        """Of streamed blocks: what nobody needs in an update."""
+        return self._slots.buffers
+
     def updated(self) -> None:
         """Say that an update has been enqueued: what others gathered is no longer right."""
         self._updated = True

@@ -61,7 +61,9 @@ def test_estimate_is_the_plan(name, world_size):
     assert estimate.host == pytest.approx(exact.host, abs=64 << 10)
     assert estimate.tokens == exact.tokens == 4 * 1024 * config.grad_accumulation * world_size
     # Between GPUs the first and the last layers wait more or less for transfers than the others.
-    rel = 1e-4 if world_size == 1 else 0.02
+    # With offload a phase takes as long as its streams, or its bytes on the bus, whichever is
+    # longer: with few layers it may be the one, with many the other.
+    rel = 1e-4 if world_size == 1 and not config.offload_master else 0.02
     assert estimate.time.total == pytest.approx(exact.time.total, rel=rel)
     assert exact.speed == pytest.approx(exact.tokens / exact.time.total)
 

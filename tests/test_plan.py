@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.cards import find_card, spec_of
+from llmq.cards import CARDS, find_card, spec_of
 from llmq.cli import _run
 from llmq.config import ModelConfig
 from llmq.machine import MIB
@@ -208,6 +208,25 @@ def test_memory_is_what_the_kept_runs_have_used():
         plan = make_plan(make_config(run["options"]), preset(run["model"]), spec, "cudnn")
         used = run["result"]["memory"]["used"]
         assert needed_bytes(plan, spec) == pytest.approx(used, rel=0.01), run["flags"]
+
+
+def limited_runs() -> list:
+    """Every kept run with a memory limit."""
+    found = []
+    for path in sorted((Path(__file__).parents[1] / "benchmarks").glob("*.json")):
+        report = json.loads(path.read_text())
+        for run in report["runs"] if path.stem != "peers" else []:
+            if run["status"] == "ok" and run["options"].get("memory-limit"):
+                name = f"{path.stem}-{run['model']}"
+                found.append(pytest.param(report["machine"]["device"], run, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("device", "run"), limited_runs())
+def test_what_ran_in_little_memory_still_does(device, run):
+    config, spec = make_config(run["options"]), spec_of(CARDS[device])
+    plan = make_plan(config, preset(run["model"]), spec, "cudnn", run["gpus"])
+    assert needed_bytes(plan, spec) <= config.memory_limit
 
 
 def test_attention_is_cut_only_where_that_saves_memory():

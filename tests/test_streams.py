@@ -27,11 +27,15 @@ HEAD = {"head_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
+# Of the update's work only masters and codes are in host memory.
+CODES = STREAMED | QUANTS | {"offload_master": True, "offload_quants": True}
+
 # Ranks, micro-steps, options.
 CASES = {
     "one rank": (1, 2, EVERYTHING),
     "one rank, fp8": (1, 3, FP8 | EVERYTHING),
     "one rank, quants": (1, 1, FP8 | EVERYTHING | QUANTS),
+    "one rank, codes": (1, 2, FP8 | CODES | {"offload_gradients": True}),
     "one rank, gradients": (1, 2, {"shard_gradients": True} | HOST | {"offload_master": False}),
     "copies": (2, 2, COPIES),
     "copies, fp8": (2, 2, COPIES | FP8 | HEAD),
@@ -43,6 +47,7 @@ CASES = {
     "nccl": (2, 1, {"offload_residual": True}),
     "nccl, fp8": (2, 2, FP8 | {"shard_gradients": True} | MOMENTS),
     "nccl, everything": (3, 2, EVERYTHING | DELAYED),
+    "nccl, codes": (2, 2, FP8 | CODES),
     "gathers by copies": (2, 2, GATHER | FP8 | STREAMED | QUANTS),
     "exchanges by nccl": (3, 1, GATHER | A2A | EVERYTHING | FP8 | QUANTS),
     "exchanges by copies": (2, 2, A2A | {"memcpy_send_recv": True} | STREAMED),
@@ -90,6 +95,15 @@ def test_step(name, graphs):
     world, accum, options = CASES[name]
     got = on_streams(world, accum, options, graphs=graphs, pause=1e-4)
     assert_same_run(got, wanted(name))
+
+
+@pytest.mark.parametrize("name", ["one rank, quants", "one rank, codes", "nccl, codes"])
+def test_slabs_of_one_piece(monkeypatch, name):
+    """As small models have them: then pieces hold up next to nothing."""
+    monkeypatch.setattr("llmq.optimizer.PIECE", 1 << 20)
+    monkeypatch.setattr("llmq.grads.PIECE", 1 << 20)
+    world, accum, options = CASES[name]
+    assert_same_run(on_streams(world, accum, options, pause=1e-4), wanted(name))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -192,6 +192,10 @@ class Comm(ABC):
         world_size = self.world_size
         return [targets[(self.rank - source) % world_size] for source in range(world_size)]
 
+    def free_part(self, buffer: Tensor) -> Tensor:
+        """After reduce_scatter or all_to_all: a part (n,) of buffer where no result lies."""
+        return part(buffer, self.rank - 1, self.world_size)
+
     def close(self) -> None:  # noqa: B027 - most hold nothing that needs closing
         """Release what a library holds; the device does this when it is closed."""
 
