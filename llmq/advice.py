@@ -190,6 +190,9 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
     flags = [flag("batch_size", config.batch_size)]
     flags += [spelled(config, change) for change in changes]
     missing = "; ".join(shortages(planner.plan(least), planner.spec, limits))
+    if not missing:  # the search goes by estimates, which may be a bit too high
+        flags.insert(1, flag("grad_accumulation", config.grad_accumulation))
+        return f"nothing was found, but without --fit or --auto this fits: {' '.join(flags)}"
     ways = [_with_coarser_numbers(config, shrinker, changes)]
     if boundless.excess(least):
         ways.append(_with_shorter_sequences(config, shrinker, changes))

@@ -29,13 +29,13 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
     LlmqError if one was renamed to another step: their order would not be what it seems.
     """
-    found = _by_name(directory)
+    found = checkpoints_by_name(directory)
     for path in found.values():
         _check_name(path)
     return found
 
 
-def _by_name(directory: Path) -> dict[int, Path]:
+def checkpoints_by_name(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory by the step in their name, in this order."""
     found = {}
     for path in sorted(directory.glob("step_*")):
@@ -76,7 +76,7 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
         return list_checkpoints(directory).get(int(spec))
     if spec == NEWEST:
         return checkpoint_at(directory)
-    return checkpoint_at(Path(os.path.abspath(Path(spec).expanduser())))
+    return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))))
 
 
 def checkpoint_at(path: Path) -> Path | None:
@@ -84,7 +84,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
     LlmqError if it is called like another step.
     """
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     if (path / MANIFEST).is_file():
         _check_name(path)
         return path
@@ -167,7 +167,7 @@ def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path
     What interrupted saves left behind goes too, so no save may be under way.
     """
     gone = sorted(directory.glob("step_*.tmp"))
-    found = _by_name(directory)
+    found = checkpoints_by_name(directory)
     if keep_n > 0:
         found = {s: path for s, path in found.items() if _recorded_step(path) in (s, None)}
         minors = [step for step in found if major <= 0 or step % major]

@@ -334,6 +334,9 @@ _UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ 
 
 def _run(args: list[str]) -> int:
     """Run a command and return the exit status: 2 after an error that the user can fix."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # else a console without UTF-8 is an error
+            stream.reconfigure(errors="backslashreplace")
     try:
         command = typer.main.get_command(app)
         status = command.main(args=args or ["--help"], prog_name="llmq", standalone_mode=False)
@@ -346,7 +349,7 @@ def _run(args: list[str]) -> int:
         # Whoever read our output has gone. Python flushes once more at exit: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (_UsageError, LlmqError, OSError, MemoryError) as error:
+    except (_UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
@@ -363,6 +366,8 @@ def _one_line(error: BaseException) -> str:
     elif isinstance(error, MemoryError):
         text = "out of host memory, lower --batch-size or --seq-len"
         text += f": {error}" if str(error) else ""
+    elif isinstance(error, RecursionError):
+        text = "a JSON or YAML file is nested too deeply, mend it (LLMQ_DEBUG=1 shows where)"
     elif isinstance(error, OSError) and error.strerror:
         text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
         if error.errno == errno.ENOSPC:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -86,5 +87,6 @@ def _spelled_out(args: list[str], index: int) -> str:
     for parse, bare in ((parse_continue, NEWEST), (parse_every, "1")):
         if name in _BY_PARSER[parse] and not equals:
             following = args[index + 1] if index + 1 < len(args) else "-"
-            return f"{name}={bare}" if following.startswith("-") else name
+            number = parse is parse_every and re.fullmatch(r"-\d+", following)
+            return f"{name}={bare}" if following.startswith("-") and not number else name
     return args[index]

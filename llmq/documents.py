@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from llmq.errors import DataError
 from llmq.records import Item, column_names, json_layout, read_json, read_parquet
@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
-    """The files that files, folders and glob patterns name, once each; folders are walked.
+    """The files that files, folders and glob patterns name, once each; links are followed.
 
     Hidden files and the folder `exclude` (the output) are left out. DataError for an input that
     names nothing.
@@ -97,13 +97,27 @@ def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
 def _walk(folder: Path, exclude: Path) -> list[Path]:
     found: list[Path] = []
     exclude = exclude.resolve()
-    for parent, folders, files in os.walk(folder):
+    seen: set[tuple[int, int]] = set()  # links may lead to a folder twice, or in a circle
+    for parent, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
         here = Path(parent)
-        folders[:] = [
+        stat = here.stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        # Sorted, so that it is always the same path under which a folder is seen first.
+        folders[:] = sorted(
             f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
-        ]
+        )
         found += [here / f for f in files if not f.startswith(".") and (here / f).is_file()]
     return sorted(found, key=os.fsencode)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise DataError(
+        f"cannot read the folder '{error.filename}': {error.strerror}; make it readable or leave "
+        "it out"
+    ) from error
 
 
 def _source(path: Path, in_folder: bool) -> Source:

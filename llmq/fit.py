@@ -10,11 +10,14 @@ from llmq.errors import ConfigError
 from llmq.estimate import RECOMPUTE, Estimate, Planner
 from llmq.options import TrainConfig
 from llmq.plan import OutOfMemory
+from llmq.runtime.device import HOST_SPEC
 from llmq.shrink import MARGIN, PLACES, REARRANGING, Changes, Limits, Shrinker, having
 
 SHOWN = 5  # configurations
 WORTH_SHOWING = 0.75  # of the speed of the fastest
 LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at least by this factor
+# Of a larger micro-batch: no faster, and to plan one of a million short sequences takes minutes.
+MOST_TOKENS = 1 << 18
 PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
 
 # What needs memory for speed, and is off unless asked for.
@@ -45,6 +48,8 @@ class Fit:
     ):
         """base: options as given. fixed: names of those that keep their values. most: the largest
         micro-batch that the validation data suffice for, None where they are not known."""
+        if planner.spec != HOST_SPEC:  # the default is what a machine has, not what was planned for
+            base = replace(base, gpus=planner.world_size)
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed, self.most = fixed - PRODUCT, most
         self.shrinker = Shrinker(planner, limits.less(MARGIN), self.fixed)
@@ -88,7 +93,8 @@ class Fit:
     def _ladder(self) -> list[TrainConfig]:
         """The configuration with each micro-batch that is tried, the smallest first."""
         sequences = self.base.batch_size * self.base.grad_accumulation
-        most = sequences if self.most is None else min(sequences, self.most)
+        enough = max(MOST_TOKENS // self.base.seq_len, self.base.batch_size)
+        most = min(sequences, enough if self.most is None else min(enough, self.most))
         ladder: list[TrainConfig] = []
         for batch in (n for n in range(1, most + 1) if sequences % n == 0):
             if ladder and batch < LADDER * ladder[-1].batch_size:
@@ -100,9 +106,8 @@ class Fit:
         return ladder
 
     def _may_fit(self, config: TrainConfig) -> bool:
-        """Whether what can be taken off the device makes it fit there."""
-        lightest = self.shrinker.lightest(config, PLACES)
-        return not self.limits.excess(self.planner.estimate(lightest).device, 0)
+        """Whether it fits into the device, if as much as possible saves memory there."""
+        return not self.limits.excess(self.shrinker.least_device(config), 0)
 
     def _speed(self, config: TrainConfig) -> float:
         """Tokens per second with what it has to save; 0 if it does not fit."""

@@ -155,7 +155,7 @@ def architecture(name: Any) -> Architecture:
 
 
 def _get(hf: Mapping[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """hf[name] as int, float, bool, str or dict; null is allowed where the default is None."""
+    """hf[name], of the type `kind`; null is allowed where the default is None."""
     value = hf.get(name, default)
     if value is _REQUIRED:
         raise ConfigError(f"config.json: {name} is missing")
@@ -199,7 +199,7 @@ def _read_rope_family(hf: Mapping[str, Any], arch: Architecture) -> dict[str, An
             f"{max_positions} and only full attention is implemented; to train on sequences of at "
             f"most {window} tokens, set max_position_embeddings to {window}"
         )
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+    if any(kind != "full_attention" for kind in _get(hf, "layer_types", list, None) or ()):
         raise ConfigError("config.json: layer_types: only 'full_attention' is supported")
     head_dim = _get(hf, "head_dim", int, arch.head_dim)
     if head_dim is None and hidden % heads:

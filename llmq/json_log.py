@@ -49,13 +49,20 @@ class JsonLog:
     def __init__(self, path: Path, *, append: bool = False):
         """append: go on with the log that is there, if there is one; else it is replaced.
 
-        LlmqError where it cannot be written, or is to be continued and is no log.
+        LlmqError where it cannot be written, or is to be continued and is no log, or is to be
+        replaced and does not even begin as one: a slip of the user's would cost another file.
         """
         self.path = path
         self._waiting: list[bytes] = []
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             keep = append and path.exists() and path.stat().st_size > 0
+            if not keep and path.is_file():
+                with open(path, "rb") as file:
+                    if file.read(1) not in (b"", b"["):
+                        raise LlmqError(
+                            f"'{path}' is no log and is not overwritten: choose another --log-file"
+                        )
             # Without a buffer: what Python holds back would be lost in a kill.
             self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
             self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmq.metrics import optional_console
+
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # columns of the loss curve, at most
 
@@ -75,7 +77,8 @@ class LiveView:
 
     def line(self, text: str, *, bold: bool = False) -> None:
         """Print above the view."""
-        self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
+        with optional_console():
+            self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
 
     def progress(self, **state: Any) -> None:
         """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
@@ -89,7 +92,8 @@ class LiveView:
 
     def close(self) -> None:
         """Leave the last state on the screen."""
-        self._live.stop()
+        with optional_console():
+            self._live.stop()
 
     def _render(self) -> Group:
         state = self._state

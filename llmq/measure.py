@@ -47,7 +47,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
     alive: a file to touch, from then on, whenever the ranks make progress.
     """
-    config = make_config(options | {"steps": steps})
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     idle = make_config(options).warnings() + config.rank_warnings(trainer.world_size)
@@ -217,6 +217,8 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
 
 def main() -> None:
     """The child: see the top of this file."""
+    # Ctrl-C in a terminal is sent to us, too: our parent, who gets it as well, ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     job = json.load(sys.stdin)
     try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from llmq.errors import warn
 from llmq.json_log import JsonLog
 from llmq.loader import DataLoader
 from llmq.runtime.links import LinkTable
@@ -33,12 +35,35 @@ class View(Protocol):
         """Stop showing."""
 
 
+def _to_nowhere(stream: TextIO) -> None:
+    """Let all that is written from now on succeed, also what Python flushes at exit."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+@contextmanager
+def optional_console() -> Iterator[None]:
+    """Where standard output cannot be written inside the block, training goes on without it.
+
+    The reader has gone (Ctrl-C ends tee, too), the disk under it is full, the terminal was closed.
+    """
+    try:
+        yield
+    except OSError as error:
+        _to_nowhere(sys.stdout)
+        try:
+            warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
+        except OSError:  # the same pipe
+            _to_nowhere(sys.stderr)
+
+
 class PlainView:
     """Lines to standard output, as they come."""
 
     def line(self, text: str, *, bold: bool = False) -> None:
-        bold = bold and sys.stdout.isatty()
-        print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
+        with optional_console():
+            bold = bold and sys.stdout.isatty()
+            print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
 
     def progress(self, **state: Any) -> None:
         pass

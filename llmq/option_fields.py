@@ -129,7 +129,7 @@ class Fields:
         _DATA, 100, "Steps between validations; 0 or less: only at the end"
     )
     eval_num_steps: int = option(
-        _DATA, 100, "Batches of a periodic validation; the last one uses all data", min=1
+        _DATA, 100, "Batches of a periodic validation; the final one takes all whole batches", min=1
     )
 
     learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)

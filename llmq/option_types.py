@@ -28,6 +28,8 @@ _SIZE_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", st
 _SIZE_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
 _SIZE_UNITS |= {unit: 1024**power for power, unit in enumerate("kmgt", start=1)}
 
+_TOO_LARGE = 2**63  # bytes: what sizes are counted in elsewhere ends here, and floats at inf
+
 NEWEST = "latest"
 """Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
 
@@ -72,7 +74,10 @@ def parse_str(value: Any) -> str:
 
 def parse_path(value: Any) -> Path:
     """A path, with ~ expanded. ValueError otherwise."""
-    return Path(parse_str(value)).expanduser()
+    try:
+        return Path(parse_str(value)).expanduser()
+    except RuntimeError:  # left as it is, it would become a directory called ~name
+        raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
 
 
 def parse_word(value: Any) -> str:
@@ -103,7 +108,10 @@ def parse_size(value: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
     if isinstance(value, bool) or not match or match[2] not in _SIZE_UNITS:
         raise ValueError(f"expected a size such as 512MiB or 16GiB, got {value!r}")
-    return int(float(match[1]) * _SIZE_UNITS[match[2]])
+    size = float(match[1]) * _SIZE_UNITS[match[2]]
+    if size >= _TOO_LARGE:
+        raise ValueError(f"expected a size of less than 8192 PiB, got {value!r}")
+    return int(size)
 
 
 def parse_continue(value: Any) -> str | None:
@@ -137,9 +145,9 @@ def layer_set(text: str, num_layers: int) -> frozenset[int]:
     layers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if int(last or first) >= num_layers:  # before a set of that size is made
+            raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
         layers.update(range(int(first), int(last or first) + 1))
-    if max(layers) >= num_layers:
-        raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
     return frozenset(layers)
 
 

@@ -90,6 +90,8 @@ class TrainConfig(Fields):
         self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
             raise ConfigError("--epochs: excludes --steps, give one of them")
+        if self.steps >= 0:
+            self.check_total(self.steps)
         if self.init_proj_to_zero and not self.from_scratch:
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
         if self.new_data and self.continue_from is None:
@@ -97,6 +99,14 @@ class TrainConfig(Fields):
         if self.device == "cpu" and self.attention == "cudnn":
             raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
         return self
+
+    def check_total(self, steps: int) -> None:
+        """ConfigError if the cooldown is longer than the whole run, of so many steps."""
+        if self.cooldown > steps:
+            raise ConfigError(
+                f"--cooldown: {self.cooldown} steps are more than the {steps} of the whole run: "
+                "use fewer, or train for longer"
+            )
 
     def _validate_matmul(self) -> None:
         """The products run in the model's format, or in fp8 with fp8 output gradients."""

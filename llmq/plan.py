@@ -189,8 +189,10 @@ def make_plan(
         cost[:] += times * (_counted(dev) - before)
         return dev.graphs[-1][1]
 
-    # All between the first and the last one are alike.
-    middle = {1: count - 2, count - 1: 1} if step.grads.has_last else {1: count - 1}
+    # All between the first and the last one are alike. One rank at most squares sums in the last
+    # one: where all count as such, a plan takes less time and is 0.5 % off.
+    last = max(count - 1, 1)
+    middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     for number, times in ({0: 1} | middle).items():
         if "micro_steps" in parts and times > 0 and number < count:
             scalars = step.scalars_of(0, number, 0.0, 0.0)

@@ -21,12 +21,20 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         records = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"cannot read the log '{path}': {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"'{path}' is not a log of llmq train: {error}") from None
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise DataError(f"'{path}' is not a log of llmq train: it holds no array of records")
-    if not any(r.get("log") in ("step", "eval") for r in records):
+    points = [r for r in records if r.get("log") in ("step", "eval")]
+    if not points:
         raise DataError(f"'{path}' has nothing to plot: no step was made")
+    for r in points:
+        # A loss of null was not finite; one that is missing is an error.
+        if type(r.get("step")) is not int or not isinstance(r.get("loss", ""), float | int | None):
+            raise DataError(
+                f"'{path}' is not a log of llmq train: a record of {r['log']} has step "
+                f"{r.get('step')!r} and loss {r.get('loss')!r}, not numbers"
+            )
     return records
 
 
@@ -50,6 +58,12 @@ def smoothed(values: np.ndarray, reach: int = SMOOTHING) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
+def _name(path: Path) -> str:
+    """The name of a log as a label, in which matplotlib gives `$` and a first `_` a meaning."""
+    name = path.stem.replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
 def run_plot(logs: list[Path], out: Path) -> None:
     """Draw training losses (faint), their smoothed curves, and evaluation losses."""
     if out.suffix.lower() not in FORMATS:
@@ -63,11 +77,11 @@ def run_plot(logs: list[Path], out: Path) -> None:
         color = f"C{number % 10}"  # matplotlib's names of its ten colours
         steps, losses = curve(records, "step")
         if len(steps):
-            axes.plot(steps, smoothed(losses), color=color, label=f"{path.stem}: training")
+            axes.plot(steps, smoothed(losses), color=color, label=f"{_name(path)}: training")
             axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         steps, losses = curve(records, "eval")
         if len(steps):
-            axes.plot(steps, losses, "o--", color=color, label=f"{path.stem}: evaluation")
+            axes.plot(steps, losses, "o--", color=color, label=f"{_name(path)}: evaluation")
     axes.grid(alpha=0.3)
     axes.legend()
     with disk_errors(out):

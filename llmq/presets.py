@@ -159,7 +159,7 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
     Returns the configuration and the directory that holds its files, None for a preset. Nothing is
     downloaded. A preset is only considered with from_scratch. Raises ConfigError.
     """
-    directory = Path(name).expanduser()
+    directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
     if not directory.is_dir():
         directory = _cached_snapshot(name)
     if directory is not None and ((directory / "config.json").is_file() or not from_scratch):
@@ -202,9 +202,9 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
 def _hub_cache() -> Path:
     """Directory of downloaded repositories, by the rules of huggingface_hub."""
     if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+        return Path(os.path.expanduser(os.environ["HF_HUB_CACHE"]))
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(os.environ.get("HF_HOME", cache)).expanduser() / "hub"
+    return Path(os.path.expanduser(os.environ.get("HF_HOME", cache))) / "hub"
 
 
 def _cached_snapshot(repository: str) -> Path | None:

@@ -181,10 +181,20 @@ def run_sample(
             new = sampler.generate(
                 ids, max_new_tokens, rng, temperature=temperature, top_k=top_k, top_p=top_p
             )
-            text = prompt + tokenizer.decode(list(new))
+            text = prompt + continuation(tokenizer, ids if prompt else [], list(new))
             print(printable(text) if sys.stdout.isatty() else text, flush=True)
             if sample + 1 < num_samples:
                 print("---")
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
+    """The text of new ids behind those of a prompt.
+
+    They are decoded together: some decoders (Llama 2's) strip the space that a text begins with.
+    """
+    before = tokenizer.decode(prompt) if prompt else ""
+    text = tokenizer.decode([*prompt, *new])
+    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
 
 
 def _check_prompt(ids: list[int], config: ModelConfig) -> None:

@@ -19,7 +19,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of one step out of range(steps), in the units of base.
 
-    Three phases, with E = steps - cooldown:
+    Three phases, with E = steps - cooldown, or 0 where the cooldown is longer than the run:
         step < warmup   rises by base / warmup per step; step 0 has 0
         step < E        cosine or linear: from base down to the floor, base * final_fraction, which
                         step E - 1 has exactly (a phase of a single step stays at base); wsd: base
@@ -30,7 +30,7 @@ def learning_rate(
     shape = schedule.lower()
     if shape not in SCHEDULES:
         raise ValueError(f"learning_rate: schedule must be one of {SCHEDULES}, got {schedule!r}")
-    end = steps - cooldown
+    end = max(steps - cooldown, 0)
     anneal = 1.0
     if cooldown and step > end:
         anneal -= math.sqrt(min((step - end) / cooldown, 1.0))

@@ -225,12 +225,18 @@ class Shrinker:
         device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
         if device is None:
             return False
-        hosting, staying = (
-            self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())
-        )
-        least = min(need.device * ranks + need.host for need in (hosting, staying))
+        least = min(need.device * ranks + need.host for need in self._lightest_needs(config))
         both = math.inf if host is None else device * ranks + host
-        return hosting.device > device or both < NEARLY * least
+        return self.least_device(config) > device or both < NEARLY * least
+
+    def least_device(self, config: TrainConfig) -> int:
+        """Bytes of the device with which it can do, at the least, by an estimate."""
+        return min(need.device for need in self._lightest_needs(config))
+
+    def _lightest_needs(self, config: TrainConfig) -> list[Estimate]:
+        """With all of PLACES in host memory, and with none: on the CPU, where all memory is one,
+        that is less."""
+        return [self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())]
 
     def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
         """With these of PLACES in host memory, and what else leaves least on the device; as far as

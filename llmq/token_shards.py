@@ -237,8 +237,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def _read_manifest(path: Path, options: dict[str, Any], inputs: list[list]) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-        old_options, old_inputs = data["options"], data["inputs"]
-    except (OSError, ValueError, KeyError) as error:
+        old_options, old_inputs = dict(data["options"]), list(data["inputs"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error
     changed = [name for name in options if options[name] != old_options.get(name)]
     if inputs != old_inputs:

@@ -190,7 +190,7 @@ class _Encoder:
 def _parse_json(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: a {type(record).__name__} instead of a JSON object on each line")

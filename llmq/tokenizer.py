@@ -125,13 +125,22 @@ class HfTokenizer:
         """Id of the eos or bos token: by its text, else by the model's config, else by custom."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             token = _read_json(self.folder / file).get(f"{name}_token")
-            text = token["content"] if isinstance(token, dict) else token
-            if text is not None and self._tokenizer.token_to_id(text) is not None:
+            if token is None:
+                continue
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise DataError(f"'{self.folder / file}': {name}_token {token!r} is no token")
+            if self._tokenizer.token_to_id(text) is not None:
                 return self._tokenizer.token_to_id(text)
         for file in ("generation_config.json", "config.json"):
             token_id = _read_json(self.folder / file).get(f"{name}_token_id")
-            if token_id is not None:
-                return token_id[0] if isinstance(token_id, list) else token_id
+            if token_id is None:
+                continue
+            first = token_id[0] if isinstance(token_id, list) and token_id else token_id
+            if type(first) is not int or first < 0:
+                raise DataError(f"'{self.folder / file}': {name}_token_id {token_id!r} is no id")
+            if first < self.vocab_size:  # else a default, as GPT-2's 50256 for any vocabulary
+                return first
         return self._tokenizer.token_to_id(END_OF_TEXT)
 
     def encode(self, text: str) -> list[int]:
@@ -246,6 +255,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"cannot read '{path}': it holds no JSON object")
+    return content

@@ -48,7 +48,7 @@ def expand_pattern(pattern: str | Path) -> list[Path]:
 
     A name that exists is taken literally, so that special characters in it do no harm.
     """
-    literal = Path(pattern).expanduser()
+    literal = Path(os.path.expanduser(pattern))  # pathlib's raises where there is no such user
     if literal.exists():
         return [literal]
     names: set[str] = set()

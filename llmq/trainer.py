@@ -153,7 +153,9 @@ class Trainer:
         """Steps of the whole run: --steps, or as many as --epochs gives."""
         if self.config.steps >= 0:
             return self.config.steps
-        return self.steps_per_epoch * self.config.epochs
+        steps = self.steps_per_epoch * self.config.epochs
+        self.config.check_total(steps)  # which could not be known before
+        return steps
 
     def learning_rate(self, step: int) -> float:
         """The schedule's value for a step, counted from 0."""

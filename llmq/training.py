@@ -19,7 +19,7 @@ from llmq.announce import (
     announce_options,
     announce_start,
 )
-from llmq.checkpoint_store import clean_old, find_checkpoint
+from llmq.checkpoint_store import checkpoints_by_name, clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.diagnose import UpdateCheck, abs_maxes
 from llmq.errors import ConfigError, DataError, Interrupted, LlmqError, warn
@@ -53,7 +53,7 @@ def run_training(
     with Trainer.from_config(config, model, model_dir) as trainer:
         _check_data(trainer)
         warn(config.rank_warnings(trainer.world_size))
-        log = JsonLog(config.log_file, append=checkpoint is not None)
+        log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
         try:
@@ -64,19 +64,29 @@ def run_training(
             announce_memory(trainer, reporter, run.monitors, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
-            run.loop()
-            run.finish()
+            try:
+                run.loop()
+                run.finish()
+            except DataError:  # found in the middle of the data: what was learned is kept
+                if trainer.steps_done > run.first:
+                    run.save()
+                raise
         finally:
             run.close()
 
 
 def _check_writable(flag: str, directory: Path) -> None:
     """Find out now, not after hours of training, that nothing can be written there."""
-    existing = next(p for p in (directory, *directory.parents) if os.path.exists(p))
-    if not existing.is_dir():
+    existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
+    missing = directory.parts[len(existing.parts) :]
+    if not os.path.exists(existing):
+        problem = f"'{existing}' is a link to what does not exist"
+    elif not existing.is_dir():
         problem = f"'{existing}' is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"'{existing}' is not writable"
+    elif any(len(os.fsencode(f"{p}.tmp")) > os.pathconf(existing, "PC_NAME_MAX") for p in missing):
+        problem = "the name is too long"
     else:
         return
     raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
@@ -85,6 +95,15 @@ def _check_writable(flag: str, directory: Path) -> None:
 def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
     """What --continue names; without one, or with none there to be the newest, None."""
     if config.continue_from is None:
+        others = [path.name for path in checkpoints_by_name(config.checkpoint_dir).values()]
+        if others:
+            count = f"{len(others)} checkpoints, the last one is " if len(others) > 1 else ""
+            warn(
+                [
+                    f"--checkpoint-dir: '{config.checkpoint_dir}' holds {count}{others[-1]} of an "
+                    "earlier run: --continue takes that of the most steps, whichever run it is of"
+                ]
+            )
         return None
     found = find_checkpoint(config.checkpoint_dir, config.continue_from)
     if found is None:
@@ -96,13 +115,14 @@ def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
 
 
 def _check_data(trainer: Trainer) -> None:
-    """Open the token files, which checks them, and see that there is enough for a step."""
+    """Open the token files, which checks them, and see that there is enough for the run."""
     loader, _ = trainer.train_loader, trainer.eval_loader
     if trainer.steps_per_epoch == 0:
         raise DataError(
             f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
             f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
         )
+    _ = trainer.total_steps  # compared with --cooldown
 
 
 def _view(trainer: Trainer) -> View:
@@ -219,12 +239,12 @@ class _Run:
         if self.config.debug_time_breakdown:
             self.collect()
             with trainer.ranks.time_parts() as timings:
-                ticket = trainer.enqueue_step()
+                ticket = self._enqueue()
             self.pending = _Pending(step, ticket, lr, start)
             result = self.collect()
             self.reporter.time_breakdown(step, timings, result.communication)
         else:
-            ticket = trainer.enqueue_step()
+            ticket = self._enqueue()
             self.collect()
             self.pending = _Pending(step, ticket, lr, start)
         every = self.config.debug_log_abs_max
@@ -233,6 +253,17 @@ class _Run:
             self.collect()
         if look:
             self.reporter.abs_maxes(step, abs_maxes(trainer.ranks))
+
+    def _enqueue(self) -> int:
+        """Enqueue a step. DataError leaves the data where they were, so that they can be saved."""
+        loaders = self.trainer.train_loaders
+        before = loaders[0].state()
+        try:
+            return self.trainer.enqueue_step()
+        except DataError:
+            for loader in loaders:
+                loader.set_state(before)
+            raise
 
     def collect(self) -> Result | None:
         """Report the pending step, if there is one, and return it; waits until it is done."""
@@ -292,7 +323,7 @@ class _Run:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 
     def finish(self) -> None:
-        """The last evaluation, on all data, and the export."""
+        """The last evaluation, on all whole batches, and the export."""
         step = self.trainer.steps_done
         loss = self.evaluate(None)
         self.reporter.message(f"Done. validation loss {loss:10f}", step)

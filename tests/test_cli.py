@@ -167,6 +167,7 @@ def test_continue_with_and_without_value(stub, args, expected):
         (["--debug-log-abs-max=5"], 5),
         (["--debug-log-abs-max", "5"], 5),
         (["--debug-log-abs-max=-1"], -1),
+        (["--debug-log-abs-max", "-1", "--recompute-norm"], -1),
     ],
 )
 def test_steps_with_and_without_value(stub, args, expected):
@@ -383,6 +384,27 @@ def test_errors_of_a_run(stub, capsys, monkeypatch, error, message):
     monkeypatch.setenv("LLMQ_DEBUG", "1")
     with pytest.raises(type(error)):
         _run(["train", *TINY])
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.yaml"])
+def test_a_file_that_is_nested_too_deeply(tmp_path, capsys, name):
+    (tmp_path / name).write_text('{"model": ' + "[" * 100_000)
+    assert _run(["train", "--config", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "nested too deeply" in err
+
+
+def test_consoles_that_are_not_utf8(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code = (
+        "import sys; from types import SimpleNamespace\n"
+        "show = lambda *args, **kwargs: print(kwargs['prompt'])\n"
+        "sys.modules['llmq.sample'] = SimpleNamespace(run_sample=show)\n"
+        "from llmq.cli import main\n"
+        "main()\n"
+    )
+    done = python(code, "sample", "model", "--prompt=日本")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u65e5\\u672c\n", "")
 
 
 def test_bugs_keep_their_traceback(stub):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 import llmq.documents
 import llmq.records
-from llmq.documents import find_cut
+from llmq.documents import find_cut, find_sources
 from llmq.errors import DataError
 from llmq.loader import DataLoader
 from llmq.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
@@ -72,6 +73,39 @@ def test_folders_globs_and_order(tmp_path):
     assert summary.documents == 4
     assert summary.warnings == ["2 files in folders are not text: left out"]
     assert run(tmp_path / "e*.txt", tmp_path / "d", out=out).was_complete
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    folder, other = tmp_path / "d", tmp_path / "other"
+    for path in (folder / "b", other):
+        path.mkdir(parents=True)
+    (folder / "b" / "b.txt").write_text("one")
+    (other / "o.txt").write_text("two")
+    (folder / "b" / "up").symlink_to(folder)  # a circle
+    (folder / "c").symlink_to(folder / "b")  # seen before
+    (folder / "z").symlink_to(other)
+    assert [source.path for source in find_sources([str(folder)], tmp_path / "out")] == [
+        str(folder / "b" / "b.txt"),
+        str(folder / "z" / "o.txt"),
+    ]
+    (folder / "out").symlink_to(other)
+    assert len(find_sources([str(folder)], folder / "out")) == 1
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    """Tests may run as root, who may read everything."""
+    (tmp_path / "d" / "secret").mkdir(parents=True)
+    (tmp_path / "d" / "a.txt").write_text("one")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("secret"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read the folder '.*secret': Permission denied"):
+        find_sources([str(tmp_path / "d")], tmp_path / "out")
 
 
 @pytest.mark.parametrize(

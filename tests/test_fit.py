@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmq import advice
 from llmq.cards import GIB, find_card, spec_of
 from llmq.cli import _run
 from llmq.estimate import Planner
 from llmq.fit import Fit
-from llmq.machine import Machine
+from llmq.machine import MIB, Machine
 from llmq.options import TrainConfig
 from llmq.options_io import make_config
 from llmq.plan import OutOfMemory, make_plan, needed_bytes
@@ -147,6 +148,25 @@ def test_what_goes_to_host_memory_is_chosen_as_a_whole(memory, host, hosted):
     assert found[0].need.host > host - 0.1
 
 
+def test_refusal_of_what_fits_after_all():
+    """Estimates may be wrong; with nothing missing there is nothing to say of what is missing."""
+    config = make_config({"model": "tiny", "batch-size": 1, "grad-accumulation": 6, "seq-len": 32})
+    planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
+    assert advice.refusal(config, planner, Limits(device=64 * MIB), frozenset()) == (
+        "nothing was found, but without --fit or --auto this fits: "
+        "--batch-size=1 --grad-accumulation=6"
+    )
+
+
+def test_micro_batches_that_are_no_faster_are_not_tried():
+    given = {"model": "tiny", "seq-len": 32, "grad-accumulation": 1 << 16}
+    planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
+    for batch, largest in ((4, 1 << 13), (1 << 14, 1 << 14)):  # what was given is tried
+        config = make_config(given | {"batch-size": batch})
+        ladder = Fit(config, planner, Limits(), frozenset())._ladder()
+        assert ladder[-1].batch_size == largest
+
+
 def test_refusal_where_coarser_numbers_help():
     # Of 1.56e9 weights the master, the gradients and both moments are 2.9 GiB each in bf16.
     text = refusal("gpt2-1558m", 8.5, 2.0)
@@ -216,6 +236,22 @@ def test_command_prints_command_lines(capsys):
     for command in commands:
         assert _run([*shlex.split(command)[1:], "--dry-run"]) == 0
     assert "Tokens per step: 65,536" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [None, 2])
+def test_command_lines_are_for_as_many_gpus(capsys, gpus):
+    """Without --gpus training would take all there are, and not the one that was planned for."""
+    assert _run([*PLAN, "--card=4090", *([f"--gpus={gpus}"] if gpus else [])]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if "llmq train " in line]
+    assert commands and all(f" --gpus={gpus or 1}" in command for command in commands)
+
+
+@pytest.mark.parametrize(("model", "limit"), [("tiny", 18), ("tiny", 24), ("tiny-gpt2", 20)])
+def test_command_on_the_cpu_where_offloading_saves_nothing(capsys, model, limit):
+    where = ["--device=cpu", f"--memory-limit={limit}MiB", "--seq-len=32"]
+    assert _run(["plan", "--fit", f"--model={model}", "--from-scratch", *where]) == 0
+    out = capsys.readouterr().out
+    assert " sequences, " in out and "--gpus" not in out and "--offload" not in out
 
 
 def test_command_prints_json(capsys):

@@ -355,6 +355,13 @@ def test_gpt2_matrices_must_be_stored_transposed(edited):
         HfWeights(directory).check(weight_table(read_config(directory)))
 
 
+@pytest.mark.parametrize("value", [-1, "full_attention", {}])
+def test_layer_types_that_are_no_list(source, value):
+    content = json.loads((source("qwen3") / "config.json").read_text())
+    with pytest.raises(LlmqError, match=r"config\.json: layer_types: expected list"):
+        ModelConfig.from_hf(content | {"layer_types": value})
+
+
 def test_a_directory_without_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(LlmqError, match=r"has neither model\.safetensors nor"):

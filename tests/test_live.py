@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -82,3 +84,15 @@ def test_only_lines_are_bold(screen):
     live.close()
     assert "\x1b[1m[V] step\x1b[0m" in screen.getvalue()
     assert screen.getvalue().count("\x1b[1m") == 1
+
+
+def test_a_terminal_that_is_gone_is_given_up(capsys, monkeypatch):
+    with open(os.devnull, "w") as terminal, open("/dev/full", "w") as gone:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        live = view(None)
+        os.dup2(gone.fileno(), terminal.fileno())
+        live.line("[T] step")
+        live.line("[V] step", bold=True)
+        live.progress(step=1)
+        live.close()  # and the file, as at exit
+    assert capsys.readouterr().err == ""

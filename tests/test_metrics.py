@@ -92,6 +92,15 @@ def test_what_is_no_log_is_not_continued(tmp_path, content):
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("content", ["x", '{"a": 1}\n', "\x93NUMPY"])
+def test_another_file_is_not_overwritten(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(LlmqError, match="is no log and is not overwritten: choose another --log"):
+        JsonLog(path)
+    assert path.read_text() == content
+
+
 def test_unwritable_places(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "log.json", tmp_path):
@@ -400,3 +409,26 @@ def test_plain_view_is_bold_on_terminals_only(capsys, monkeypatch):
     view.progress(step=1)
     view.close()
     assert capsys.readouterr().out == "[V]\n\033[1m[V]\033[22m\n[T]\n"
+
+
+def broken_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+BROKEN = {"No space left on device": lambda: "/dev/full", "Broken pipe": broken_pipe}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "stdout and stderr"])
+def test_a_console_that_cannot_be_written_is_given_up(reason, both, capsys, monkeypatch):
+    with open(BROKEN[reason](), "w") as stdout, open(BROKEN[reason](), "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        if both:
+            monkeypatch.setattr(sys, "stderr", stderr)
+        view = PlainView()
+        view.line("[T]")
+        view.line("[V]", bold=True)  # and the end of both, which flushes as the exit does
+    warning = f"warning: cannot write standard output ({reason}): training goes on without it\n"
+    assert capsys.readouterr().err == ("" if both else warning)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import tracemalloc
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -208,6 +209,9 @@ def test_values_are_converted(flag, value, field, expected):
         ({"attn-bwd-chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size 4"),
         ({"steps": 5, "epochs": 1}, "--epochs: excludes --steps"),
         ({"steps": -2}, "--steps: must be at least -1"),
+        ({"steps": 4, "cooldown": 5}, "--cooldown: 5 steps are more than the 4 of the whole run"),
+        ({"out-dir": "~nosuchuser/x"}, "--out-dir: ~ names a user who has no home directory here"),
+        ({"memory-limit": "9" * 400}, "--memory-limit: expected a size of less than 8192 PiB"),
         ({"init-proj-to-zero": True}, "--init-proj-to-zero: needs --from-scratch"),
         ({"new-data": True}, "--new-data: needs --continue"),
         ({"device": "cpu", "attention": "cudnn"}, "--attention: cudnn needs a GPU"),
@@ -281,6 +285,7 @@ def test_numbers_of_numpy():
 def test_legal_corner_values():
     make_config({"grad-clip": 0, "weight-decay": 0, "lr": 0, "warmup": 0, "beta-1": 0, "steps": 0})
     make_config({"steps": -1, "epochs": 3})
+    make_config({"steps": 4, "cooldown": 4, "warmup": 9})
     make_config({"init-proj-to-zero": True, "from-scratch": True})
     make_config({"new-data": True, "continue": True})
     make_config({"model-dtype": "bf16", "master-dtype": "fp32", "grad-accum-dtype": "fp32"})
@@ -304,6 +309,15 @@ def test_layers():
     for bad in ("", "some", "-1", "1,", "1-2-3", "1..3", "4-2", None, True):
         with pytest.raises(ValueError, match="expected all or layers such as"):
             parse_layers(bad)
+
+
+def test_layers_that_are_not_there_take_no_memory():
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="a model of 3"):
+        layer_set("0-1000000", 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20  # a set of them has 32 MiB alone
 
 
 def test_steps_between_records():
@@ -334,6 +348,7 @@ def test_sizes():
         "1.5MiB": 3 << 19,
         "2g": 2 << 30,
         "16GB": 16 * 10**9,
+        "8388607TiB": 8388607 << 40,
     }
     assert {text: parse_size(text) for text in sizes} == sizes
     for bad in ("", "GiB", "-1GiB", "1XiB", "1 2", True, None):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from llmq.cli import _run
@@ -65,6 +66,11 @@ def test_picture(tmp_path, capsys):
         ('{"log": "step"}', "is not a log of llmq train: it holds no array"),
         ("[1, 2]", "is not a log of llmq train: it holds no array"),
         ('[{"log": "cmd"}]', "has nothing to plot"),
+        ('[{"log": "step"}]', "a record of step has step None and loss None, not numbers"),
+        ('[{"log": "step", "step": 1}]', "a record of step has step 1 and loss None"),
+        ('[{"log": "eval", "step": 1, "loss": "x"}]', "record of eval has step 1 and loss 'x'"),
+        ('[{"log": "step", "step": "1", "loss": 5}]', "has step '1' and loss 5, not numbers"),
+        ("[" * 100_000, "is not a log of llmq train"),
     ],
 )
 def test_what_is_no_log(tmp_path, capsys, content, message):
@@ -78,6 +84,19 @@ def test_what_is_no_log(tmp_path, capsys, content, message):
     assert err.startswith("error: ")
     assert message in err
     assert not out.exists()
+
+
+def test_names_that_mean_something_to_matplotlib(tmp_path, monkeypatch):
+    labels = []
+    legend = Axes.legend
+
+    def keep(axes):
+        labels.extend(text.get_text() for text in legend(axes).get_texts())
+
+    monkeypatch.setattr(Axes, "legend", keep)
+    logs = [write_log(tmp_path / f"{name}.json", [(0, 5.0)]) for name in ("a$_$b", "_c")]
+    assert _run(["plot", *map(str, logs), "--out", str(tmp_path / "loss.png")]) == 0
+    assert labels == [r"a\$_\$b: training", " _c: training"]
 
 
 def test_unknown_kind_of_picture(tmp_path, capsys):

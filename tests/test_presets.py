@@ -118,7 +118,7 @@ def test_resolve_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* hf download nothing/here"):
         resolve_model("nothing/here", from_scratch=False)
-    for path in (tmp_path / "none", "./none", "~/none"):
+    for path in (tmp_path / "none", "./none", "~/none", "~nosuchuser/none"):
         with pytest.raises(ConfigError, match="is not a directory") as error:
             resolve_model(str(path), from_scratch=False)
         assert "hf download" not in str(error.value)

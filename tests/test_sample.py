@@ -6,17 +6,19 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from llmq.cli import _run
 from llmq.errors import LlmqError
 from llmq.machine import Machine, choose_machine
 from llmq.presets import preset
 from llmq.runtime.device import DeviceSpec
-from llmq.sample import Sampler, choose_token, first_token, open_model, printable
+from llmq.sample import Sampler, choose_token, continuation, first_token, open_model, printable
 from llmq.tokenizer import HfTokenizer
 from tests.models import hf_model
 from tests.runs import make_workplace, train
@@ -198,6 +200,29 @@ def test_empty_prompt_begins_a_text(trained, capsys):
 def test_bytes_that_are_no_text_in_a_prompt(trained, capsys):
     assert sample(trained / "out", "--prompt=a\udcff", "--max-new-tokens=1") == 0
     assert capsys.readouterr().out.startswith("a\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "text"),
+    [
+        ([0], [1, 1], " world world"),
+        ([], [1, 0], "world Hello"),
+        ([2], [1], "world"),  # the prompt's text is no prefix of the whole
+    ],
+)
+def test_the_space_behind_a_prompt(prompt, new, text):
+    """The decoder of Llama 2 strips the first one."""
+    model = Tokenizer(models.WordLevel({"\u2581Hello": 0, "\u2581world": 1, "\ufffd": 2}, "\ufffd"))
+    model.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+            decoders.Replace("\ufffd ", "?"),  # what follows changes the text before
+        ]
+    )
+    decode = SimpleNamespace(decode=lambda ids: model.decode(list(ids)))
+    assert continuation(decode, prompt, new) == text
 
 
 def test_terminals_get_no_control_characters(trained, capsys, monkeypatch):

@@ -79,6 +79,15 @@ def test_steps_after_the_end_keep_the_last_rate():
     assert learning_rate(50, steps=10, base=1.0, cooldown=3) == 0.0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 3, 9])
+@pytest.mark.parametrize("cooldown", [3, 4, 5, 50])
+def test_a_cooldown_of_the_whole_run_or_more_never_ascends(schedule, warmup, cooldown):
+    found = rates(4, base=1.0, warmup=warmup, cooldown=cooldown, schedule=schedule)
+    assert all(0 <= rate <= 1 for rate in found)
+    assert all(rate == 0 for rate in found if warmup and cooldown >= 4)
+
+
 def test_names():
     assert learning_rate(3, steps=8, base=1.0, schedule="WSD") == 1.0
     with pytest.raises(ValueError, match=r"schedule must be one of .*'step'"):

@@ -144,6 +144,15 @@ def test_other_tokenizer_or_inputs_in_the_same_folder(tmp_path, bpe):
     assert load_tokenizer(out / "tokenizer").encode("é") == [0xC3, 0xA9]
 
 
+@pytest.mark.parametrize("content", ["[]", '{"options": 5, "inputs": []}', "[" * 100_000])
+def test_a_damaged_manifest(tmp_path, content):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenize.json").write_text(content)
+    with pytest.raises(DataError, match=r"cannot read '.*tokenize\.json': .*--overwrite"):
+        run(tmp_path / "a.txt", out=tmp_path / "out")
+
+
 def test_files_of_others_are_not_touched(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()

@@ -154,6 +154,7 @@ def test_added_tokens_count_in_the_vocabulary(bpe_folder, tmp_path):
         ({"tokenizer_config.json": {"eos_token": None, "bos_token": "!"}}, 0, 1),
         ({"special_tokens_map.json": {"eos_token": {"content": "!"}}}, 1, 0),
         ({"tokenizer_config.json": {"eos_token": "<none>"}, "config.json": {}}, 0, 0),
+        ({"config.json": {"eos_token_id": 7, "bos_token_id": 50256}}, 7, 0),  # of no use
     ],
 )
 def test_where_special_tokens_come_from(bpe_folder, tmp_path, files, eos, bos):
@@ -197,6 +198,23 @@ def test_added_ids_that_cannot_be_kept(bpe_folder, tmp_path):
     write_json(tmp_path / "added_tokens.json", {"<x>": 1000})
     with pytest.raises(DataError, match="'<x>' should have id 1000"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *[(f, []) for f in ("tokenizer_config.json", "special_tokens_map.json", "config.json")],
+        *[("tokenizer_config.json", {"eos_token": token}) for token in (5, {}, {"content": 5})],
+        ("special_tokens_map.json", {"bos_token": []}),
+        *[("generation_config.json", {"eos_token_id": t}) for t in ([], "x", True, -1)],
+    ],
+)
+def test_damaged_files_beside_the_tokenizer(bpe_folder, tmp_path, name, content):
+    HfTokenizer(bpe_folder).save(tmp_path)
+    write_json(tmp_path / name, content)
+    with pytest.raises(DataError) as error:
+        HfTokenizer(tmp_path)
+    assert f"'{tmp_path / name}'" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_errors(bpe_folder, tmp_path):

@@ -135,6 +135,15 @@ def test_numbers_of_the_run():
         assert t.train_loader.epoch == 1
 
 
+def test_a_cooldown_longer_than_its_epochs():
+    with trainer(steps=None, epochs=2, cooldown=20) as t:
+        assert t.total_steps == 20
+    with trainer(steps=None, epochs=2, cooldown=21) as t:
+        with pytest.raises(ConfigError, match=r"--cooldown: 21 steps are more than the 20 of"):
+            t.step()
+        assert t.steps_done == 0
+
+
 def test_less_data_than_a_step_needs():
     with trainer(grad_accumulation=11) as t, pytest.raises(ConfigError, match="11 micro-batches"):
         t.step()

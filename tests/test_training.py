@@ -169,6 +169,24 @@ def test_a_continued_log_goes_on_and_a_new_one_replaces():
     assert [r["step"] for r in records("step")] == [0, 1, 2, 3]
 
 
+def test_a_log_outlives_continue_without_a_checkpoint():
+    assert train(steps=2) == 0
+    assert train(steps=2, **{"continue": ""}) == 0
+    assert [r["step"] for r in records("step")] == [0, 1, 0, 1]
+
+
+def test_a_fresh_start_beside_other_checkpoints_is_warned_of(capsys):
+    assert train(steps=4, ckpt_interval=1) == 0
+    assert capsys.readouterr().err == ""
+    assert train(steps=1) == 0
+    assert capsys.readouterr().err == (
+        "warning: --checkpoint-dir: 'ckpt' holds 3 checkpoints, the last one is step_00000003 of "
+        "an earlier run: --continue takes that of the most steps, whichever run it is of\n"
+    )
+    assert train(steps=4, **{"continue": ""}) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_finished_run_only_evaluates_and_exports_again(monkeypatch):
     assert train(steps=2, save_training_state=True) == 0
     before = digests("out", ["model.safetensors"])
@@ -208,6 +226,26 @@ def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys):
     assert err == ""
     assert records("info")[-1]["message"].startswith("Stopped by")
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_signal_saves_though_nobody_reads_the_console(first, monkeypatch):
+    """Ctrl-C ends `| tee`, too; `| head` has gone before."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    signal_after(monkeypatch, 2)
+    real = training._Run._step
+
+    def step(self):
+        if self.trainer.steps_done == first:
+            os.close(reader)
+        real(self)
+
+    monkeypatch.setattr(training._Run, "_step", step)
+    assert train(steps=5) == 130
+    sys.stdout.close()
+    assert os.listdir("ckpt") == ["step_00000003"]
+    assert [r["step"] for r in records("step")] == [0, 1, 2]
 
 
 def test_products_are_logged_after_the_first_step(monkeypatch):
@@ -512,6 +550,39 @@ def test_validation_data_without_targets(capsys):
     assert capsys.readouterr().out.count(warning) == 2
     assert [r["loss"] for r in records("eval")] == [None, None]
     assert Path("out/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("flag", ["--out-dir", "--checkpoint-dir"])
+def test_folders_that_cannot_be_made_are_found_at_the_start(flag, capsys):
+    os.symlink("nowhere/scratch", "link")
+    for folder, problem in {
+        "link/x": "'link' is a link to what does not exist",
+        "link": "'link' is a link to what does not exist",
+        f"new/{'x' * 300}/y": "the name is too long",
+    }.items():
+        assert train(steps=1, **{flag[2:]: folder}) == 2
+        message = f"error: {flag}: cannot write into '{folder}': {problem}, choose another one\n"
+        assert capsys.readouterr().err == message
+    assert sorted(os.listdir()) == ["data", "link", "model"]
+
+
+def test_damage_in_the_middle_of_the_data_costs_no_steps(capsys):
+    """What was learned is saved, and the run goes on with repaired data as if nothing had been."""
+    options = {"train_file": "data/train-0.bin", "steps": 6}
+    assert train(**options, out_dir="whole", log_file="whole.json") == 0
+    path = Path("data/train-0.bin")
+    content = path.read_bytes()
+    tokens = np.frombuffer(content[1024:], np.int32).copy()
+    tokens[5 * T + 3] = 300
+    path.write_bytes(content[:1024] + tokens.tobytes())
+    assert train(**options) == 2
+    err = capsys.readouterr().err
+    assert "has token id 300 at position 83" in err and err.count("\n") == 1
+    saved = len(records("step"))
+    assert os.listdir("ckpt") == [f"step_{saved:08d}"]
+    path.write_bytes(content)
+    assert train(**options, **{"continue": ""}) == 0
+    assert measured() == measured("whole.json")
 
 
 def test_full_disk_while_saving(monkeypatch, capsys):
