@@ -20,7 +20,7 @@ from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
-from llmq.errors import ConfigError, Interrupted, LlmqError, warn
+from llmq.errors import ConfigError, Interrupted, LlmqError, discard, warn
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import given_fields, make_config
@@ -346,8 +346,7 @@ def _run(args: list[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever read our output has gone. Python flushes once more at exit: let that succeed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)  # whoever read our output has gone
         return 1
     except (_UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":

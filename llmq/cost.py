@@ -22,8 +22,7 @@ COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
-# Of one direction's rate, what both have together: 75 of 55 GB/s, updates with everything in host
-# memory (benchmarks/h100_offload.md).
+# Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
 BOTH_WAYS = 1.36
 # Of one direction's rate, in exchanges through the host, which use both: 33 GB/s between two H200,
 # 27 among four (benchmarks/h200_x4.md, the runs with --p2p=off).
@@ -130,16 +129,14 @@ def replay(trace: Trace, rates: Rates) -> Phase:
             else:
                 recorded[item.event] = streams[item.stream]
             continue
-        seconds, start = rates.compute(item), streams[item.stream]
-        longest = seconds
-        if item.loaded or item.stored or item.received:
-            bus += rates.bus(item)
+        seconds, transfers = rates.compute(item), {}
+        if item.loaded or item.stored or item.received:  # most do not, and it takes time
             transfers = rates.transfers(item)
-            start = max([start, *(carriers[name] for name in transfers)])
-            for name, duration in transfers.items():
-                carriers[name] = start + duration
-            longest = max([seconds, *transfers.values()])
-        streams[item.stream] = start + longest
+            bus += rates.bus(item)
+        start = max([streams[item.stream], *(carriers[name] for name in transfers)])
+        for name, duration in transfers.items():
+            carriers[name] = start + duration
+        streams[item.stream] = start + max([seconds, *transfers.values()])
         if item.stream == "main":
             busy[_part(item)] += seconds
     return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))

@@ -1,8 +1,10 @@
 """Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 
 class LlmqError(Exception):
@@ -21,6 +23,12 @@ def warn(lines: Iterable[str]) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
     for line in lines:
         print(f"warning: {line}", file=sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Let all that is written to it from now on succeed, also what Python flushes at exit."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 class Interrupted(BaseException):

@@ -109,13 +109,11 @@ class Gradients:
 
     def _alloc_squares(self) -> dict[str, Tensor]:
         """Of each shard the sums of squares that its blocks of threads make."""
-        counts = {name: global_norm.num_partials(self.dev, x) for name, x in self.shard.items()}
-        table = self.dev.alloc("grad.squares", (sum(counts.values()),), F64, "Activations")
-        self._all_squares, start, views = table, 0, {}
-        for name, count in counts.items():
-            views[name] = table.rows(start, start + count)
-            start += count
-        return views
+        shards = list(self.shard.values())
+        count = sum(global_norm.num_partials(self.dev, x) for x in shards)
+        self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
+        squares = global_norm.split(self.dev, self._all_squares, shards)
+        return dict(zip(self.shard, squares, strict=True))
 
     @property
     def slots(self) -> list[Tensor]:
@@ -135,6 +133,7 @@ class Gradients:
         if self._open:
             raise AssertionError("grads: start_micro_step inside a micro-step")
         self._open, self._accumulate, self._last = True, accumulate, last
+        self._adds_in_slots = self._in_place and accumulate  # the products do
         self._turn, self._slot_of = 0, {}
         for slot in self._slots:
             slot.used = False
@@ -151,7 +150,7 @@ class Gradients:
         slot, self._turn = self._slots[self._turn], (self._turn + 1) % SLOTS
         self._slot_of = {name: s for name, s in self._slot_of.items() if s is not slot}
         self._slot_of[block] = slot
-        if self._in_place and self._accumulate:
+        if self._adds_in_slots:
             self._bring(self.slabs[block], slot, slot.full)
 
     def full(self, block: str) -> dict[str, Accumulator]:
@@ -172,7 +171,7 @@ class Gradients:
             raise AssertionError(f"grads: full({slab.name!r}) without load")
         slot = self._slot_of[slab.name]
         full = slot.full.rows(0, slab.size)
-        if self._in_place and self._accumulate:
+        if self._adds_in_slots:
             self.dev.wait(slot.arrived)
         elif slot.used:
             if self.dev.world_size > 1:
@@ -180,8 +179,7 @@ class Gradients:
             if self._on_host:
                 self.dev.wait(slot.left[-1])
         self._zero_gaps(slab, full)
-        accumulate = self._in_place and self._accumulate
-        return self._accumulators(slab.name, slab.name, full, accumulate)
+        return self._accumulators(slab.name, slab.name, full, self._adds_in_slots)
 
     def _accumulators(
         self, block: str, name: str, tensor: Tensor, accumulate: bool

@@ -189,6 +189,7 @@ class DataLoader:
         self.rank, self.world_size = rank, world_size
         self.seed, self.vocab_size = seed % 2**64, vocab_size
         self.files: list[TokenFile] = open_token_files(files, vocab_size)
+        self._fingerprint = _fingerprint(self.files)
         self.total_tokens = sum(file.num_tokens for file in self.files)
         self._chunks = [_num_chunks(file, seq_len) for file in self.files]
         self._groups_per_epoch = sum(chunks // world_size for chunks in self._chunks)
@@ -255,7 +256,7 @@ class DataLoader:
             "chunk_index": at.chunk_index,
             "file_name": names[self._file_order(at.epoch)[at.file_index]],
             "seq_len": self.seq_len,
-            "files": self._fingerprint(),
+            "files": self._fingerprint,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -263,7 +264,7 @@ class DataLoader:
 
         Reads no data. DataError if the state belongs to other files or another sequence length.
         """
-        if state["files"] != self._fingerprint() or state["seq_len"] != self.seq_len:
+        if state["files"] != self._fingerprint or state["seq_len"] != self.seq_len:
             what = "training files" if state["seq_len"] == self.seq_len else "sequence length"
             raise DataError(
                 f"the {what} changed since the checkpoint, which was at '{state['file_name']}' "
@@ -285,11 +286,6 @@ class DataLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _fingerprint(self) -> str:
-        """Identifies the set of files by names and sizes; folders may be moved."""
-        lines = [f"{file.path.name} {file.num_bytes}\n" for file in self.files]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def _file_order(self, epoch: int) -> np.ndarray:
         return epoch_order(len(self.files), self.seed, epoch, _FILE_ORDER)
@@ -369,3 +365,9 @@ class DataLoader:
                 f"model's vocabulary of {self.vocab_size}: the file is damaged or was made for "
                 "another tokenizer; tokenize the data again"
             )
+
+
+def _fingerprint(files: list[TokenFile]) -> str:
+    """Identifies the set of files by names and sizes; folders may be moved."""
+    lines = [f"{file.path.name} {file.num_bytes}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

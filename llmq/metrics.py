@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 
-from llmq.errors import warn
+from llmq.errors import discard, warn
 from llmq.json_log import JsonLog
 from llmq.loader import DataLoader
 from llmq.runtime.links import LinkTable
@@ -35,12 +34,6 @@ class View(Protocol):
         """Stop showing."""
 
 
-def _to_nowhere(stream: TextIO) -> None:
-    """Let all that is written from now on succeed, also what Python flushes at exit."""
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), stream.fileno())
-
-
 @contextmanager
 def optional_console() -> Iterator[None]:
     """Where standard output cannot be written inside the block, training goes on without it.
@@ -50,11 +43,11 @@ def optional_console() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _to_nowhere(sys.stdout)
+        discard(sys.stdout)
         try:
             warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
         except OSError:  # the same pipe
-            _to_nowhere(sys.stderr)
+            discard(sys.stderr)
 
 
 class PlainView:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,23 +25,20 @@ from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostEvent
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
+from tests.kept import kept_runs
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
 RTX_4090 = CARDS["NVIDIA GeForce RTX 4090"]
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 16}
 
 
 def measured_runs() -> list:
-    """Every run of `llmq bench` that is kept, on one card that the tables know."""
+    """Every kept run on one card that the tables know."""
     found = []
-    for path in sorted(BENCHMARKS.glob("*.json")):
-        report = json.loads(path.read_text())
-        card = CARDS.get((report.get("machine") or {}).get("device"))
-        for run in report["runs"] if card else []:
-            if run["status"] == "ok" and run["gpus"] == 1:
-                name = f"{path.stem}-{run['model']}-{run['dtype']}-{run['batch']}"
-                found.append(pytest.param(card, run, id=name))
+    for report, device, run in kept_runs():
+        if device in CARDS and run["gpus"] == 1:
+            name = f"{report}-{run['model']}-{run['dtype']}-{run['batch']}"
+            found.append(pytest.param(CARDS[device], run, id=name))
     return found
 
 

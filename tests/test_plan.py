@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from llmq.plan_command import run_plan
 from llmq.presets import preset
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.sol import flops_per_token
+from tests.kept import kept_runs
 from tests.models import hf_model, random_batch, trainer_for
 from tests.without_cuda import WITHOUT_CUDA
 
@@ -200,9 +200,8 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
 
 def test_memory_is_what_the_kept_runs_have_used():
     """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides."""
-    report = json.loads((Path(__file__).parents[1] / "benchmarks/h100_offload.json").read_text())
     spec = spec_of(find_card("h100"))
-    runs = [run for run in report["runs"] if run["status"] == "ok"]
+    runs = [run for report, _, run in kept_runs() if report == "h100_offload"]
     assert len(runs) >= 8
     for run in runs:
         plan = make_plan(make_config(run["options"]), preset(run["model"]), spec, "cudnn")
@@ -210,19 +209,14 @@ def test_memory_is_what_the_kept_runs_have_used():
         assert needed_bytes(plan, spec) == pytest.approx(used, rel=0.01), run["flags"]
 
 
-def limited_runs() -> list:
-    """Every kept run with a memory limit."""
-    found = []
-    for path in sorted((Path(__file__).parents[1] / "benchmarks").glob("*.json")):
-        report = json.loads(path.read_text())
-        for run in report["runs"] if path.stem != "peers" else []:
-            if run["status"] == "ok" and run["options"].get("memory-limit"):
-                name = f"{path.stem}-{run['model']}"
-                found.append(pytest.param(report["machine"]["device"], run, id=name))
-    return found
-
-
-@pytest.mark.parametrize(("device", "run"), limited_runs())
+@pytest.mark.parametrize(
+    ("device", "run"),
+    [
+        pytest.param(device, run, id=f"{report}-{run['model']}")
+        for report, device, run in kept_runs()
+        if run["options"].get("memory-limit")
+    ],
+)
 def test_what_ran_in_little_memory_still_does(device, run):
     config, spec = make_config(run["options"]), spec_of(CARDS[device])
     plan = make_plan(config, preset(run["model"]), spec, "cudnn", run["gpus"])

@@ -390,12 +390,9 @@ def global_norm_calls(*sizes: int) -> list[Call]:
 
 
 def _norm_squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
-    counts = [global_norm.num_partials(dev, x) for x in xs]
-    with dev.scratch("sums", (sum(counts),), F64) as sums:
-        start = 0
-        for x, count in zip(xs, counts, strict=True):
-            global_norm.partials(dev, sums.rows(start, start + count), x)
-            start += count
+    with dev.scratch("sums", (sum(global_norm.num_partials(dev, x) for x in xs),), F64) as sums:
+        for x, part in zip(xs, global_norm.split(dev, sums, xs), strict=True):
+            global_norm.partials(dev, part, x)
         global_norm.total(dev, stats, sums)
 
 

@@ -5,9 +5,8 @@
 #
 # --select takes the K-th of N parts of about as many tests each, for machines that are lent for
 # minutes. On an H100 both tools take 1.4 s a test on average, attention several times that; of 8
-# parts each stays below 8 minutes. Parts can run at the same time: all 8 of the norms and quantize,
-# 333 tests, took less than a minute on an H200; with 18 on one GPU devices failed to open. Exits
-# with 1 if a tool finds something, or a test fails.
+# parts each stays below 8 minutes. Parts can run at the same time, on one GPU too. Exits with 1
+# if a tool finds something, or a test fails.
 set -uo pipefail
 logs=${1:?"usage: tools/sanitize.sh LOGS [--select K/N] [pytest arguments]"}
 shift

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 from llmq.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -31,6 +33,12 @@ def num_partials(dev: Device, x: Tensor) -> int:
     Even, so that the partial sums of the next tensor start on 16 bytes.
     """
     return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
+
+
+def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
+    """Of sums, F64 (sum of num_partials,), the part (num_partials,) of each tensor, in order."""
+    ends = list(accumulate(num_partials(dev, x) for x in xs))
+    return [sums.rows(start, end) for start, end in pairwise([0, *ends])]
 
 
 def partials(dev: Device, sums: Tensor, x: Tensor) -> None:

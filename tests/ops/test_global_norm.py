@@ -16,12 +16,11 @@ SMALL = {name: sizes for name, sizes in CASES.items() if not name.startswith("qw
 
 
 def squared(dev, stats, **xs):
-    counts = [global_norm.num_partials(dev, x) for x in xs.values()]
-    with dev.scratch("sums", (sum(counts),), F64) as sums:
-        start = 0
-        for x, count in zip(xs.values(), counts, strict=True):
-            global_norm.partials(dev, sums.rows(start, start + count), x)
-            start += count
+    tensors = list(xs.values())
+    count = sum(global_norm.num_partials(dev, x) for x in tensors)
+    with dev.scratch("sums", (count,), F64) as sums:
+        for x, part in zip(tensors, global_norm.split(dev, sums, tensors), strict=True):
+            global_norm.partials(dev, part, x)
         global_norm.total(dev, stats, sums)
 
 
