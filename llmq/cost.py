@@ -72,15 +72,18 @@ class Rates:
         """Seconds on the bus towards the card, on the bus away from it, and on the link."""
         staged = self._staged(work)
         sizes = {
-            "load": work.loaded / self._bus + staged,
+            "load": self._loaded(work) / self._bus + staged,
             "store": work.stored / self._bus + staged,
-            "link": work.received / self._link if self._link else 0.0,
+            "link": (work.received + work.shared) / self._link if self._link else 0.0,
         }
         return {name: seconds for name, seconds in sizes.items() if seconds}
 
     def bus(self, work: Work) -> float:
         """Seconds of a bus that is busy in both directions."""
-        return (work.loaded + work.stored) / self._bus / BOTH_WAYS + self._staged(work)
+        return (self._loaded(work) + work.stored) / self._bus / BOTH_WAYS + self._staged(work)
+
+    def _loaded(self, work: Work) -> int:
+        return work.loaded if self._link else work.loaded + work.shared
 
     def _staged(self, work: Work) -> float:
         """Seconds in each direction: without a link, up to the host or past it, and down again."""
@@ -130,7 +133,8 @@ def replay(trace: Trace, rates: Rates) -> Phase:
                 recorded[item.event] = streams[item.stream]
             continue
         seconds, transfers = rates.compute(item), {}
-        if item.loaded or item.stored or item.received:  # most do not, and it takes time
+        # Most move nothing, and it takes time.
+        if item.loaded or item.stored or item.received or item.shared:
             transfers = rates.transfers(item)
             bus += rates.bus(item)
         start = max([streams[item.stream], *(carriers[name] for name in transfers)])

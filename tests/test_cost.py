@@ -151,32 +151,43 @@ def test_without_peer_access_there_is_no_link():
     assert times["off"][0] > 1.5 * times["auto"][0]
 
 
-def exchanged(**options) -> tuple[dict, dict]:
-    """Bytes received, and loaded from host memory, by four ranks in a micro-step, by operation."""
+def test_peers_host_memory_is_read_over_the_bus_or_received_over_a_link():
+    shared = [work("comm", "all_gather", shared=10**9)]
+    assert replay(shared, Rates(H100)).wall == pytest.approx(1 / H100.link)
+    assert replay(shared, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus)
+
+
+def exchanged(**options) -> tuple[dict, dict, dict]:
+    """Bytes received from four ranks in a micro-step, loaded from host memory, and of the other
+    ranks' host memory, by operation."""
     config = make_config(FULL | {name.replace("_", "-"): v for name, v in options.items()})
     plan = make_plan(config, preset(config.model), spec_of(RTX_4090), "cudnn", 4)
-    received, loaded = Counter(), Counter()
+    received, loaded, shared = Counter(), Counter(), Counter()
     for item in plan.micro_steps[1][0]:
         if isinstance(item, Work):
             received[item.entry] += item.received
             loaded[item.entry] += item.loaded
-    return +received, +loaded
+            shared[item.entry] += item.shared
+    return +received, +loaded, +shared
 
 
 def test_what_ranks_exchange():
-    assert exchanged(zero_level=1) == ({}, {})  # neither in the first micro-step nor in the last
+    nothing = exchanged(zero_level=1)  # neither in the first micro-step nor in the last
+    assert nothing == ({}, {}, {})
     blocks = 2 * (494_032_768 - 151_936 * 896)  # bytes in bf16; norms and biases are 0.02 % of it
-    received, loaded = exchanged(zero_level=3)
+    received, loaded, shared = exchanged(zero_level=3)
     # Weights twice, for all but the two blocks that backward begins with; gradients once.
     assert received["all_gather"] == pytest.approx(3 / 4 * blocks * (2 - 2 / 24), rel=1e-3)
     assert received["reduce_scatter"] == pytest.approx(3 / 4 * blocks, rel=1e-3)
-    assert loaded == {}
+    assert loaded == shared == {}
     host = {"zero_level": 3, "offload_master": True}
-    received, loaded = exchanged(**host)
+    received, loaded, shared = exchanged(**host)
     assert loaded["all_gather"] == pytest.approx(received["all_gather"] / 3)  # its own shard
-    received, loaded = exchanged(**host, memcpy_all_gather=True)
-    assert "all_gather" not in received  # peers' shards are read where they are
-    assert loaded["all_gather"] == pytest.approx(blocks * (2 - 2 / 24), rel=1e-3)
+    assert shared == {}
+    by_copies = exchanged(**host, memcpy_all_gather=True)
+    assert "all_gather" not in by_copies[0]
+    assert by_copies[1] == loaded
+    assert by_copies[2]["all_gather"] == received["all_gather"]
 
 
 def product(M: int, N: int, K: int, dtype=BF16) -> Work:

@@ -6,13 +6,16 @@ flags in any order, so that three GPUs can wait in a circle.
 
 A reader grants a target, the source writes there and says so. Peers are visited in rotated order,
 rank r begins with a neighbour, so that no rank is written by all at once. A peer that cannot be
-reached directly reads from the source's staging ring.
+reached directly reads from the source's staging ring. A source in pinned memory is read there by
+all, unless its rank reaches them beside the bus: then it is loaded once, and pushed. A mirror of a
+source in pinned memory is read there by those who cannot be reached directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmq.runtime.comm import part, same_memory
 from llmq.runtime.device import Device
@@ -23,20 +26,31 @@ from llmq.runtime.tensor import Storage, Tensor
 # What is enqueued for sending before the receiving starts: with three operations for each of 8
 # ranks, a queue of 1024 holds this many.
 SPAN_CHUNKS = 32
+# Bytes of a source in pinned memory that are pushed while the next ones are loaded.
+PIECE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Memories:
     """What ranks know of each other.
 
-    storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU.
-    rings: None if every pair is direct.
+    storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU;
+    beside_bus: whether that also leaves the bus to the host alone. rings: None if every pair is
+    direct.
     """
 
     storages: Sequence[dict[str, Storage]]
     flags: Flags
     direct: Sequence[Sequence[bool]]
+    beside_bus: Sequence[Sequence[bool]]
     rings: Rings | None
+
+
+class Pairs(NamedTuple):
+    """The peers that a rank is connected with in some way, in rotated order."""
+
+    sources: list[int]
+    readers: list[int]
 
 
 class Copies:
@@ -49,15 +63,21 @@ class Copies:
         self._storages = memories.storages
         self._flags = memories.flags
         self._others = others = [self._peer(k) for k in range(1, self._world_size)]
-        self._sources = [p for p in others if memories.direct[self._rank][p]]
-        self._readers = [p for p in others if memories.direct[p][self._rank]]
-        self._staged_sources = [p for p in others if p not in self._sources]
-        self._staged_readers = [p for p in others if p not in self._readers]
+        self._direct = direct = self._pairs(memories.direct)
+        self._beside_bus = self._pairs(memories.beside_bus)
+        self._staged_sources = [p for p in others if p not in direct.sources]
+        self._staged_readers = [p for p in others if p not in direct.readers]
         if memories.rings is not None:
             args = (self._rank, queue, self._flags, memories.rings)
             self._staging = Staging(*args, self._staged_readers)
         self._fork = dev.event()
         self._sent = [dev.event() for _ in range(self._world_size)]
+
+    def _pairs(self, connected: Sequence[Sequence[bool]]) -> Pairs:
+        """connected[reader][source]."""
+        rank = self._rank
+        sources = [p for p in self._others if connected[rank][p]]
+        return Pairs(sources, [p for p in self._others if connected[p][rank]])
 
     def _peer(self, k: int) -> int:
         return (self._rank + k) % self._world_size
@@ -88,39 +108,75 @@ class Copies:
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def all_gather(self, dst: Tensor, src: Tensor) -> None:
-        """dst (W*n,), src (n,)."""
-        if src.on_host:
-            self._gather_pinned(dst, src)
-            return
+    def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        """dst (W*n,), src (n,), mirror (n,) or None."""
         own = self._part(dst, self._rank)
-        for source in self._sources:
+        shared = src if src.on_host else mirror
+        pushed = self._beside_bus if src.on_host else self._direct
+        staged = shared is None and (self._staged_readers or self._staged_sources)
+        for source in pushed.sources:
             self._grant(source)
-        if self._staged_readers or self._staged_sources:
+        if staged:
             self._start_staging(src.nbytes)
-        if not same_memory(own, src):
-            self._queue.copy(own.ptr, src.ptr, src.nbytes)
-        for reader in self._readers:
-            self._push(reader, own, src)
-        if self._staged_readers or self._staged_sources:
+        if shared is not None:
+            self._offer(pushed.readers)
+        if src.on_host and pushed.readers:
+            self._load_and_push(own, src, pushed.readers)
+        else:
+            if not same_memory(own, src):
+                self._queue.copy(own.ptr, src.ptr, src.nbytes)
+            for reader in pushed.readers:
+                self._push(reader, own, src)
+        if staged:
             self._gather_staged(dst, src)
-        for source in self._sources:
+        if shared is not None:
+            self._read(dst, shared, pushed)
+        for source in pushed.sources:
             self._arrived(source)
         self._queue.pace()
 
-    def _gather_pinned(self, dst: Tensor, src: Tensor) -> None:
-        """Each rank reads the others' sources, which are in host memory, where they are."""
+    def _offer(self, pushed_readers: Sequence[int]) -> None:
+        """Let all others read what this rank has in pinned memory."""
         for reader in self._others:
-            self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
-        self._queue.copy(self._part(dst, self._rank).ptr, src.ptr, src.nbytes)
+            if reader not in pushed_readers:
+                self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
+
+    def _read(self, dst: Tensor, shared: Tensor, pushed: Pairs) -> None:
+        """Copy from the pinned memory of those who do not push, where `shared` lies; and wait
+        until this rank's has been read."""
         for source in self._others:
-            flag = self._flags.address(PINNED, source, self._rank)
-            self._queue.wait(flag, FULL)
-            self._queue.copy(self._part(dst, source).ptr, self._address(source, src), src.nbytes)
-            self._queue.write(flag, EMPTY)
+            if source not in pushed.sources:
+                flag = self._flags.address(PINNED, source, self._rank)
+                piece = self._part(dst, source)
+                self._queue.wait(flag, FULL)
+                self._queue.copy(piece.ptr, self._address(source, shared), piece.nbytes)
+                self._queue.write(flag, EMPTY)
         for reader in self._others:
-            self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
-        self._queue.pace()
+            if reader not in pushed.readers:
+                self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
+
+    def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
+        """The own part from host memory; each piece that is there goes on to the peers at once."""
+        flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
+        self._dev.record(self._fork)
+        with self._dev.on("stage"):
+            self._dev.wait(self._fork)
+            for flag in flags:
+                self._queue.wait(flag, EMPTY)
+        for start in range(0, src.nbytes, PIECE):
+            nbytes = min(PIECE, src.nbytes - start)
+            self._queue.copy(own.ptr + start, src.ptr + start, nbytes)
+            self._dev.record(self._fork)
+            with self._dev.on("stage"):
+                self._dev.wait(self._fork)
+                for reader in readers:
+                    target = self._address(reader, own) + start
+                    self._queue.copy(target, own.ptr + start, nbytes)
+        with self._dev.on("stage"):
+            for flag in flags:
+                self._queue.write(flag, FULL)
+            self._dev.record(self._sent[0])
+        self._dev.wait(self._sent[0])
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
         """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
@@ -129,20 +185,20 @@ class Copies:
         for k in range(1, self._world_size):
             source, reader = self._peer(-k), self._peer(k)
             self._wait_sent(k - 1)  # that part is this round's target
-            if source in self._sources:
+            if source in self._direct.sources:
                 self._grant(source)
             piece = self._part(buffer, reader)
-            if reader in self._readers:
+            if reader in self._direct.readers:
                 target = targets[1] if k == 1 else self._part(buffer, reader + k - 1)
                 self._push(reader, target, piece)
             else:
                 self._send(piece, reader, k)
-            if source not in self._sources:
+            if source not in self._direct.sources:
                 position = (k - 1) * self._staging.chunks(piece.nbytes)
                 self._staging.receive([Piece(source, targets[k].ptr, position)], piece.nbytes)
             self._queue.pace()
         self._wait_sent(self._world_size - 1)
-        for source in self._sources:
+        for source in self._direct.sources:
             self._arrived(source)
         self._queue.pace()
 

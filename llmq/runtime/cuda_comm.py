@@ -61,7 +61,8 @@ def _memories(
         chunk = memory[0].staging.nbytes // comm.STAGING_CHUNKS
         rings = Rings([m.staging.ptr for m in memory], chunk, comm.STAGING_CHUNKS)
     flags = Flags([m.flags for m in memory])
-    return Memories([storages(dev) for dev in devices], flags, links.direct, rings)
+    places = [storages(dev) for dev in devices]
+    return Memories(places, flags, links.direct, links.beside_bus, rings)
 
 
 class CudaComm(Comm):
@@ -78,15 +79,18 @@ class CudaComm(Comm):
         super().__init__(dev)
         self._nccl = nccl
         self._watch = watch
-        self._gathers = copies if options.memcpy_all_gather else nccl
+        self._copies = copies if options.memcpy_all_gather else None
         self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else nccl
 
     def _begin(self, operation: str) -> None:
         super()._begin(operation)
         self._watch.workers.check()
 
-    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
-        self._gathers.all_gather(dst, src)
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        if self._copies is not None:
+            self._copies.all_gather(dst, src, mirror)
+        else:
+            self._nccl.all_gather(dst, src)
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
         if self._nccl is None:

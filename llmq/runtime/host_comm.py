@@ -38,13 +38,14 @@ class HostComm(Comm):
         data = self._memories[rank][tensor.storage.place].bytes
         return data[tensor.offset : tensor.offset + tensor.nbytes]
 
-    def _all_gather(self, dst: Tensor, src: Tensor) -> None:
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         own = part(dst, self.rank, self.world_size)
         in_place = same_memory(own, src)
         self._workers.barrier()
         for k in range(1 if in_place else 0, self.world_size):
             piece = part(dst, self.rank + k, self.world_size)
-            self._peer(self.rank, piece)[:] = self._peer(self.rank + k, piece if in_place else src)
+            source = (piece if in_place else src) if mirror is None else mirror
+            self._peer(self.rank, piece)[:] = self._peer(self.rank + k, source)
         self._workers.barrier()
 
     def _reduce_scatter(self, buffer: Tensor) -> None:

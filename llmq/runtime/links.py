@@ -10,6 +10,8 @@ from llmq.errors import LlmqError
 # A direct copy may be this much slower than staging before staging is taken: what is measured for
 # staging is only its two halves, without the waits between them or a shared host memory.
 SLOWER = 0.8
+# A direct copy that is this much faster than one to or from the host does not take the bus.
+BESIDE_BUS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +31,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one pair uses: "peer" (direct copies) or "staged", its GB/s, and why not "peer"."""
+    """What one pair uses: "peer" (direct copies) or "staged", its GB/s, and why not "peer".
+
+    beside_bus: direct copies leave the GPUs' bus to the host alone, as those over NVLink do.
+    """
 
     kind: str
     speed: float
     reason: str | None
+    beside_bus: bool = False
 
 
 def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
@@ -61,7 +67,8 @@ def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
             "cause; switch it off in the firmware, or use --p2p=auto"
         )
     if reason is None:
-        return Link(kind="peer", speed=measured.direct, reason=None)
+        beside_bus = measured.direct > BESIDE_BUS * measured.staged
+        return Link(kind="peer", speed=measured.direct, reason=None, beside_bus=beside_bus)
     return Link(kind="staged", speed=measured.staged, reason=reason)
 
 
@@ -76,6 +83,16 @@ class LinkTable:
     def direct(self) -> list[list[bool]]:
         """[reader][source]: whether source writes to reader's memory."""
         return [[link is not None and link.kind == "peer" for link in row] for row in self.links]
+
+    @property
+    def has_staged(self) -> bool:
+        """Whether any pair goes through host memory."""
+        return any(link is not None and link.kind == "staged" for row in self.links for link in row)
+
+    @property
+    def beside_bus(self) -> list[list[bool]]:
+        """[reader][source]: whether it does so beside the bus."""
+        return [[link is not None and link.beside_bus for link in row] for row in self.links]
 
     @property
     def damaged(self) -> bool:

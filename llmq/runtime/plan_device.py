@@ -21,7 +21,8 @@ class Work(NamedTuple):
     part: name of the outermost `range` around it, or "". file, entry, args: of the kernel; file is
     "" for what is none. Bytes: device_bytes of the GPU's own memory, read and written; loaded and
     stored are host memory's, which the GPU reads and writes over its bus; received are those from
-    other GPUs.
+    other GPUs. shared are of other ranks' host memory: they are loaded too, unless there is a link
+    beside the bus, over which they are received.
     """
 
     stream: str
@@ -34,6 +35,7 @@ class Work(NamedTuple):
     loaded: int = 0
     stored: int = 0
     received: int = 0
+    shared: int = 0
 
 
 class Mark(NamedTuple):
@@ -101,9 +103,11 @@ class PlanDevice(Device):
         stored = tensor.nbytes * tensor.on_host
         self._note("", "zero", (tensor,), 0, tensor.nbytes - stored, 0, stored)
 
-    def collective(self, kind: str, device_bytes: int, loaded: int, received: int) -> None:
+    def collective(
+        self, kind: str, device_bytes: int, loaded: int, received: int, shared: int = 0
+    ) -> None:
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
-        self._note("", kind, (), 0, device_bytes, loaded, 0, received)
+        self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared)
 
     def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
         self.launches[entry] += 1

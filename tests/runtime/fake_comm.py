@@ -136,10 +136,11 @@ class StreamNccl:
             self._enqueue(f"all_to_all {buffer.name} {k}", *args, work)
 
 
-def direct_links(world: int, kind: str) -> list[list[bool]]:
-    """direct[reader][source] of "peer": all pairs, "staged": none, or "mixed": half of them."""
-    half = np.random.default_rng(world).random((world, world)) < 0.5
-    return {"peer": half | True, "staged": half & False, "mixed": half}[kind].tolist()
+def link_kinds(world: int, kind: str) -> list[list[str]]:
+    """kinds[reader][source], all the same: "staged", "peer", or "beside" (a peer beside the bus);
+    or a third of each for "mixed"."""
+    kinds = [kind] if kind != "mixed" else ["staged", "peer", "beside"]
+    return np.random.default_rng(world).choice(kinds, (world, world)).tolist()
 
 
 def connect_streams(
@@ -147,7 +148,7 @@ def connect_streams(
     options: CommOptions,
     workers: Workers,
     *,
-    direct: list[list[bool]],
+    kinds: list[list[str]],
     deaf: bool = False,
     paced: bool = False,
 ) -> Flags | None:
@@ -160,7 +161,10 @@ def connect_streams(
         chunk = memory[0].staging.nbytes // comm.STAGING_CHUNKS
         rings = Rings([m.staging.ptr for m in memory], chunk, comm.STAGING_CHUNKS)
         flags = Flags([m.flags for m in memory])
-        memories = Memories([storages(dev) for dev in devices], flags, direct, rings)
+        direct = [[kind != "staged" for kind in row] for row in kinds]
+        beside_bus = [[kind == "beside" for kind in row] for row in kinds]
+        places = [storages(dev) for dev in devices]
+        memories = Memories(places, flags, direct, beside_bus, rings)
     watch = Watch(workers, len(devices), flags, [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:

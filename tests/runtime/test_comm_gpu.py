@@ -61,7 +61,8 @@ def options(request, monkeypatch):
 
         def half(p2p, source, reader, measured):
             kind = "peer" if (2 * source + reader) % 3 else "staged"
-            return Link(kind=kind, speed=1.0, reason="test")
+            beside_bus = kind == "peer" and source > reader
+            return Link(kind=kind, speed=1.0, reason="test", beside_bus=beside_bus)
 
         monkeypatch.setattr(probe, "choose", half)
     return BACKENDS[request.param]
@@ -115,7 +116,7 @@ def expected(world, n, steps):
     return sources, parts
 
 
-def mixing(dev, n, place, in_place, graph=True):
+def mixing(dev, n, place, in_place, graph=True, mirrored=False):
     """A function that does one step, and the tensors: source, buffer.
 
     A step gathers all sources and keeps that of the next rank, and exchanges all parts and
@@ -129,13 +130,16 @@ def mixing(dev, n, place, in_place, graph=True):
     source = part(gathered, rank, world)
     if not in_place:
         source = dev.alloc("source", (n,), F32, "Activations", place)
+    mirror = dev.alloc("mirror", (n,), F32, "Activations", "pinned") if mirrored else None
     ready, done = dev.event(), dev.event()
 
     def step():
+        if mirrored:
+            dev.copy(mirror, source)
         dev.record(ready)
         with dev.on("comm"):
             dev.wait(ready)
-            dev.comm.all_gather(gathered, source)
+            dev.comm.all_gather(gathered, source, mirror)
             found = dev.comm.all_to_all(buffer, spare)
             dev.record(done)
         dev.wait(done)
@@ -167,13 +171,14 @@ def test_gather_and_exchange(world, options, graph, n):
         assert np.array_equal(buffer, parts[rank])
 
 
-@pytest.mark.parametrize("source", ["in place", "pinned", "write_combined"])
+@pytest.mark.parametrize("source", ["in place", "pinned", "write_combined", "mirrored"])
 def test_sources(world, options, source):
     n = 2 * MIB + 128  # 8 MiB: two chunks and a bit
 
     def program(dev, workers):
-        place = source if source != "in place" else "device"
-        step, tensor, _ = mixing(dev, n, place, source == "in place")
+        place = source if source in ("pinned", "write_combined") else "device"
+        args = (place, source == "in place", True, source == "mirrored")
+        step, tensor, _ = mixing(dev, n, *args)
         for _ in range(STEPS):
             step()
         return dev.download(tensor)

@@ -13,7 +13,7 @@ from llmq.runtime.device import MemorySizes
 from llmq.runtime.flags import EMPTY, FULL, KINDS, RELEASED, RING, TARGET, Flags
 from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
-from tests.runtime.fake_comm import connect_streams, direct_links
+from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
@@ -27,9 +27,10 @@ REPEATS = 6
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(comm, "STAGING_CHUNK", CHUNK)
+    monkeypatch.setattr(copies, "PIECE", CHUNK)
 
 
-def run(world, direct, program, *, deaf=False, paced=False, pause=0.001):
+def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001):
     """program(dev, workers) in each rank's thread; everything done, the results by rank."""
     devices = [None] * world
 
@@ -38,7 +39,7 @@ def run(world, direct, program, *, deaf=False, paced=False, pause=0.001):
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
-            connect_streams(devices, OPTIONS, workers, direct=direct, deaf=deaf, paced=paced)
+            connect_streams(devices, OPTIONS, workers, kinds=kinds, deaf=deaf, paced=paced)
         workers.barrier()
         result = program(dev, workers)
         dev.synchronize()
@@ -126,10 +127,10 @@ def test_gather_and_exchange(world, kind, how, monkeypatch):
         dev.synchronize()
         return seen
 
-    check(world, run(world, direct_links(world, kind), program, paced=how == "paced"))
+    check(world, run(world, link_kinds(world, kind), program, paced=how == "paced"))
 
 
-@pytest.mark.parametrize("kind", ["peer", "staged"])
+@pytest.mark.parametrize("kind", ["peer", "staged", "beside", "mixed"])
 @pytest.mark.parametrize("source", ["in place", "pinned"])
 def test_sources(source, kind):
     def program(dev, workers):
@@ -141,7 +142,7 @@ def test_sources(source, kind):
         dev.synchronize()
         return seen
 
-    check(3, run(3, direct_links(3, kind), program))
+    check(3, run(3, link_kinds(3, kind), program))
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged"])
@@ -171,7 +172,7 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
             expected = 100 * np.arange(world)[:, None] + number
             np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
 
-    run(4, direct_links(4, kind), program)
+    run(4, link_kinds(4, kind), program)
 
 
 @pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
@@ -204,22 +205,76 @@ def test_buffers_are_used_again_at_once(count, kind):
             for source, array in enumerate(parts):
                 np.testing.assert_array_equal(array, content(source, step, dev.rank))
 
-    run(3, direct_links(3, kind), program)
+    run(3, link_kinds(3, kind), program)
 
 
 def test_each_source_is_staged_once():
     def program(dev, workers):
         sends = []
-        staging = dev.comm._gathers._staging
+        staging = dev.comm._copies._staging
         send = staging.send
         staging.send = lambda *args: (sends.append(args), send(*args))
         src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
         dev.comm.all_gather(dst, src)
         return [(nbytes, readers) for _, nbytes, readers, _ in sends]
 
-    direct = direct_links(4, "peer")
-    direct[2][0] = direct[3][0] = False  # reader, source
-    assert run(4, direct, program) == [[(4 * N, [2, 3])], [], [], []]
+    kinds = link_kinds(4, "peer")
+    kinds[2][0] = kinds[3][0] = "staged"  # reader, source
+    assert run(4, kinds, program) == [[(4 * N, [2, 3])], [], [], []]
+
+
+@pytest.mark.parametrize(("kind", "loaded"), [("peer", 4), ("staged", 4), ("beside", 1)])
+def test_a_pinned_source_is_loaded_once_where_links_are_beside_the_bus(kind, loaded):
+    def program(dev, workers):
+        sizes = []
+        queue, memories = dev.comm._copies._queue, dev.comm._copies._storages
+        copy = queue.copy
+
+        def noted(dst, src, nbytes):
+            pinned = [memory["pinned"] for memory in memories]
+            if any(p.base <= src < p.base + p.bytes.size for p in pinned):
+                sizes.append(nbytes)
+            copy(dst, src, nbytes)
+
+        queue.copy = noted
+        src = dev.alloc("src", (N,), F32, "Weights", "pinned")
+        dev.comm.all_gather(dev.alloc("dst", (dev.world_size * N,), F32, "Weights"), src)
+        return sum(sizes)
+
+    assert run(4, link_kinds(4, kind), program) == [loaded * 4 * N] * 4
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("kind", ["peer", "staged", "beside", "mixed"])
+def test_mirrors_are_read_by_those_who_cannot_be_reached(kind, how):
+    kinds = link_kinds(3, kind)
+
+    def program(dev, workers):
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
+        mirror = dev.alloc("mirror", (N,), F32, "Weights", "pinned")
+        seen, counter = [], Counter()
+
+        def write():
+            counter.advance()
+            src.numpy()[:] = content(dev.rank, counter.step)
+            mirror.numpy()[:] = -src.numpy()
+
+        def step():
+            dev.call(write)
+            dev.comm.all_gather(dst, src, mirror)
+            dev.call(lambda: seen.append(dst.numpy().reshape(dev.world_size, N).copy()))
+
+        for _ in range(REPEATS):
+            dev.graph(("step",), step) if how == "graph" else step()
+        dev.synchronize()
+        return seen
+
+    for reader, steps in enumerate(run(3, kinds, program)):
+        for step, parts in enumerate(steps):
+            for source in range(3):
+                mirrored = source != reader and kinds[reader][source] == "staged"
+                expected = content(source, step) * (-1 if mirrored else 1)
+                np.testing.assert_array_equal(parts[source], expected)
 
 
 def test_each_rank_begins_with_another_reader():
@@ -227,7 +282,7 @@ def test_each_rank_begins_with_another_reader():
 
     def program(dev, workers):
         readers = []
-        copies = dev.comm._gathers
+        copies = dev.comm._copies
         push = copies._push
         copies._push = lambda reader, *args: (readers.append(reader), push(reader, *args))
         buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.world_size, 1))
@@ -235,7 +290,7 @@ def test_each_rank_begins_with_another_reader():
         dev.comm.all_to_all(buffer, spare)
         return readers
 
-    rounds = np.array(run(4, direct_links(4, "peer"), program))  # rank, copy
+    rounds = np.array(run(4, link_kinds(4, "peer"), program))  # rank, copy
     assert (np.sort(rounds, axis=0) == np.arange(4)[:, None]).all()
 
 
@@ -262,7 +317,7 @@ def test_without_its_flags_the_protocol_fails():
         dev.synchronize()
         return seen
 
-    results = run(3, direct_links(3, "mixed"), program, deaf=True)
+    results = run(3, link_kinds(3, "mixed"), program, deaf=True)
     with pytest.raises(AssertionError):
         check(3, results)
 
@@ -281,7 +336,7 @@ def test_nobody_is_written_before_it_has_come():
         dev.synchronize()
         return times
 
-    times = np.array(run(4, direct_links(4, "peer"), program)).reshape(4, 4, 2)  # rank, round
+    times = np.array(run(4, link_kinds(4, "peer"), program)).reshape(4, 4, 2)  # rank, round
     assert (times[:, :, 1].min(0) >= times[:, :, 0].max(0)).all()
 
 
@@ -289,13 +344,13 @@ def test_copies_from_another_gpu_are_found():
     """The driver would let that GPU do them, in an order in which ranks can wait in a circle."""
 
     def program(dev, workers):
-        copies = dev.comm._gathers
+        copies = dev.comm._copies
         queue, other = copies._queue, copies._storages[1 - dev.rank]
         own = dev.alloc("x", (N,), F32, "Weights")
         with pytest.raises(AssertionError, match="reads another GPU"):
             queue.copy(own.ptr, other["device"].base, 4)
 
-    run(2, direct_links(2, "peer"), program)
+    run(2, link_kinds(2, "peer"), program)
 
 
 def test_stopped_ranks_stop_waiting():
@@ -317,7 +372,7 @@ def test_stopped_ranks_stop_waiting():
         assert dev.comm.last_operation == "all_gather x"
 
     with pytest.raises(ValueError, match="broken"):
-        run(3, direct_links(3, "mixed"), program)
+        run(3, link_kinds(3, "mixed"), program)
     assert sorted(ended) == [0, 2]
 
 
@@ -341,7 +396,7 @@ def test_flags():
 def test_reduce_scatter_needs_nccl():
     dev = StreamDevice(SIZES, world_size=2)
     other = StreamDevice(SIZES, world_size=2, rank=1)
-    connect_streams([dev, other], OPTIONS, Workers(2), direct=direct_links(2, "peer"))
+    connect_streams([dev, other], OPTIONS, Workers(2), kinds=link_kinds(2, "peer"))
     with pytest.raises(RuntimeError, match="reduce_scatter needs NCCL"):
         dev.comm.reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
     with pytest.raises(TypeError):

@@ -8,7 +8,7 @@ from llmq.dtypes import F32
 from llmq.runtime.comm import CommOptions
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.workers import run_ranks
-from tests.runtime.fake_comm import connect_streams, direct_links
+from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Races
 
@@ -137,7 +137,7 @@ def test_collectives(copies):
             dev = devices[rank] = StreamDevice(sizes, rank=rank, world_size=2, races=races)
             workers.barrier()
             if rank == 0:
-                connect_streams(devices, options, workers, direct=direct_links(2, "peer"))
+                connect_streams(devices, options, workers, kinds=link_kinds(2, "peer"))
             workers.barrier()
             src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, 2))
             program(dev, dst, src)
