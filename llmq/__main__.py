@@ -1,5 +1,34 @@
-"""python -m llmq"""
+"""Where the commands begin: `llmq`, `llmq-train` and `python -m llmq`."""
 
-from llmq.cli import main
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-main()
+
+@contextmanager
+def _quiet_interrupt() -> Iterator[None]:
+    """The status of Ctrl-C also while modules are loaded, which takes some tenths of a second."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    """Entry point of `llmq`."""
+    with _quiet_interrupt():
+        from llmq import cli
+
+        cli.main()
+
+
+def train_main() -> None:
+    """Entry point of `llmq-train`, the same as `llmq train`."""
+    with _quiet_interrupt():
+        from llmq import cli
+
+        cli.train_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,11 @@ from llmq.monitor import (
     system_lines,
     system_record,
 )
+from llmq.options import TrainConfig
 from llmq.options_io import option_rows
 from llmq.plan import allocator_rows, allocator_table, needed_bytes
 from llmq.runtime.gpu_info import gpu_info
+from llmq.runtime.links import LinkTable
 from llmq.sol import peaks
 from llmq.trainer import Trainer
 
@@ -55,6 +57,9 @@ def announce_machine(
         reporter.message(trainer.machine.note)
     if trainer.ranks.links is not None:
         reporter.links(trainer.ranks.links)
+        advice = about_mirrors(trainer.config, trainer.ranks.links)
+        if advice is not None:
+            reporter.message(advice)
     if light is not None:
         peak = trainer.ranks.run_first("timing a product", lambda rank: measured_peak(rank.dev))
         reporter.block("Speed of Light", light.lines(peak))
@@ -63,6 +68,15 @@ def announce_machine(
         reporter.message(
             f"No speed of light: of {trainer.dev.spec.name} the peak is not known (llmq/cards.py)"
         )
+
+
+def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
+    """What the links say for or against --mirror-weights; None where it is as it should be."""
+    if config.why_no_mirrors() is not None or config.mirror_weights == links.has_staged:
+        return None
+    if links.has_staged:
+        return "Weights pass through host memory: faster with --mirror-weights, if there is enough."
+    return "--mirror-weights has no effect: every GPU can copy to every other one."
 
 
 def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmq.child import run_watched
 from llmq.errors import ConfigError, LlmqError
-from llmq.files import disk_errors, write_file
+from llmq.files import check_writable, disk_errors, write_file
 from llmq.option_file import read_option_file
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import make_config
@@ -162,6 +162,7 @@ def run_bench(
     facts = {"runs": [], "floors": []} if peers is None else _read_facts(peers)
     json_file = out.with_name(out.name + ".json")
     earlier = _read_report(json_file) if add and json_file.exists() else None
+    check_writable("--out", out.parent)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     invocation = {

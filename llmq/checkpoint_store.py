@@ -122,19 +122,26 @@ _ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
 
 
 def changed_options(
-    config: TrainConfig, world_size: int, saved: dict[str, Any], saved_world_size: int
+    config: TrainConfig,
+    world_size: int,
+    saved: dict[str, Any],
+    saved_world_size: int,
+    *,
+    new_data: bool = False,
 ) -> list[str]:
     """One line for each option that makes other numbers than those of a checkpoint's run.
 
     One more for all that change them by rounding only.
 
-    saved: Manifest.options; what it lacks is not compared.
+    saved: Manifest.options; what it lacks is not compared. new_data: whether the data starts anew.
     """
     groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]
     if config.final_lr_fraction != 1 or config.cooldown > 0:
         names += ["steps", "epochs"]  # the learning rate depends on when the run ends
+    if not new_data:
+        names.remove("train_seed")  # the order is the checkpoint's, see below
     sizes = ("batch_size", "seq_len", "grad_accumulation")
     tokens, before = world_size, saved_world_size
     for name in sizes:
@@ -147,6 +154,11 @@ def changed_options(
         for name in names
         if name in saved and saved[name] != getattr(config, name)
     ]
+    if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
+        lines.append(
+            f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "
+            f"of the checkpoint's run ({saved['train_seed']}); --new-data starts it anew"
+        )
     if not math.isnan(before) and tokens != before:
         lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
     rounding = [*_ROUNDING, *(_ROUNDING_OF_RANKS if max(world_size, saved_world_size) > 1 else ())]

@@ -20,7 +20,7 @@ from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
-from llmq.errors import ConfigError, Interrupted, LlmqError, discard, warn
+from llmq.errors import ConfigError, Interrupted, LlmqError, discard, ending_signals, warn
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import given_fields, make_config
@@ -75,16 +75,18 @@ def _size(flag: str, value: str | None) -> int | None:
 
 @contextmanager
 def _ending_children() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that no child process outlives this one."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""
 
     def stop(signum: int, frame: object) -> None:
         raise Interrupted(signum)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    signals = [s for s in ending_signals() if s != signal.SIGINT]
+    before = {signum: signal.signal(signum, stop) for signum in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelConfig, Path | None]:

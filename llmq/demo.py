@@ -36,8 +36,11 @@ def python_sources() -> list[str]:
 
 def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
     """Options of the demo's run. kind: of the device that `device` stands for here."""
+    steps = STEPS[kind] if steps is None else steps
+    validation = {"eval-every-n-steps": 100, "eval-num-steps": 10} if steps > 100 else {}
     return make_config(
-        {
+        validation
+        | {
             "name": "demo",
             "model": "tiny",
             "from-scratch": True,
@@ -48,12 +51,10 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "batch-size": 8,
             "seq-len": 128,
             "grad-accumulation": 1,
-            "steps": STEPS[kind] if steps is None else steps,
+            "steps": steps,
             "learning-rate": 2e-3,
             "warmup": 40,
             "final-lr-fraction": 0.05,
-            "eval-every-n-steps": 100,
-            "eval-num-steps": 10,
             "ckpt-interval": 0,
             "save-training-state": False,
             "checkpoint-dir": out / "ckpt",

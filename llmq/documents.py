@@ -156,10 +156,12 @@ def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], l
     fields = {source: _fields(source) if source.in_folder else None for source in sources}
     lacking = {source: names for source, names in fields.items() if names and field not in names}
     kept = [source for source in sources if source not in lacking]
+    only_texts = all(source.kind == "text" for source in kept)
     if not lacking:
-        return kept, []
+        idle = only_texts and field != "text"
+        return kept, [f"--field {field} has no effect: all inputs are plain text"] if idle else []
     first, names = next(iter(lacking.items()))
-    if all(source.kind == "text" for source in kept):
+    if only_texts:
         raise DataError(
             f"'{first.path}' has no field '{field}': use --field with one of {', '.join(names)}, "
             "or leave the file out"

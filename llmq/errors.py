@@ -31,6 +31,12 @@ def discard(stream: TextIO) -> None:
         os.dup2(null.fileno(), stream.fileno())
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Ctrl-C, SIGTERM, and a lost terminal unless that is ignored already, as nohup has it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 class Interrupted(BaseException):
     """A signal asked the run to end; its state is saved. signum: which one.
 

@@ -1,12 +1,14 @@
-"""Files and directories that appear only when they are complete and on the disk."""
+"""Files and directories that appear only when they are complete and on the disk; locks."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -137,3 +139,82 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...]) -> None:
         os.replace(source / name, target / name)
     source.rmdir()
     sync_directory(target)
+
+
+# ------------------------------------------------------------------------------------------------
+# Before writing
+
+
+def check_writable(flag: str, directory: Path) -> None:
+    """Find out now, not after hours, that nothing can be written there: LlmqError names the flag.
+
+    The directory need not exist yet.
+    """
+    existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
+    missing = directory.parts[len(existing.parts) :]
+    if not os.path.exists(existing):
+        problem = f"'{existing}' is a link to what does not exist"
+    elif not existing.is_dir():
+        problem = f"'{existing}' is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"'{existing}' is not writable"
+    elif any(len(os.fsencode(f"{p}.tmp")) > os.pathconf(existing, "PC_NAME_MAX") for p in missing):
+        problem = "the name is too long"
+    else:
+        return
+    raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
+
+
+@contextmanager
+def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
+    """Hold the lock file `path` during the block; LlmqError where another process does.
+
+    flag, target: what is locked, for the message. The system ends the lock together with the
+    process, however that ends: a file that is left behind means nothing. Where the file system has
+    no locks or the file cannot be made, the block runs without one.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    descriptor = _lock(path, flag, target)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+        for folder in made:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock(path: Path, flag: str, target: Path) -> int | None:
+    """The descriptor that holds the lock, None where there are no locks."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.fstat(descriptor).st_nlink > 0  # else its last holder has just removed it
+        except BlockingIOError:
+            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise LlmqError(
+                f"{flag}: '{target}' is in use by {owner or 'another process'}: wait for it to "
+                "end, or choose another one"
+            ) from None
+        except OSError:  # as network file systems may say
+            os.close(descriptor)
+            with suppress(OSError):
+                path.unlink()
+            return None
+        if held:
+            with suppress(OSError):  # the disk is full
+                os.ftruncate(descriptor, 0)
+                os.pwrite(
+                    descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0
+                )
+            return descriptor
+        os.close(descriptor)

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from llmq.advice import refusal
-from llmq.errors import ConfigError
 from llmq.estimate import RECOMPUTE, Estimate, Planner
 from llmq.options import TrainConfig
 from llmq.plan import OutOfMemory
@@ -38,20 +37,12 @@ class Candidate:
 class Fit:
     """The search for one model, one kind of machine, and a number of tokens per step."""
 
-    def __init__(
-        self,
-        base: TrainConfig,
-        planner: Planner,
-        limits: Limits,
-        fixed: frozenset[str],
-        most: int | None = None,
-    ):
-        """base: options as given. fixed: names of those that keep their values. most: the largest
-        micro-batch that the validation data suffice for, None where they are not known."""
+    def __init__(self, base: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]):
+        """base: options as given. fixed: names of those that keep their values."""
         if planner.spec != HOST_SPEC:  # the default is what a machine has, not what was planned for
             base = replace(base, gpus=planner.world_size)
         self.base, self.planner, self.limits = base, planner, limits
-        self.fixed, self.most = fixed - PRODUCT, most
+        self.fixed = fixed - PRODUCT
         self.shrinker = Shrinker(planner, limits.less(MARGIN), self.fixed)
         self._found: dict[int, Candidate | None] = {}  # by micro-batch
         self._changes: dict[int, list[Changes]] = {}
@@ -60,15 +51,8 @@ class Fit:
         """What fits, the fastest first, at most SHOWN of it. Raises OutOfMemory if nothing does.
 
         Larger micro-batches are faster until they have to save too much: from the middle, uphill.
-        ConfigError if the validation data do not suffice for any.
         """
         ladder = self._ladder()
-        if not ladder:
-            raise ConfigError(
-                f"--eval-file: '{self.base.eval_file}' has {self.most} sequences of "
-                f"{self.base.seq_len} tokens for each of {self.planner.world_size} GPUs, less than "
-                "any micro-batch that is possible: use more data or a smaller --seq-len"
-            )
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
         if ladder and self._speed(ladder[best]) == self._speed(ladder[0]) == 0:
@@ -94,9 +78,8 @@ class Fit:
         """The configuration with each micro-batch that is tried, the smallest first."""
         sequences = self.base.batch_size * self.base.grad_accumulation
         enough = max(MOST_TOKENS // self.base.seq_len, self.base.batch_size)
-        most = min(sequences, enough if self.most is None else min(enough, self.most))
         ladder: list[TrainConfig] = []
-        for batch in (n for n in range(1, most + 1) if sequences % n == 0):
+        for batch in (n for n in range(1, min(sequences, enough) + 1) if sequences % n == 0):
             if ladder and batch < LADDER * ladder[-1].batch_size:
                 continue
             change = {"batch_size": batch, "grad_accumulation": sequences // batch}

@@ -161,13 +161,22 @@ class HfWeights:
                 )
 
     def read(self, param: Param) -> np.ndarray:
-        """One parameter in its shape, padding zero; BF16 where stored so, else F32."""
+        """One parameter in its shape, padding zero; BF16 where stored so, else F32.
+
+        LlmqError for a NaN or an infinity.
+        """
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
         bf16 = all(self._where[name].tensors[name].dtype == "BF16" for _, name in parts)
         out = np.zeros(param.shape, (BF16 if bf16 else F32).numpy)
         for part, name in parts:
             file = self._where[name]
-            values = file.read(name).reshape(file.tensors[name].shape)
+            values = file.read(name)
+            if not _all_finite(values):
+                raise LlmqError(
+                    f"'{file.path}': {name} holds NaN or infinity: the model is damaged, copy it "
+                    "again or use another one"
+                )
+            values = values.reshape(file.tensors[name].shape)
             out[part.start : part.stop] = values.T if part.transposed else values
         return out
 
@@ -181,6 +190,14 @@ class HfWeights:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """Of F32, F16 or BF16. By the bits, at several times the speed at which files are read."""
+    size = values.dtype.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
+    negative = infinity + (1 << (8 * size - 1))
+    return values.view(f"i{size}").max() < infinity and values.view(f"u{size}").max() < negative
 
 
 def _part_shape(param: Param, part: HfPart) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ The order is the one llm.q defines. A file of n tokens has (n - 1) // T chunks o
 whose targets are the same tokens shifted by one. Each epoch shuffles the files, and the chunks
 inside each file. A group is `world_size` consecutive chunks of the shuffled order, one per rank; a
 batch is `micro_batch` groups, which may come from two or more files. A file's last, incomplete
-group is not used in that epoch. Every position is therefore plain arithmetic on (epoch, file,
+group and an epoch's last, incomplete batch are not used in that epoch; or filled up, where
+everything counts, as in a validation. Every position is therefore plain arithmetic on (epoch, file,
 chunk): resuming costs one shuffle of one file and reads no data.
 """
 
@@ -143,18 +144,6 @@ def _num_chunks(file: TokenFile, seq_len: int) -> int:
     return max(file.num_tokens - 1, 0) // seq_len
 
 
-def most_sequences(pattern: str, seq_len: int, vocab_size: int, world_size: int) -> int:
-    """The largest micro-batch of which these files hold a batch for all ranks; 0: none.
-
-    Raises DataError as DataLoader does for files that are missing or damaged.
-    """
-    groups = 0
-    for file in open_token_files(pattern, vocab_size):
-        groups += _num_chunks(file, seq_len) // world_size
-        file.close()
-    return groups
-
-
 class DataLoader:
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
 
@@ -174,9 +163,13 @@ class DataLoader:
         vocab_size: int,
         rank: int = 0,
         world_size: int = 1,
+        everything: bool = False,
         prefetch: int = 4,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
+
+        everything: fill incomplete groups and batches with masked targets instead of leaving them
+        out. Their inputs are those of another sequence, so that no other values arise in the model.
 
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
@@ -192,23 +185,43 @@ class DataLoader:
         self._fingerprint = _fingerprint(self.files)
         self.total_tokens = sum(file.num_tokens for file in self.files)
         self._chunks = [_num_chunks(file, seq_len) for file in self.files]
-        self._groups_per_epoch = sum(chunks // world_size for chunks in self._chunks)
-        self.batches_per_epoch = self._groups_per_epoch // micro_batch
+        self._everything = everything
+        self._groups = [self._parts(chunks, world_size) for chunks in self._chunks]
+        self.batches_per_epoch = self._parts(sum(self._groups), micro_batch)
         if self.batches_per_epoch == 0:
-            have, usable = sum(self._chunks), self._groups_per_epoch * world_size
-            shared = f", {usable} of which all ranks can share," if usable < have else ","
-            raise DataError(
-                f"'{self.files[0].path}'{' …' * (len(self.files) > 1)} has {have} sequences of "
-                f"{seq_len} tokens{shared} but one batch needs {micro_batch * world_size} "
-                f"({micro_batch} x {world_size} ranks): use more data, a shorter sequence length "
-                "or a smaller batch"
-            )
+            raise self._too_short()
         self._position = _Position()  # of the next batch that next_batch will return
         self._ahead: _Position | None = self._position  # of the next batch to be read; None: end
         self._prefetch = prefetch
         self._pending: deque[tuple[Future, _Position]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
         self._open_file: TokenFile | None = None  # only the reading thread uses it
+
+    def _parts(self, count: int, size: int) -> int:
+        """How many parts of this size that many things make."""
+        return -(-count // size) if self._everything else count // size
+
+    def _too_short(self) -> DataError:
+        have, usable = sum(self._chunks), sum(self._groups) * self.world_size
+        shared = f", {usable} of which all ranks can share," if usable < have else ","
+        needed = (
+            f"one batch needs {self.micro_batch * self.world_size} ({self.micro_batch} x "
+            f"{self.world_size} ranks): use more data, a shorter sequence length or a smaller batch"
+        )
+        if self._everything:
+            needed = "one is needed: use more data or a shorter sequence length"
+        return DataError(
+            f"'{self.files[0].path}'{' …' * (len(self.files) > 1)} has {have} sequences of "
+            f"{self.seq_len} tokens{shared} but {needed}"
+        )
+
+    def sequences(self, batches: int) -> int:
+        """How many the first batches of the current epoch hold, for all ranks together."""
+        left, count = batches * self.micro_batch, 0
+        for i in self._file_order(self.epoch):
+            count += min(self._chunks[i], min(left, self._groups[i]) * self.world_size)
+            left -= min(left, self._groups[i])
+        return count
 
     @property
     def epoch(self) -> int:
@@ -217,7 +230,7 @@ class DataLoader:
 
     def has_next(self, batches: int = 1) -> bool:
         """Whether this epoch still has that many batches."""
-        return self._groups_left() >= batches * self.micro_batch
+        return self._parts(self._groups_left(), self.micro_batch) >= batches
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next batch: inputs and targets, both int32 (B, T); masked targets are -100.
@@ -294,9 +307,10 @@ class DataLoader:
         at = self._position
         order = self._file_order(at.epoch)
         here = order[at.file_index : at.file_index + 1]
-        left = sum(max(self._chunks[i] - at.chunk_index, 0) // self.world_size for i in here)
+        chunks = [max(self._chunks[i] - at.chunk_index, 0) for i in here]
         rest = order[at.file_index + 1 :]
-        return left + sum(self._chunks[i] // self.world_size for i in rest)
+        left = sum(self._parts(n, self.world_size) for n in chunks)
+        return left + sum(self._groups[i] for i in rest)
 
     def _move(self, position: _Position) -> None:
         """Drop what was read ahead and go on from `position`."""
@@ -315,32 +329,35 @@ class DataLoader:
                 self._pending.append((future, self._ahead))
 
     def _plan_batch(self, at: _Position) -> tuple[list[tuple[int, int]], _Position | None]:
-        """(file_index, chunk_index) of the B groups from `at` on, and the position after them.
+        """(file_index, chunk_index) of the next groups, B or less, and the position after them.
 
-        The position is None where the epoch has less than a batch left.
+        The position is None where the epoch has no batch left.
         """
         order = self._file_order(at.epoch)
         file_index, chunk_index = at.file_index, at.chunk_index
         rows: list[tuple[int, int]] = []
         while len(rows) < self.micro_batch:
-            if file_index == len(order):
-                return rows, None
-            if chunk_index + self.world_size > self._chunks[order[file_index]]:
-                file_index, chunk_index = file_index + 1, 0
-            else:
+            if self._parts(self._chunks[order[file_index]] - chunk_index, self.world_size) > 0:
                 rows.append((file_index, chunk_index))
                 chunk_index += self.world_size
+            elif file_index + 1 < len(order):
+                file_index, chunk_index = file_index + 1, 0
+            elif rows and self._everything:
+                break
+            else:
+                return rows, None
         return rows, _Position(at.epoch, file_index, chunk_index)
 
     def _read_batch(self, epoch: int, rows: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Read this rank's chunk of each group. Runs on the reading thread, in order."""
         inputs = np.empty((self.micro_batch, self.seq_len), np.int32)
-        targets = np.empty_like(inputs)
+        targets = np.full_like(inputs, MASKED_TARGET)
         file_order = self._file_order(epoch)
         for row, (file_index, chunk_index) in enumerate(rows):
             which = file_order[file_index]
             order = epoch_order(self._chunks[which], self.seed, epoch, file_index)
-            start = int(order[chunk_index + self.rank]) * self.seq_len
+            chunk = chunk_index + self.rank
+            start = int(order[min(chunk, len(order) - 1)]) * self.seq_len
             file = self.files[which]
             if file is not self._open_file:
                 if self._open_file is not None:
@@ -349,11 +366,14 @@ class DataLoader:
             tokens = file.read_tokens(start, self.seq_len + 1)
             self._check_ids(file, start, tokens)
             inputs[row] = tokens[:-1]
+            if chunk >= len(order):  # an incomplete group
+                continue
             targets[row] = tokens[1:]
             # The bit of the target token itself decides, so that the first token of an answer is
             # trained and the token after its end is not.
             if file.has_masks:
                 targets[row][~file.read_mask(start + 1, self.seq_len)] = MASKED_TARGET
+        inputs[len(rows) :] = inputs[0]  # of an incomplete batch
         return inputs, targets
 
     def _check_ids(self, file: TokenFile, start: int, tokens: np.ndarray) -> None:

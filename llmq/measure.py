@@ -50,8 +50,9 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
-    idle = make_config(options).warnings() + config.rank_warnings(trainer.world_size)
-    warn(idle + model_warnings(model_dir))
+    on_cpu = trainer.dev.kind == "host"
+    idle = config.rank_warnings(trainer.world_size, on_cpu=on_cpu)
+    warn(make_config(options).warnings() + idle + model_warnings(model_dir))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
     trainer.load_weights()

@@ -126,10 +126,10 @@ class Fields:
         _DATA, None, "Passes over the training data, 1 if neither this nor --steps is given", min=1
     )
     eval_every_n_steps: int = option(
-        _DATA, 100, "Steps between validations; 0 or less: only at the end"
+        _DATA, 100, "Steps between validations; 0 or less: only at new epochs and at the end"
     )
     eval_num_steps: int = option(
-        _DATA, 100, "Batches of a periodic validation; the final one takes all whole batches", min=1
+        _DATA, 100, "Batches of a periodic validation; the final one takes all sequences", min=1
     )
 
     learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)
@@ -307,6 +307,12 @@ class Fields:
     memcpy_all_gather: bool = option(_RANKS, False, "Gather weights by copies instead of NCCL")
     memcpy_send_recv: bool = option(
         _RANKS, False, "With --all-to-all-reduce: exchange gradients by copies instead of NCCL"
+    )
+    mirror_weights: bool = option(
+        _RANKS,
+        False,
+        "With --memcpy-all-gather: keep sharded weights in host memory too, where GPUs read them "
+        "that cannot copy directly",
     )
     all_to_all_reduce: bool = option(
         _RANKS, False, "Exchange gradients and sum them here, in a fixed order"

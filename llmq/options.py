@@ -9,16 +9,16 @@ from pathlib import Path
 
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError
-from llmq.option_fields import FP8_DTYPES, Fields
+from llmq.option_fields import FP8_DTYPES
 from llmq.option_types import Option, layer_set, options_of
+from llmq.option_warnings import Warnings
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
-_DEFAULTS = Fields()
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Fields):
+class TrainConfig(Warnings):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
@@ -36,14 +36,12 @@ class TrainConfig(Fields):
         values["matmul_dtype"] = values["matmul_dtype"] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
-        values["shard_gradients"] = values["shard_gradients"] or values["zero_level"] >= 2
-        values["shard_weights"] = values["shard_weights"] or values["zero_level"] == 3
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
-        for implying, implied in _IMPLICATIONS:
-            values[implied] = values[implied] or values[implying]
+        for implied, implying, least in _IMPLICATIONS:
+            values[implied] = values[implied] or values[implying] >= least
         if values["log_file"] is None:
-            start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M")
+            start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
         for name in ("out_dir", "checkpoint_dir", "log_file"):
             values[name] = Path(str(values[name]).replace("%n", values["name"]))
@@ -194,154 +192,27 @@ class TrainConfig(Fields):
                     )
         return self
 
-    def warnings(self) -> list[str]:
-        """One line for every option that has no effect beside the others."""
-        lines = []
-        if self.ckpt_major > 0 and self.ckpt_keep_n <= 0:
-            lines.append("--ckpt-major has no effect without --ckpt-keep-n: nothing is deleted")
-        if self.final_lr_fraction != 1 and self.lr_schedule == "wsd":
-            lines.append("--final-lr-fraction has no effect with --lr-schedule wsd")
-        if 0 <= self.steps < self.warmup + self.cooldown:
-            lines.append(
-                f"--warmup {self.warmup} and --cooldown {self.cooldown} do not fit into "
-                f"--steps {self.steps}"
-            )
-        on_cpu = [f"{flag} has no effect with --device cpu" for flag in self._idle_on_cpu()]
-        return on_cpu + self._but_on_cpu(lines + self._memory_warnings())
-
-    def _idle_on_cpu(self) -> list[str]:
-        """Options that are about GPUs, with their values; [] unless --device is cpu."""
-        idle = {
-            "--no-tune": not self.tune,
-            "--no-use-cuda-graphs": not self.use_cuda_graphs,
-            f"--attention {self.attention}": self.attention != "auto",
-            f"--fp8-fast-accumulation {self.fp8_fast_accumulation}": (
-                self.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation
-            ),
-            "--write-combined": self.write_combined,
-            "--memcpy-all-gather": self.memcpy_all_gather,
-            "--memcpy-send-recv": self.memcpy_send_recv,
-            f"--p2p {self.p2p}": self.p2p != "auto",
-            f"--log-gpu-util {self.log_gpu_util}": self.log_gpu_util
-            not in (0, _DEFAULTS.log_gpu_util),
-        }
-        return [flag for flag, given in idle.items() if given and self.device == "cpu"]
-
-    def _but_on_cpu(self, lines: list[str]) -> list[str]:
-        """The lines about other options than those that have no effect on the CPU at all."""
-        told = {flag.split()[0] for flag in self._idle_on_cpu()}
-        return [line for line in lines if line.split()[0] not in told]
-
-    def _memory_warnings(self) -> list[str]:
-        optimizer = self.offload_master or self.offload_opt_m or self.offload_opt_v
-        offload = optimizer or self.offload_gradients or self.offload_quants
-        separate = (
-            self.matmul_dtype == "e4m3"
-            or self.shard_weights
-            or self.master_dtype != self.model_dtype
-        )
-        recomputes = any(
-            getattr(self, name)
-            for name in OPTIONS
-            if name.startswith("recompute_") and name != "recompute_layers"
-        )
-        idle = (
-            ("--zero-level 0", "is the same as 1", self.zero_level == 0),
-            (
-                "--offload-master",
-                "has no effect: the optimizer updates the weights that the products read; it has "
-                "one with --shard-weights or --matmul-dtype e4m3",
-                self.offload_master and not separate,
-            ),
-            (
-                "--use-zero-copy",
-                "has no effect without --offload-master, -opt-m, -opt-v or -gradients",
-                self.use_zero_copy and not (optimizer or self.offload_gradients),
-            ),
-            (
-                "--write-combined",
-                "has no effect without an --offload option beside --offload-residual",
-                self.write_combined and not offload,
-            ),
-            (
-                "--memcpy-send-recv",
-                "has no effect without --all-to-all-reduce",
-                self.memcpy_send_recv and not self.all_to_all_reduce,
-            ),
-            (
-                "--recompute-layers",
-                "has no effect without a --recompute option",
-                self.recompute_layers != "all" and not recomputes,
-            ),
-            (
-                "--debug-log-abs-max",
-                "has no effect without --matmul-dtype e4m3",
-                self.debug_log_abs_max > 0 and self.matmul_dtype != "e4m3",
-            ),
-            (
-                "--no-keep-transposed",
-                "has no effect without --matmul-dtype e4m3",
-                not self.keep_transposed and self.matmul_dtype != "e4m3",
-            ),
-            (
-                "--fp8-fast-accumulation",
-                "has no effect without --matmul-dtype e4m3",
-                self.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation
-                and self.matmul_dtype != "e4m3",
-            ),
-        )
-        return [f"{flag} {problem}" for flag, problem, applies in idle if applies]
-
-    def rank_warnings(self, world_size: int) -> list[str]:
-        """One line for every option that has no effect with this number of ranks."""
-        lines = []
-        if world_size == 1:
-            idle = {
-                "--memcpy-all-gather": self.memcpy_all_gather,
-                "--memcpy-send-recv": self.memcpy_send_recv,
-                "--all-to-all-reduce": self.all_to_all_reduce,
-                "--measure-scaling": self.measure_scaling,
-                f"--p2p {self.p2p}": self.p2p != "auto",
-            }
-            lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
-            lines += self._one_rank_sharding_warnings()
-        streams = self.shard_weights and (world_size > 1 or self._why_weights_stay() is None)
-        if self.matmul_dtype == "e4m3" and streams and not self.keep_transposed:
-            lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
-        return self._but_on_cpu(lines)
-
-    def _why_weights_stay(self) -> str | None:
-        """Why --shard-weights does nothing with one rank; None where it does something."""
-        if self.matmul_dtype == "e4m3":
-            resident = self.persistent_quants and not self.offload_quants
-            return "with --persistent-quants and without --offload-quants" if resident else None
-        if self.master_dtype != self.model_dtype:
-            return f"with --master-dtype {self.master_dtype}"
-        return None if self.offload_master else "without --offload-master"
-
-    def _one_rank_sharding_warnings(self) -> list[str]:
-        """What --zero-level implies counts as one option, which may do something in part."""
-        weights = self._why_weights_stay()
-        gradients = None if self.offload_gradients else "without --offload-gradients"
-        level, idle = self.zero_level, {}
-        if self.shard_weights and level < 3:
-            idle["--shard-weights"] = weights
-        if self.shard_gradients and level < 2:
-            idle["--shard-gradients"] = gradients
-        if level == 2:
-            idle["--zero-level 2"] = gradients
-        if level == 3:
-            idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
-        return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]
-
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)
 """How each field of TrainConfig is set, by field name, in the order of --help."""
 
+# What is on where another option is, or has at least this value.
 _IMPLICATIONS = (
-    ("recompute_block", "recompute_att"),
-    ("recompute_block", "recompute_ffn"),
-    ("recompute_block", "recompute_norm"),
-    ("recompute_att", "recompute_qkv"),
-    ("recompute_ffn", "recompute_swiglu"),
+    ("recompute_att", "recompute_block", True),
+    ("recompute_ffn", "recompute_block", True),
+    ("recompute_norm", "recompute_block", True),
+    ("recompute_qkv", "recompute_att", True),
+    ("recompute_swiglu", "recompute_ffn", True),
+    ("shard_gradients", "zero_level", 2),
+    ("shard_weights", "zero_level", 3),
 )
+
+
+def implied_by(name: str, config: TrainConfig) -> str | None:
+    """The flag that switches this option on in a normalized configuration, if one does."""
+    for implied, implying, least in _IMPLICATIONS:
+        value = getattr(config, implying)
+        if implied == name and value >= least:
+            option = OPTIONS[implying]
+            return option.flag if value is True else f"{option.flag} {value}"
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.config import ModelConfig
 from llmq.errors import ConfigError
-from llmq.options import OPTIONS, TrainConfig
+from llmq.options import OPTIONS, TrainConfig, implied_by
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
 
@@ -51,14 +51,24 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
 
     given: values by flag name without dashes. file: YAML, or JSON by its suffix; one mapping with
-    the same keys, - or _ alike. Raises ConfigError for an unknown key or a value that is not valid.
+    the same keys, - or _ alike. Raises ConfigError for an unknown key, a value that is not valid,
+    and an option that is given as off though another one implies it.
     """
     own = _by_field(given, "")
     inherited = {} if file is None else _by_field(_read_file(file), f"{file}: ")
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in own:  # they exclude each other, and the command line wins
             inherited.pop(other, None)
-    return TrainConfig(**(inherited | own)).normalized().validate()
+    values = inherited | own
+    config = TrainConfig(**values).normalized().validate()
+    for name, value in values.items():
+        implying = implied_by(name, config) if value is False else None
+        if implying is not None:
+            raise ConfigError(
+                f"--no-{OPTIONS[name].flags[0]}: {implying} implies {OPTIONS[name].flag}: leave "
+                "out one of them"
+            )
+    return config
 
 
 def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:

@@ -77,6 +77,7 @@ def step_options(config: TrainConfig, backend: str) -> StepOptions:
             shard=config.shard_weights,
             persistent_quants=config.persistent_quants,
             keep_transposed=config.keep_transposed,
+            mirror=config.mirror_weights and config.memcpy_all_gather and config.p2p != "on",
             master_place=host if config.offload_master else "device",
             quants_place=host if config.offload_quants else "device",
         ),

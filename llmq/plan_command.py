@@ -12,10 +12,9 @@ from llmq.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
 from llmq.cost import StepTime, step_time
-from llmq.errors import ConfigError, DataError, warn
+from llmq.errors import ConfigError, warn
 from llmq.estimate import Planner
 from llmq.fit import Candidate, Fit
-from llmq.loader import most_sequences
 from llmq.machine import (
     MIB,
     PLAN_SPEC,
@@ -237,12 +236,7 @@ def _search(
 ) -> list[Candidate]:
     card = where.card or card_of(where.spec)
     planner = Planner(model, where.spec, where.backend, card, where.world_size)
-    try:
-        eval_files = (config.eval_file, config.seq_len, model.vocab_size, where.world_size)
-        most = most_sequences(*eval_files)
-    except DataError:  # a plan needs no data, and training will say what is wrong
-        most = None
-    return Fit(config, planner, where.limits, given, most).search()
+    return Fit(config, planner, where.limits, given).search()
 
 
 def fit_report(found: list[Candidate], where: Target, log_file: bool) -> list[str]:

@@ -153,15 +153,24 @@ def _near_presets(name: str) -> str:
     return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(PRESETS)}"
 
 
+def is_preset(name: str) -> bool:
+    """Whether `preset` knows this name."""
+    return name.lower() in _BY_LOWER_NAME
+
+
+def find_directory(name: str) -> Path | None:
+    """The directory of this name, else of the repository of this name in the cache."""
+    directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
+    return directory if directory.is_dir() else _cached_snapshot(name)
+
+
 def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | None]:
     """Find what --model names: a directory, a repository in the Hugging Face cache, or a preset.
 
     Returns the configuration and the directory that holds its files, None for a preset. Nothing is
     downloaded. A preset is only considered with from_scratch. Raises ConfigError.
     """
-    directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
-    if not directory.is_dir():
-        directory = _cached_snapshot(name)
+    directory = find_directory(name)
     if directory is not None and ((directory / "config.json").is_file() or not from_scratch):
         content = _read_config_json(directory)
         try:
@@ -170,7 +179,7 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
             raise ConfigError(f"--model: {directory}: {error}") from None
     if from_scratch:
         return preset(name), None
-    if name.lower() in _BY_LOWER_NAME:
+    if is_preset(name):
         raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
     where = f"--model: {name!r} is not a directory and not a repository in the cache {_hub_cache()}"
     if name.count("/") == 1 and name[0] not in "./~":

@@ -14,11 +14,11 @@ from llmq.checkpoint_store import checkpoint_at
 from llmq.config import ModelConfig
 from llmq.decode import Decoder
 from llmq.dtypes import F32, DType, parse_dtype
-from llmq.errors import ConfigError, LlmqError
+from llmq.errors import ConfigError, LlmqError, warn
 from llmq.hf import HfWeights
 from llmq.machine import Machine, check_sizes, choose_machine
 from llmq.params import Param, weight_table
-from llmq.presets import resolve_model
+from llmq.presets import find_directory, is_preset, resolve_model
 from llmq.runtime.plan_device import PlanDevice
 from llmq.tokenizer import Tokenizer, load_tokenizer
 from llmq.weights import WeightOptions, Weights
@@ -128,6 +128,7 @@ def open_model(
     """
     step = checkpoint_at(Path(model))
     if step is None:
+        _check_model(model)
         config, directory = resolve_model(model, from_scratch=False)
         with HfWeights(directory) as weights:
             weights.check(weight_table(config))
@@ -142,6 +143,22 @@ def open_model(
                 "tokenizer's files into that directory"
             )
         yield config, lambda p: reader.read("weights", p).reshape(p.shape), tokenizer
+
+
+def _check_model(model: str) -> None:
+    """ConfigError, with what to give instead, unless there is a model of this name."""
+    directory = find_directory(model)
+    if directory is not None and (directory / "config.json").is_file():
+        return
+    problem = "is neither a directory nor a repository in the Hugging Face cache"
+    if directory is not None:
+        problem = "holds neither a model nor a complete checkpoint"
+    elif is_preset(model):
+        problem = "is a preset, which has no weights"
+    raise ConfigError(
+        f"MODEL: {model!r} {problem}: give the directory of a model, such as the output/NAME of a "
+        "run, or of its checkpoints, such as ckpt/NAME"
+    )
 
 
 def printable(text: str) -> str:
@@ -165,6 +182,7 @@ def run_sample(
     model_dtype: str,
 ) -> None:
     """Print samples that continue the prompt, separated by lines of three dashes."""
+    warn(_idle_options(temperature, top_k, top_p, num_samples))
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
     with open_model(model) as (config, read, source):
@@ -185,6 +203,17 @@ def run_sample(
             print(printable(text) if sys.stdout.isatty() else text, flush=True)
             if sample + 1 < num_samples:
                 print("---")
+
+
+def _idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
+    """One line for every option that has no effect beside the others."""
+    idle = {
+        f"--top-k {top_k}": top_k > 0,
+        f"--top-p {top_p}": top_p < 1,
+        f"--num-samples {num_samples}": num_samples > 1,
+    }
+    reason = "has no effect with --temperature 0: the likeliest token is always taken"
+    return [f"{flag} {reason}" for flag, given in idle.items() if given and temperature == 0]
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:

@@ -11,12 +11,10 @@ beyond its counts is dropped when the run is taken up again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,15 +123,17 @@ def _shard_number(path: Path) -> int:
 class Manifest:
     """tokenize.json: options, inputs, tokens written, place in the input."""
 
-    def __init__(self, out: Path, data: dict[str, Any]) -> None:
-        self.out, self.data = out, data
+    def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self.out, self.data, self._tokenizer = out, data, tokenizer
 
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
     ) -> None:
-        """Force the token files to the disk, then say so."""
+        """Force the token files to the disk, then say so. complete: the tokenizer, too."""
         for writer in shards.values():
             writer.sync()
+        if complete:
+            _save_tokenizer(self._tokenizer, self.out / "tokenizer")
         self.data["position"] = asdict(position)
         self.data["splits"] = {split: writer.tokens for split, writer in shards.items()}
         self.data["complete"] = complete
@@ -141,6 +141,11 @@ class Manifest:
 
     def write(self) -> None:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
+
+    def discard_if_empty(self) -> None:
+        """Leave nothing behind of a run that has not come to its first `save`."""
+        if _is_empty(self.data):
+            _remove(self.out)
 
     def summary(
         self, warnings: Sequence[str], *, was_complete: bool = False, was_resumed: bool = False
@@ -171,27 +176,6 @@ class Manifest:
         )
 
 
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Keep other processes from writing to the folder, which is created, during the block."""
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        folder = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        raise DataError(
-            f"another process is writing to '{out}': wait for it or choose another --out"
-        ) from None
-    except OSError:
-        pass  # network file systems may not lock folders; then it is up to the user
-    try:
-        yield
-    finally:
-        os.close(folder)
-
-
 def open_manifest(
     out: Path,
     options: dict[str, Any],
@@ -199,17 +183,22 @@ def open_manifest(
     tokenizer: Tokenizer,
     overwrite: bool,
 ) -> Manifest:
-    """The manifest in `out`, or a new one; DataError if `out` holds anything else of this kind."""
+    """The manifest in `out`, which is made, or a new one.
+
+    DataError if `out` holds anything else of this kind.
+    """
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     inputs = [[os.path.abspath(s.path), s.size, s.mtime_ns] for s in sources]
     path = out / MANIFEST
-    if overwrite:
-        for old in [path, *_token_files(out, *SPLITS)]:
-            old.unlink(missing_ok=True)
-    if path.exists():
-        return Manifest(out, _read_manifest(path, options, inputs))
+    earlier = _read_manifest(path) if path.exists() and not overwrite else None
+    if earlier is not None and not _is_empty(earlier):
+        _check_same(path, earlier, options, inputs)
+        return Manifest(out, earlier, tokenizer)
+    if overwrite or earlier is not None:  # the latter of a run that was killed early
+        _remove(out)
     if files := _token_files(out, *SPLITS):
         raise DataError(f"'{files[0]}' is of another origin: choose another --out or --overwrite")
-    _save_tokenizer(tokenizer, out / "tokenizer")
     data = {
         "complete": False,
         "options": options,
@@ -219,9 +208,20 @@ def open_manifest(
         "position": asdict(Position()),
         "inputs": inputs,
     }
-    manifest = Manifest(out, data)
+    manifest = Manifest(out, data, tokenizer)
     manifest.write()
     return manifest
+
+
+def _is_empty(data: dict[str, Any]) -> bool:
+    """Whether a manifest says that nothing has been written yet."""
+    return not data["complete"] and data["position"] == asdict(Position())
+
+
+def _remove(out: Path) -> None:
+    """The manifest first: token files alone are never taken for complete."""
+    for path in [out / MANIFEST, *_token_files(out, *SPLITS)]:
+        path.unlink(missing_ok=True)
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -234,18 +234,25 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save(folder)
 
 
-def _read_manifest(path: Path, options: dict[str, Any], inputs: list[list]) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-        old_options, old_inputs = dict(data["options"]), list(data["inputs"])
+        _ = dict(data["options"]), list(data["inputs"]), data["position"], data["complete"]
+        return data
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error
-    changed = [name for name in options if options[name] != old_options.get(name)]
-    if inputs != old_inputs:
-        changed.append(f"inputs ({len(old_inputs)} files then, {len(inputs)} now, or edited)")
+
+
+def _check_same(
+    path: Path, data: dict[str, Any], options: dict[str, Any], inputs: list[list]
+) -> None:
+    """DataError if the tokens that are there were made in another way."""
+    changed = [name for name in options if options[name] != data["options"].get(name)]
+    if inputs != data["inputs"]:
+        then = len(data["inputs"])
+        changed.append(f"inputs ({then} files then, {len(inputs)} now, or edited)")
     if changed:
         raise DataError(
             f"'{path.parent}' holds tokens made with other {', '.join(changed)}: choose another "
             "--out, or start again with --overwrite"
         )
-    return data

@@ -37,8 +37,9 @@ from llmq.documents import (
     read_blocks,
 )
 from llmq.errors import ConfigError, DataError
+from llmq.files import locked
 from llmq.records import check_text
-from llmq.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, locked, open_manifest
+from llmq.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.tokens import MAX_TOKENS
 
@@ -95,12 +96,16 @@ def tokenize(
     encode = _Encoder(loaded, field).encode_blocks
     if workers > 1:
         encode = partial(_encode_in_workers, tokenizer=tokenizer, field=field, workers=workers)
-    with locked(out):
+    with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
         if manifest.data["complete"]:
             return manifest.summary(warnings, was_complete=True)
         was_resumed = manifest.data["position"] != asdict(Position())
-        _run(manifest, sources, encode, progress)
+        try:
+            _run(manifest, sources, encode, progress)
+        except BaseException:
+            manifest.discard_if_empty()
+            raise
         return manifest.summary(warnings, was_resumed=was_resumed)
 
 

@@ -51,7 +51,7 @@ class Trainer:
 
     config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
-    of the run, resumed ones included.
+    of the run, resumed ones included. validated_at: how many they were at the last validation.
     """
 
     def __init__(self, **options: Any):
@@ -78,6 +78,7 @@ class Trainer:
     def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
+        self.validated_at: int | None = None
         self.machine: Machine = choose_machine(config.device, config.gpus)
         check_machine(config, model, self.machine)
         backend = attention_backend(config, model, self.machine)
@@ -107,12 +108,12 @@ class Trainer:
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(self.config.train_file, self.config.train_seed)
+        return self._loaders(self.config.train_file, self.config.train_seed, everything=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(self.config.eval_file, self.config.eval_seed)
+        return self._loaders(self.config.eval_file, self.config.eval_seed, everything=True)
 
     @property
     def train_loader(self) -> DataLoader:
@@ -124,7 +125,7 @@ class Trainer:
         """Validation batches of rank 0."""
         return self.eval_loaders[0]
 
-    def _loaders(self, pattern: str, seed: int) -> list[DataLoader]:
+    def _loaders(self, pattern: str, seed: int, *, everything: bool) -> list[DataLoader]:
         return [
             DataLoader(
                 pattern,
@@ -134,6 +135,7 @@ class Trainer:
                 vocab_size=self.model.vocab_size,
                 rank=rank,
                 world_size=self.world_size,
+                everything=everything,
             )
             for rank in range(self.world_size)
         ]
@@ -243,7 +245,10 @@ class Trainer:
         return batches
 
     def validate(self, max_batches: int | None = None) -> Result:
-        """The loss on the validation files from their start. max_batches: of a rank; None: all."""
+        """The loss on the validation files from their start. max_batches: of a rank; None: all.
+
+        The last batch of all may be incomplete: what fills it does not count.
+        """
         count = self.eval_loader.batches_per_epoch
         count = count if max_batches is None else min(count, max_batches)
 
@@ -251,7 +256,9 @@ class Trainer:
             loader.reset()
             return (loader.next_batch() for _ in range(count))
 
-        return self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
+        result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
+        self.validated_at = self.steps_done
+        return result
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -288,7 +295,7 @@ class Trainer:
         manifest = Manifest(
             model=self.model,
             loader=self.train_loader.state() if loaded else {},
-            state=self.ranks.extra_state(),
+            state=self.ranks.extra_state() | {"validated_at": self.validated_at},
             options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
         )
@@ -311,9 +318,11 @@ class Trainer:
             if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)
             saved = reader.manifest.options
-            warn(changed_options(self.config, self.world_size, saved, reader.world))
+            runs = (self.config, self.world_size, saved, reader.world)
+            warn(changed_options(*runs, new_data=new_data))
             self.ranks.read(reader)
             self.steps_done = reader.step
+            self.validated_at = reader.manifest.state.get("validated_at")
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from llmq.announce import (
 from llmq.checkpoint_store import checkpoints_by_name, clean_old, find_checkpoint
 from llmq.config import ModelConfig
 from llmq.diagnose import UpdateCheck, abs_maxes
-from llmq.errors import ConfigError, DataError, Interrupted, LlmqError, warn
+from llmq.errors import ConfigError, DataError, Interrupted, ending_signals, warn
+from llmq.files import check_writable, locked
 from llmq.json_log import JsonLog
 from llmq.live import LiveView
 from llmq.machine import available_host_memory
@@ -45,14 +45,24 @@ def run_training(
     What cannot work is found before the first step: LlmqError for paths that cannot be written, a
     checkpoint that is not there, data that does not fit, too little memory.
     """
+    check_writable("--out-dir", config.out_dir)
+    check_writable("--checkpoint-dir", config.checkpoint_dir)
+    with _locked(config):
+        _run_locked(config, model, model_dir, argv)
+
+
+def _run_locked(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+) -> None:
+    """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    _check_writable("--out-dir", config.out_dir)
-    _check_writable("--checkpoint-dir", config.checkpoint_dir)
     checkpoint = _checkpoint_to_continue(config)
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         _check_data(trainer)
-        warn(config.rank_warnings(trainer.world_size))
+        length = (trainer.total_steps, trainer.steps_per_epoch)
+        on_cpu = trainer.dev.kind == "host"
+        warn(config.run_warnings(trainer.world_size, *length, on_cpu=on_cpu))
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
@@ -75,21 +85,19 @@ def run_training(
             run.close()
 
 
-def _check_writable(flag: str, directory: Path) -> None:
-    """Find out now, not after hours of training, that nothing can be written there."""
-    existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
-    missing = directory.parts[len(existing.parts) :]
-    if not os.path.exists(existing):
-        problem = f"'{existing}' is a link to what does not exist"
-    elif not existing.is_dir():
-        problem = f"'{existing}' is not a directory"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"'{existing}' is not writable"
-    elif any(len(os.fsencode(f"{p}.tmp")) > os.pathconf(existing, "PC_NAME_MAX") for p in missing):
-        problem = "the name is too long"
-    else:
-        return
-    raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
+@contextmanager
+def _locked(config: TrainConfig) -> Iterator[None]:
+    """Keep other runs from writing to the same checkpoints, model and log during the block."""
+    # Its folder may be a mount point that several machines share, so its lock lies inside.
+    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
+    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
+        if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
+            whole = path.resolve()
+            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(locked(*lock))
+        yield
 
 
 def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
@@ -221,16 +229,17 @@ class _Run:
                 self._leave()
 
     def _between_steps(self) -> None:
-        """Next epoch, checkpoint, evaluation, if it is time for them."""
+        """Next epoch, evaluation, checkpoint, if it is time for them.
+
+        A checkpoint knows whether its step was evaluated, so that a continued run makes up for it.
+        """
         trainer, config, step = self.trainer, self.config, self.trainer.steps_done
         every, interval = config.eval_every_n_steps, config.ckpt_interval
-        evaluate = trainer.advance_epoch_if_needed()
-        if step == self.first:
-            return
-        if interval > 0 and step % interval == 0:
-            self.save()
-        if evaluate or (every > 0 and step % every == 0):
+        evaluate = trainer.advance_epoch_if_needed() or (every > 0 and step % every == 0)
+        if evaluate and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
+        if step > self.first and interval > 0 and step % interval == 0:
+            self.save()
 
     def _step(self) -> None:
         trainer, start = self.trainer, time.perf_counter()
@@ -296,9 +305,9 @@ class _Run:
         start = time.perf_counter()
         result = trainer.validate(max_batches)
         ms = (time.perf_counter() - start) * 1000
-        batches = trainer.eval_loader.batches_per_epoch
-        batches = batches if max_batches is None else min(batches, max_batches)
-        tokens = batches * config.batch_size * config.seq_len * trainer.world_size
+        loader = trainer.eval_loader
+        batches = loader.batches_per_epoch if max_batches is None else max_batches
+        tokens = loader.sequences(batches) * config.seq_len
         self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
         if result.tokens == 0:
             self.reporter.message(
@@ -323,7 +332,7 @@ class _Run:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 
     def finish(self) -> None:
-        """The last evaluation, on all whole batches, and the export."""
+        """The last evaluation, on all sequences, and the export."""
         step = self.trainer.steps_done
         loss = self.evaluate(None)
         self.reporter.message(f"Done. validation loss {loss:10f}", step)
@@ -334,18 +343,23 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into `self.signum`; a second one acts as usual."""
+        """Turn the first ending signal into `self.signum`; a second one acts as usual.
+
+        But not SIGHUP: when a terminal goes, its shell and the system send one each.
+        """
 
         def note(signum: int, frame: object) -> None:
             self.signum = signum
             restore()
+            if signal.SIGHUP in before:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
         def restore() -> None:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
         before = {}
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in ending_signals():
             before[signum] = signal.signal(signum, note)
         try:
             yield

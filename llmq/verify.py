@@ -49,6 +49,7 @@ _OFF: dict[str, Any] = {
     "write_combined": False,
     "memcpy_all_gather": False,
     "memcpy_send_recv": False,
+    "mirror_weights": False,
 }
 _OFF_ON_A_GPU = {"use_cuda_graphs": False}
 _OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
@@ -95,6 +96,10 @@ def run_verify(
     json: bool = False,
 ) -> bool:
     """`llmq verify`: print the comparison; returns whether everything is equal."""
+    for name in ("steps", "epochs"):
+        if getattr(config, name) not in (-1, 1, None):
+            length = flag(name, getattr(config, name))
+            warn([f"{length} has no effect on a verification, which takes --verify-steps {steps}"])
     found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)
     if json:
         print(json_module.dumps(record(found), indent=1, allow_nan=False))
@@ -122,7 +127,7 @@ def compare(
         )
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
-    warn(config.rank_warnings(machine.world_size))
+    warn(config.rank_warnings(machine.world_size, on_cpu=machine.kind == "host"))
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)

@@ -20,6 +20,7 @@ import numpy as np
 from llmq.config import ModelConfig
 from llmq.dtypes import DType
 from llmq.linear import Operand
+from llmq.mirrors import Mirrors
 from llmq.ops import convert, fill, random
 from llmq.params import Param, Slab, by_block
 from llmq.quants import HeadQuants, Quants
@@ -33,7 +34,8 @@ class WeightOptions:
 
     fp8: the blocks' products run in this format, else in dtype. fp8_head: those of the LM head too.
     shard: blocks are streamed. persistent_quants: a shard keeps its codes from update to update.
-    keep_transposed: so do the transposed codes of blocks that are not streamed.
+    keep_transposed: so do the transposed codes of blocks that are not streamed. mirror: of streamed
+    blocks, a shard is in pinned memory too, where peers read it that cannot be reached directly.
     *_place: "device", "pinned" or "write_combined".
     """
 
@@ -44,6 +46,7 @@ class WeightOptions:
     shard: bool = False
     persistent_quants: bool = False
     keep_transposed: bool = True
+    mirror: bool = False
     master_place: str = "device"
     quants_place: str = "device"
 
@@ -62,6 +65,7 @@ class Weights:
         self.work: dict[str, Tensor | None] = {}
         self._whole: dict[str, Tensor] = {}
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
+        self._mirrors = Mirrors(dev)
         self.quants = Quants(dev, table, options.fp8) if options.fp8 else None
         for slab in table:
             if slab.is_block and self._is_streamed():
@@ -129,6 +133,9 @@ class Weights:
         else:
             part = self.dev.alloc(f"{name}.part", shape, options.dtype, "Weights")
             self._part[name] = self.work[name] = part
+        part = self._part.get(name)
+        if options.mirror and part is not None and not part.on_host and self.dev.world_size > 1:
+            self._mirrors.add(name, part, "Quants" if options.fp8 else "Weights")
 
     # -- use -------------------------------------------------------------------------------------
 
@@ -148,6 +155,7 @@ class Weights:
         self._stale = stale
         self._to_gather = set(self._whole) if stale else set()
         self._slots.forget()
+        self._mirrors.start_micro_step(stale)
         if not stale and not self._slots.buffers:
             return
         self.dev.record(self._ready)
@@ -184,7 +192,7 @@ class Weights:
         if part is None:
             part = slab.shard(whole, self.dev.rank)
             self.quants.quantize(name, self.master[name], part)
-        self.dev.comm.all_gather(whole, part)
+        self.dev.comm.all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
         """The work weights of a gathered block, by key. transposed: for products in backward."""

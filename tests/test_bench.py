@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import sys
 import threading
 import time
@@ -598,6 +599,9 @@ def test_the_folder_of_the_report_is_made_before_measuring(monkeypatch, tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(LlmqError, match="cannot write"):  # no outcome: nothing may be measured
         bench_with(monkeypatch, tmp_path / "file", [], None, given={"model": "tiny"})
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(LlmqError, match="--out: cannot write into"):
+        bench_with(monkeypatch, tmp_path, [], None, given={"model": "tiny"})
 
 
 def test_report_without_any_result():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -426,12 +427,13 @@ def test_interrupt_exits_130(stub, capsys):
         ("tokenize x --tokenizer bytes --out o".split(), "tokenize.tokenize"),
     ],
 )
-def test_what_has_child_processes_cleans_up_after_sigterm(monkeypatch, args, target):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_what_has_child_processes_cleans_up_after_a_signal(monkeypatch, args, target, signum):
     cleaned_up = []
 
     def terminated(*args, **kwargs):
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
             time.sleep(10)  # Python acts on a signal at the next opportunity
         finally:
             cleaned_up.append(True)
@@ -439,13 +441,41 @@ def test_what_has_child_processes_cleans_up_after_sigterm(monkeypatch, args, tar
     module, function = target.split(".")
     stand_in = SimpleNamespace(**{function: terminated})
     monkeypatch.setitem(sys.modules, f"llmq.{module}", stand_in)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # without the handler: a failure
+
+    def unhandled(*_):
+        pass
+
+    before = signal.signal(signum, unhandled)
     try:
-        assert _run(args) == 128 + signal.SIGTERM
+        assert _run(args) == 128 + signum
         assert cleaned_up == [True]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signum) == unhandled
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signum, before)
+
+
+@pytest.mark.parametrize("function", ["main", "train_main"])
+def test_ctrl_c_while_modules_are_loaded(function):
+    code = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "import llmq.__main__\n"
+        f"llmq.__main__.{function}()\n"
+    )
+    done = python(code, "--help")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_commands_begin_there():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {
+        "llmq": "llmq.__main__:main",
+        "llmq-train": "llmq.__main__:train_main",
+    }
 
 
 def test_warnings_go_to_stderr(stub, capsys):
@@ -465,7 +495,7 @@ def test_a_reader_that_leaves_is_no_error(args):
 
 
 def test_llmq_train_is_llmq_train():
-    code = "import sys; sys.argv[0] = 'llmq-train'; from llmq.cli import train_main; train_main()"
+    code = "from llmq.__main__ import train_main; train_main()"
     done = python(code, "--help")
     assert done.returncode == 0
     assert "Usage: llmq train" in done.stdout

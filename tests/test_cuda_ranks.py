@@ -82,11 +82,19 @@ def test_several_gpus_compute_what_one_does(path, world, alone, collectives, lev
 @pytest.mark.parametrize("level", [1, 3])
 def test_how_parts_travel_changes_no_bit(path, world, level):
     """The sums are ours, in the order of ranks, whoever brings the parts."""
-    results = [
-        run(path, world, model_dtype="bf16", zero_level=level, **collectives)
-        for name, collectives in COLLECTIVES.items()
-        if name != "nccl"
-    ]
+    ways = [options for name, options in COLLECTIVES.items() if name != "nccl"]
+    ways.append({**COLLECTIVES["staged"], "mirror_weights": True})
+    results = [run(path, world, model_dtype="bf16", zero_level=level, **way) for way in ways]
+    assert results[1:] == results[:-1]
+
+
+def test_where_codes_lie_changes_no_bit(path, world):
+    options = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "zero_level": 3, **COPIES}
+    kept = {"persistent_quants": True}
+    ways = [{}, kept, kept | {"offload_quants": True}]
+    ways += [way | {"p2p": "off"} for way in ways]
+    ways.append(kept | {"p2p": "off", "mirror_weights": True})
+    results = [run(path, world, **options, **way) for way in ways]
     assert results[1:] == results[:-1]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.runs import B, T, make_workplace, train
+from tests.runs import B, T, make_workplace, train, write_tokens
 
 EVAL = "data/eval.bin"
 
@@ -88,8 +88,8 @@ def test_token_id_outside_the_vocabulary(capsys, last):
 def test_too_little_data(capsys):
     refused(capsys, "sequences of 16 tokens, but one batch needs 64", batch_size=64)
     refused(capsys, "--grad-accumulation", "the training data has 10", grad_accumulation=11)
-    shutil.copy("data/train-2.bin", EVAL)
-    refused(capsys, EVAL, "one batch needs 6", batch_size=6, train_file="data/train-0.bin")
+    write_tokens(Path(EVAL), 0)
+    refused(capsys, EVAL, "has 0 sequences of 16 tokens, but one is needed")
 
 
 # ------------------------------------------------------------------------------------------------

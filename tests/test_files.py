@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import socket
 import subprocess
 import sys
 
@@ -11,7 +13,14 @@ import pytest
 
 from llmq import files
 from llmq.errors import LlmqError
-from llmq.files import publish_directory, replacing, staged_directory, write_file
+from llmq.files import (
+    check_writable,
+    locked,
+    publish_directory,
+    replacing,
+    staged_directory,
+    write_file,
+)
 
 REPLACES = ("config.json", "old-*")
 
@@ -172,3 +181,76 @@ def test_leftovers_of_a_killed_run_are_not_published(tmp_path):
     with staged_directory(tmp_path / "out", REPLACES) as staging:
         (staging / "config.json").touch()
     assert listing(tmp_path / "out") == ["config.json"]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from llmq.files import locked
+with locked(Path(sys.argv[1]), "--x", Path("there")):
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
+    lock = tmp_path / "new" / "er" / ".lock"
+    args = [sys.executable, "-c", HOLDER, lock]
+    with subprocess.Popen(args, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        with pytest.raises(LlmqError) as refusal, locked(lock, "--out", tmp_path / "x"):
+            pass
+        owner = f"process {process.pid} on {socket.gethostname()}"
+        assert str(refusal.value) == (
+            f"--out: '{tmp_path / 'x'}' is in use by {owner}: wait for it to end, or choose "
+            "another one"
+        )
+        process.kill()
+    assert lock.exists()
+    with locked(lock, "--out", tmp_path):
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    assert listing(tmp_path / "new" / "er") == []
+
+
+def test_a_lock_takes_its_folders_away(tmp_path):
+    for kept in ([], ["file"]):
+        with locked(tmp_path / "a" / "b" / ".lock", "--out", tmp_path):
+            for name in kept:
+                (tmp_path / "a" / name).touch()
+        assert listing(tmp_path) == (["a"] if kept else [])
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    lock, flock = tmp_path / ".lock", fcntl.flock
+    calls = []
+
+    def late(descriptor, operation):
+        if not calls:
+            lock.unlink()  # between our opening it and locking it
+        calls.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(lock, "--out", tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(LlmqError, match="in use"), locked(lock, "--out", tmp_path):
+            pass
+
+
+def test_where_there_are_no_locks(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with locked(tmp_path / "file" / ".lock", "--out", tmp_path):
+        pass
+    monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
+    with locked(tmp_path / ".lock", "--out", tmp_path), locked(tmp_path / ".lock", "-", tmp_path):
+        pass
+    assert listing(tmp_path) == ["file"]
+
+
+def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
+    check_writable("--out", tmp_path / "new" / "er")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    message = f"--out: cannot write into '{tmp_path / 'new'}': '{tmp_path}' is not writable, choose"
+    with pytest.raises(LlmqError, match=message):
+        check_writable("--out", tmp_path / "new")
+    assert listing(tmp_path) == []

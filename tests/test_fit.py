@@ -315,25 +315,13 @@ def test_auto_trains_as_it_says(tmp_path, monkeypatch, capsys):
     assert [line.split("|")[2:4] for line in again] == [line.split("|")[2:4] for line in steps]
 
 
-def test_auto_chooses_a_micro_batch_that_can_be_evaluated(tmp_path, monkeypatch, capsys):
+def test_auto_evaluates_less_than_a_micro_batch(tmp_path, monkeypatch, capsys):
     """The validation file has 7 sequences, 16 are a step, and all of them fit into memory."""
     monkeypatch.chdir(make_workplace(tmp_path))
     sizes = ["--batch-size=16", "--grad-accumulation=1", "--steps=1"]
     assert auto(*TRAIN, *sizes) == 0
-    assert "1. 4 x 4 sequences" in capsys.readouterr().out
-    planned = [*TRAIN, *sizes, "--model=model", "--from-scratch", "--device=cpu"]
-    assert _run(["plan", "--fit", *planned]) == 0
-    assert "1. 4 x 4 sequences" in capsys.readouterr().out
-    assert _run(["plan", "--fit", *planned, "--gpus=3"]) == 0
-    assert "1. 2 x 8 sequences" in capsys.readouterr().out
-    # Files that are not there yet are no reason to plan for small batches.
-    assert _run(["plan", "--fit", *planned, "--eval-file=data/none.bin"]) == 0
-    assert "1. 16 x 1 sequences" in capsys.readouterr().out
-    assert auto(*TRAIN, *sizes, "--gpus=8") == 2
-    assert capsys.readouterr().err == (
-        "error: --eval-file: 'data/eval.bin' has 0 sequences of 16 tokens for each of 8 GPUs, less "
-        "than any micro-batch that is possible: use more data or a smaller --seq-len\n"
-    )
+    out = capsys.readouterr().out
+    assert "1. 16 x 1 sequences" in out and "Done. validation loss" in out
 
 
 def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import weakref
 
 import ml_dtypes
@@ -265,6 +267,28 @@ def test_bf16_stays_bf16_and_mixtures_become_fp32(edited):
     assert values["model.norm.weight"].dtype == ml_dtypes.bfloat16
     assert values["model.layers.0.mlp.up.weight"].dtype == ml_dtypes.bfloat16
     assert values["model.layers.0.self_attn.qkv.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, None])
+def test_numbers_that_are_not_finite_are_found(edited, dtype, value):
+    """None: the largest ones that are finite are no reason."""
+    name = "model.layers.1.mlp.gate_proj.weight"
+
+    def change(tensors):
+        tensors.update({name: t.to(dtype) for name, t in tensors.items()})
+        largest = torch.finfo(dtype).max
+        tensors[name][0, :2] = torch.tensor([largest, -largest])
+        if value is not None:
+            tensors[name][2, 3] = value
+
+    directory = edited("qwen2", change)
+    if value is None:
+        bits(directory)
+        return
+    message = f"'{directory / hf.SINGLE_FILE}': {name} holds NaN or infinity: the model is damaged"
+    with pytest.raises(LlmqError, match=re.escape(message)):
+        bits(directory)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from llmq.errors import DataError
 from llmq.loader import _FILE_ORDER, DataLoader, epoch_order
-from llmq.tokens import TokenFile, TokenWriter
+from llmq.tokens import MASKED_TARGET, TokenFile, TokenWriter
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
 T = 4
@@ -333,6 +333,56 @@ def test_too_little_data(data):
     assert "a.bin' …" in str(error.value)
     with pytest.raises(DataError, match=r"has 29 sequences of 4 tokens, but one batch needs 30 "):
         loader(data, micro_batch=30)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 40])
+def test_everything_is_each_sequence_once(data, world_size, micro_batch):
+    sizes = {"world_size": world_size, "micro_batch": micro_batch, "everything": True}
+    loaders = [loader(data, rank, **sizes) for rank in range(world_size)]
+    batches = loaders[0].batches_per_epoch
+    groups = sum(-(-chunks // world_size) for chunks in CHUNKS.values())
+    assert batches == -(-groups // micro_batch)
+    found, counts = [], []
+    for number in range(batches):
+        for one in loaders:
+            assert one.has_next(batches - number) and not one.has_next(batches - number + 1)
+            inputs, targets = one.next_batch()
+            is_real = targets[:, 0] != MASKED_TARGET
+            np.testing.assert_array_equal(targets[is_real], inputs[is_real] + 1)
+            assert (targets[~is_real] == MASKED_TARGET).all()
+            # What is filled in is a sequence of the data as well.
+            starts = np.unique(inputs[:, 0])
+            assert (starts % 1000 % T == 0).all() and (starts // 1000 <= 4).all()
+            found += inputs[is_real, 0].tolist()
+        counts.append(len(found))
+    files = enumerate(CHUNKS.values())
+    assert sorted(found) == [1000 * i + T * c for i, chunks in files for c in range(chunks)]
+    assert [loaders[0].sequences(n + 1) for n in range(batches)] == counts
+    for one in loaders:
+        assert not one.has_next()
+        assert one.state()["file_name"]  # the end is a place, too
+        with pytest.raises(RuntimeError, match="no further batch"):
+            one.next_batch()
+        one.reset()
+        assert one.has_next(batches)
+        one.close()
+
+
+def test_everything_begins_as_an_epoch_does(data):
+    """The same batches first, so that periodic validations do not depend on it."""
+    with loader(data, micro_batch=3) as some, loader(data, micro_batch=3, everything=True) as whole:
+        assert whole.batches_per_epoch == some.batches_per_epoch + 1
+        assert some.sequences(2) == whole.sequences(2) == 6
+        for _ in range(some.batches_per_epoch):
+            np.testing.assert_array_equal(some.next_batch(), whole.next_batch())
+        assert (whole.next_batch()[1] != MASKED_TARGET).all(axis=1).sum() == 29 % 3
+
+
+def test_everything_of_nothing(tmp_path):
+    write(tmp_path / "a.bin", np.arange(T))
+    with pytest.raises(DataError, match="has 0 sequences of 4 tokens, but one is needed: use more"):
+        loader(tmp_path / "a.bin", world_size=2, everything=True)
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro_batch": 0}])

@@ -112,6 +112,7 @@ def test_defaults_of_known_flags():
         "fp8-fast-accumulation": "activations",
         "recompute-layers": "all",
         "keep-transposed": True,
+        "mirror-weights": False,
         "p2p": "auto",
         "watchdog": 300,
         "measure-scaling": False,
@@ -407,6 +408,33 @@ def test_formats_follow_the_model_dtype():
     assert (config.gradient_dtype, config.head_dtype) == ("e4m3", "bf16")
 
 
+@pytest.mark.parametrize(
+    ("off", "implying", "named"),
+    [
+        ("recompute-att", {"recompute-block": True}, "--recompute-block"),
+        ("recompute-ffn", {"recompute-block": True}, "--recompute-block"),
+        ("recompute-norm", {"recompute-block": True}, "--recompute-block"),
+        ("recompute-qkv", {"recompute-block": True}, "--recompute-att"),
+        ("recompute-qkv", {"recompute-att": True}, "--recompute-att"),
+        ("recompute-swiglu", {"recompute-ffn": True}, "--recompute-ffn"),
+        ("shard-gradients", {"zero-level": 2}, "--zero-level 2"),
+        ("shard-gradients", {"zero-level": 3}, "--zero-level 3"),
+        ("shard-weights", {"zero-level": 3}, "--zero-level 3"),
+    ],
+)
+def test_what_is_implied_cannot_be_given_as_off(tmp_path, off, implying, named):
+    message = f"--no-{off}: {named} implies --{off}: leave out one of them"
+    with pytest.raises(ConfigError, match=message):
+        make_config(implying | {off: False})
+    file = tmp_path / "run.json"
+    for in_file, given in ((implying, {off: False}), ({off: False}, implying)):
+        file.write_text(json.dumps(in_file))
+        with pytest.raises(ConfigError, match=message):
+            make_config(given, file)
+    assert not getattr(make_config({off: False}), off.replace("-", "_"))
+    assert make_config(implying | {off: True}) == make_config(implying)
+
+
 def test_epochs_are_implied_only_without_steps():
     assert make_config({}).epochs == 1
     assert make_config({"steps": 7}).epochs is None
@@ -416,7 +444,7 @@ def test_names_and_log_file():
     start = datetime(2026, 3, 4, 5, 6, 59, tzinfo=UTC)
     config = TrainConfig(name="run/a", out_dir=Path("x/%n/%n"), checkpoint_dir=Path("c"))
     config = config.normalized(start)
-    assert config.log_file == Path("logs/run/a-2026-03-04T05_06.json")
+    assert config.log_file == Path("logs/run/a-2026-03-04T05_06_59.json")
     assert config.out_dir == Path("x/run/a/run/a")
     assert config.checkpoint_dir == Path("c")
     named = TrainConfig(name="b", log_file=Path("%n.json")).normalized(start)
@@ -480,6 +508,9 @@ def test_warnings():
         "--final-lr-fraction",
         "--warmup",
     ]
+    (line,) = make_config({"lr-schedule": "linear"}).warnings()
+    assert line.startswith("--lr-schedule linear has no effect: with --final-lr-fraction 1 ")
+    assert make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1}).warnings() == []
 
 
 FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
@@ -519,19 +550,69 @@ def test_host_memory_of_residuals_is_not_the_optimizers():
         assert line.startswith(f"--{flag} has no effect without")
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"memcpy-all-gather": False}, "without --memcpy-all-gather"),
+        ({"shard-weights": False}, "without --shard-weights"),
+        ({"p2p": "on"}, "with --p2p on"),
+        ({"offload-master": True}, "with --offload-master"),
+        ({"offload-master": True, "master-dtype": "fp32"}, None),
+        (FP8, "without --persistent-quants"),
+        (FP8 | {"persistent-quants": True}, None),
+        (FP8 | {"persistent-quants": True, "offload-quants": True}, "with --offload-quants"),
+    ],
+)
+def test_mirrors_that_nobody_would_read(options, reason):
+    given = {"mirror-weights": True, "memcpy-all-gather": True, "shard-weights": True} | options
+    lines = [] if reason is None else [f"--mirror-weights has no effect {reason}"]
+    assert make_config(given).warnings() == lines
+    assert make_config(given | {"mirror-weights": False}).warnings() == []
+
+
 def test_options_that_do_nothing_with_one_rank():
     between = {"memcpy-all-gather": True, "memcpy-send-recv": True, "all-to-all-reduce": True}
+    between |= {"mirror-weights": True, "shard-weights": True, "persistent-quants": True, **FP8}
     config = make_config({**between, "measure-scaling": True, "p2p": "off"})
     assert config.warnings() == []
     assert config.rank_warnings(2) == []
     assert [line.split(" has no effect")[0] for line in config.rank_warnings(1)] == [
         "--memcpy-all-gather",
         "--memcpy-send-recv",
+        "--mirror-weights",
         "--all-to-all-reduce",
         "--measure-scaling",
         "--p2p off",
+        "--shard-weights",
     ]
     assert make_config({"watchdog": 5}).rank_warnings(1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "line"),
+    [
+        ({"watchdog": 5}, 10, "--watchdog 5 has no effect with one GPU"),
+        ({"eval-num-steps": 7, "eval-every-n-steps": 0}, 10, "--eval-num-steps 7 has no effect: "),
+        ({"eval-num-steps": 7, "eval-every-n-steps": 10}, 10, "--eval-num-steps 7 has no effect"),
+        ({"eval-num-steps": 7, "eval-every-n-steps": 9}, 10, None),
+        ({"eval-num-steps": 7, "eval-every-n-steps": 0}, 11, None),  # a second epoch begins
+    ],
+)
+def test_options_that_do_nothing_in_a_run_so_long(options, steps, line):
+    config = make_config(options)
+    assert config.warnings() == config.rank_warnings(1) == []
+    found = config.run_warnings(1, steps, steps_per_epoch=10)
+    assert [text[: len(line or "")] for text in found] == ([line] if line else [])
+    if "watchdog" in options:
+        assert config.run_warnings(2, steps, steps_per_epoch=10) == []
+
+
+def test_the_seed_of_nothing():
+    exact = {"model-dtype": "fp32", "seed": 7}
+    (line,) = make_config(exact).warnings()
+    assert line.startswith("--seed 7 has no effect: in fp32")
+    for rounded in ({"from-scratch": True}, {"model-dtype": "bf16"}, {"opt-v-dtype": "bf16"}):
+        assert make_config(exact | rounded).warnings() == []
 
 
 SHARDED, GRADIENTS = {"shard-weights": True}, {"shard-gradients": True}
@@ -613,7 +694,9 @@ def test_options_that_do_nothing_on_the_cpu():
             "--log-gpu-util 5",
         )
     ]
-    assert config.rank_warnings(1) == []
+    assert config.rank_warnings(1) == config.rank_warnings(1, on_cpu=True) == []
+    chosen = make_config(options).rank_warnings(1, on_cpu=True)
+    assert chosen == [line.replace("with --device cpu", "on the CPU") for line in config.warnings()]
     alone = make_config(options)
     assert not any("cpu" in line for line in alone.warnings() + alone.rank_warnings(1))
     assert make_config({"device": "cpu", "log-gpu-util": 0}).warnings() == []

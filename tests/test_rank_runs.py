@@ -14,6 +14,7 @@ import transformers
 
 from llmq import announce, scaling, training
 from llmq.errors import LlmqError
+from llmq.options_io import make_config
 from llmq.runtime.host_comm import connect_host
 from llmq.runtime.links import Link, LinkTable
 from llmq.sol import peaks
@@ -78,7 +79,7 @@ def test_counts_are_of_all_ranks():
     # Chunks: 9, 6, 5 and 20, in groups of 3: 12 groups, 6 batches, 3 steps of 2 micro-steps.
     assert options["steps-per-epoch"] == 3
     assert {r["step_tokens"] for r in records("step")} == {WORLD * 2 * B * T}
-    assert {r["eval_tokens"] for r in records("eval")} == {WORLD * B * T}
+    assert [r["eval_tokens"] for r in records("eval")] == [WORLD * B * T, 7 * T]  # 7 in all
 
 
 def test_an_option_for_several_gpus_on_one(capsys):
@@ -188,6 +189,22 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     assert all(s.closed for s in sensors)
     (sol,) = records("sol")
     assert re.search(rf"SOL: +{sol['tps']} tok/s", out)
+
+
+@pytest.mark.parametrize("kind", ["peer", "staged"])
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_advice_about_mirrors(kind, mirrored, streamed):
+    link = Link(kind=kind, speed=25.0, reason=None)
+    table = LinkTable(gpus=[0, 1], links=[[None, link], [link, None]])
+    options = {"mirror-weights": mirrored, "shard-weights": streamed, "memcpy-all-gather": True}
+    advice = announce.about_mirrors(make_config(options), table)
+    expected = None
+    if streamed and kind == "peer" and mirrored:
+        expected = "no effect"
+    if streamed and kind == "staged" and not mirrored:
+        expected = "faster with"
+    assert advice is expected or expected in advice
 
 
 def test_a_failing_rank_is_one_line(monkeypatch, capsys):

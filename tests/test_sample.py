@@ -240,18 +240,29 @@ def test_what_cannot_be_sampled(trained, tmp_path, capsys):
     for path in no_tokenizer.glob("*token*.json"):
         path.unlink()
     for model, args, message in (
-        (tmp_path / "empty", (), "there is no"),
-        (tmp_path / "nothing", (), "is not a directory"),
+        (tmp_path / "empty", (), "empty' holds neither a model nor a complete checkpoint: give"),
+        (tmp_path / "nothing", (), "is neither a directory nor a repository in the Hugging Face"),
         (no_tokenizer, (), "has neither tokenizer.json nor"),
         (trained / "out", (f"--prompt={'x' * 64}",), "--prompt: it has 64 tokens, but the model"),
-        (trained / "ckpt" / "step_00000007", (), "is not a directory"),
-        ("tiny", (), "preset without weights"),
+        (trained / "ckpt" / "step_00000007", (), "is neither a directory"),
+        ("Tiny", (), "MODEL: 'Tiny' is a preset, which has no weights: give the directory of a mo"),
     ):
         assert sample(model, *args) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("error: ")
-        assert message in err
+        assert message in err and "--from-scratch" not in err
+
+
+def test_options_that_do_nothing_without_chance(trained, capsys):
+    options = ["--top-k=5", "--top-p=0.5", "--num-samples=2", "--max-new-tokens=1"]
+    assert sample(trained / "out", "--prompt=a", "--temperature=0", *options) == 0
+    flags = [line.split(" has no effect with --temperature 0: ")[0]
+             for line in capsys.readouterr().err.splitlines()]  # fmt: skip
+    assert flags == ["warning: --top-k 5", "warning: --top-p 0.5", "warning: --num-samples 2"]
+    for one in (["--temperature=0"], options):
+        assert sample(trained / "out", "--prompt=a", "--max-new-tokens=1", *one) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_tokenizer_of_another_model(trained, tmp_path, capsys):

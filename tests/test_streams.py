@@ -10,7 +10,7 @@ import pytest
 
 from llmq.runtime import comm
 from llmq.runtime.device import HOST_SPEC
-from tests.runtime.fake_comm import connect_streams, direct_links
+from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Races
 from tests.sharded import DELAYED, FP8, Session, assert_same_run, model, random_options, run
@@ -23,6 +23,7 @@ QUANTS = {"persistent_quants": True, "offload_quants": True}
 GATHER = {"memcpy_all_gather": True}
 A2A = {"all_to_all_reduce": True}
 COPIES = GATHER | A2A | {"memcpy_send_recv": True}
+MIRRORS = {"mirror_weights": True}
 HEAD = {"head_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
@@ -44,6 +45,8 @@ CASES = {
     "copies, everything, fp8": (3, 2, COPIES | EVERYTHING | FP8),
     "copies, delayed": (2, 2, COPIES | EVERYTHING | DELAYED | HEAD),
     "copies, recompute": (2, 1, COPIES | FP8 | {"recompute_block": True, "keep_transposed": False}),
+    "copies, mirrors": (3, 2, COPIES | STREAMED | MIRRORS),
+    "copies, mirrors, fp8": (2, 2, COPIES | FP8 | STREAMED | MIRRORS | {"persistent_quants": True}),
     "nccl": (2, 1, {"offload_residual": True}),
     "nccl, fp8": (2, 2, FP8 | {"shard_gradients": True} | MOMENTS),
     "nccl, everything": (3, 2, EVERYTHING | DELAYED),
@@ -82,7 +85,7 @@ def on_streams(world, accum, options, *, program=program, links="mixed", **devic
     """Run it on streams; the outcome."""
     races = Races()
     make = partial(StreamDevice, races=races, **device)
-    connect = partial(connect_streams, direct=direct_links(world, links))
+    connect = partial(connect_streams, kinds=link_kinds(world, links))
     device = {"make": make, "spec": GPU, "connect": connect}
     outcome = run(world, accum, program, of=MODEL, **device, **options)
     assert not races.found, "\n".join(sorted(set(races.found)))

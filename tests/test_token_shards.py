@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +12,8 @@ import llmq.documents
 import llmq.tokenize
 import llmq.tokens
 from llmq.errors import DataError, LlmqError
-from llmq.token_shards import locked
+from llmq.files import locked
+from llmq.token_shards import Manifest
 from llmq.tokenizer import load_tokenizer
 from tests.text_data import (
     contents,
@@ -41,7 +44,8 @@ OPTIONS = {"eval_fraction": 0.2, "shard_tokens": 300}
 
 @pytest.mark.parametrize("save_seconds", [0.0, 1e9])
 def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_seconds):
-    """Interrupted again and again, the result is the same to the byte."""
+    """Killed again and again, the result is the same to the byte."""
+    monkeypatch.setattr(Manifest, "discard_if_empty", lambda self: None)
     options = {**OPTIONS, "tokenizer": str(bpe)}
     whole = run(all_inputs, out=tmp_path / "whole", **options)
     monkeypatch.setattr(llmq.tokenize, "SAVE_SECONDS", save_seconds)
@@ -168,9 +172,41 @@ def test_files_of_others_are_not_touched(tmp_path):
 
 def test_two_runs_at_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with locked(tmp_path / "out"), pytest.raises(DataError, match="another process is writing"):
-        run(tmp_path / "a.txt", out=tmp_path / "out")
-    run(tmp_path / "a.txt", out=tmp_path / "out")
+    out = tmp_path / "out"
+    message = f"--out: '{out}' is in use by process {os.getpid()} on "
+    with locked(out / ".lock", "--out", out), pytest.raises(LlmqError, match=message):
+        run(tmp_path / "a.txt", out=out)
+    run(tmp_path / "a.txt", out=out)
+    assert not (out / ".lock").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_fails_at_once_leaves_nothing(tmp_path, workers):
+    """So that it can be started again with what was wrong put right."""
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"], field="content")
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('{"other": 1}\n')
+    with pytest.raises(DataError, match="no field"):
+        run(tmp_path / "a.jsonl", out=tmp_path / "new" / "out", field="content", workers=workers)
+    assert not (tmp_path / "new").exists()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="no field"):
+        run(tmp_path / "a.jsonl", out=out, field="content")
+    assert os.listdir(out) == ["notes.txt"]
+
+
+def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "discard_if_empty", lambda self: None)
+        patch.setattr(llmq.tokenize._Report, "update", Mock(side_effect=StopError))
+        with pytest.raises(StopError):
+            run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=5)
+    assert {"tokenize.json", "train-001.bin"} <= set(os.listdir(tmp_path / "out"))
+    run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=100)
+    assert ids(tmp_path / "out") == encoded("some text")
 
 
 def test_full_disk_can_be_resumed(tmp_path, all_inputs, monkeypatch):

@@ -134,6 +134,12 @@ def test_error_in_a_worker(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_field_of_plain_text(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    summary = run(tmp_path / "a.txt", out=tmp_path / "out", field="body")
+    assert summary.warnings == ["--field body has no effect: all inputs are plain text"]
+
+
 def test_number_of_workers(monkeypatch, bpe):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)

@@ -23,6 +23,7 @@ from rich.console import Console
 from llmq import announce, training
 from llmq.checkpoint import GROUPS
 from llmq.diagnose import MAX_SKIPPED
+from llmq.files import locked
 from llmq.json_log import JsonLog
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
@@ -160,6 +161,22 @@ def test_new_data_starts_the_data_anew(capsys):
     assert (position["file_index"], position["chunk_index"]) != (0, 0)
 
 
+def test_the_order_of_the_data_is_kept(capsys):
+    assert train(steps=4, ckpt_interval=2, train_seed=1) == 0
+    whole = measured()
+    assert capsys.readouterr().err == ""
+    assert train(steps=4, train_seed=2, log_file="again.json", **{"continue": ""}) == 0
+    assert measured("again.json") == {step: whole[step] for step in (2, 3)}
+    assert capsys.readouterr().err == (
+        "warning: --train-seed=2 has no effect: the data goes on in the order of the checkpoint's "
+        "run (1); --new-data starts it anew\n"
+    )
+    new = {"log_file": "new.json", "new_data": "", "continue": ""}
+    assert train(steps=4, train_seed=2, **new) == 0
+    assert measured("new.json") != measured("again.json")
+    assert "--train-seed is 2, in the checkpoint's run it was 1" in capsys.readouterr().err
+
+
 def test_a_continued_log_goes_on_and_a_new_one_replaces():
     options = {"steps": 4, "ckpt_interval": 2, "save_training_state": True}
     assert train(**options) == 0
@@ -185,6 +202,63 @@ def test_a_fresh_start_beside_other_checkpoints_is_warned_of(capsys):
     )
     assert train(steps=4, **{"continue": ""}) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_an_interrupted_run_makes_up_for_its_evaluation(stop, monkeypatch):
+    """It was due where the run was stopped: after every 4 steps, and after an epoch of 5."""
+    assert train(steps=8, eval_every_n_steps=4, log_file="whole.json", out_dir="whole") == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, stop)
+        assert train(steps=8, eval_every_n_steps=4) == 130
+    assert train(steps=8, eval_every_n_steps=4, **{"continue": ""}) == 0
+    losses, whole = ([(r["step"], r["loss"]) for r in records("eval", log)]
+                     for log in ("log.json", "whole.json"))  # fmt: skip
+    assert losses == whole
+    assert [step for step, _ in whole] == [4, 5, 8]
+
+
+def test_a_run_that_is_killed_while_it_evaluates_does_so_again(monkeypatch):
+    """Neither lost nor made twice, where a checkpoint is due at the same step."""
+    options = {"steps": 5, "eval_every_n_steps": 2, "ckpt_interval": 2}
+    with monkeypatch.context() as patch:
+        real = Trainer.validate
+
+        def killed(self, *args):
+            if self.steps_done == 4:
+                raise KeyboardInterrupt
+            return real(self, *args)
+
+        patch.setattr(Trainer, "validate", killed)
+        assert train(**options) == 130
+    assert train(**options, **{"continue": ""}) == 0
+    assert [r["step"] for r in records("eval")] == [2, 4, 5]
+    assert train(**options, **{"continue": "4"}) == 0
+    assert [r["step"] for r in records("eval")] == [2, 4, 5, 5]
+
+
+def test_two_runs_do_not_share_what_they_write(capsys):
+    """The second is refused before it touches anything; what a dead process left does not count."""
+    assert train(steps=1, save_training_state=True) == 0
+    before = Path("log.json").read_text()
+    locks = {"checkpoint-dir": "ckpt/.lock", "out-dir": "out.lock", "log-file": "log.json.lock"}
+    for flag, lock in locks.items():
+        with locked(Path(lock), f"--{flag}", Path(flag)):
+            assert train(steps=2, **{"continue": ""}) == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(
+            rf"error: --{flag}: '.*' is in use by process {os.getpid()} on .*\n", err
+        )
+        assert Path("log.json").read_text() == before
+        Path(lock).write_text("process 1 on elsewhere\n")
+    assert train(steps=2, **{"continue": ""}) == 0
+    assert sorted(os.listdir()) == ["ckpt", "data", "log.json", "model", "out"]
+    assert os.listdir("ckpt") == ["step_00000001"]
+
+
+def test_runs_may_share_a_device_as_their_log():
+    assert train(steps=1, log_file="/dev/null") == 0
+    assert not Path("/dev/null.lock").exists()
 
 
 def test_a_finished_run_only_evaluates_and_exports_again(monkeypatch):
@@ -215,9 +289,20 @@ def test_a_run_with_more_steps_than_it_needs_says_so(monkeypatch, capsys, termin
     assert os.listdir("ckpt") == ["step_00000004"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys):
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture
+def hangup():
+    """SIGHUP ends processes, though the tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys, hangup):
+    handlers = [signal.getsignal(s) for s in SIGNALS]
     signal_after(monkeypatch, 2, signum)
     assert train(steps=5) == 128 + signum
     assert os.listdir("ckpt") == ["step_00000003"]
@@ -225,7 +310,28 @@ def test_a_signal_finishes_the_step_and_saves(signum, monkeypatch, capsys):
     assert out.endswith(f"Stopped by {signum.name} after 3 steps; go on with --continue\n")
     assert err == ""
     assert records("info")[-1]["message"].startswith("Stopped by")
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(s) for s in SIGNALS] == handlers
+
+
+def test_a_lost_terminal_sends_its_signal_twice(monkeypatch, hangup):
+    """The shell and the system each do; the second one must not stop the saving."""
+    signal_after(monkeypatch, 2, signal.SIGHUP)
+    real = Trainer.save
+
+    def save(self):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "save", save)
+    assert train(steps=5) == 128 + signal.SIGHUP
+    assert os.listdir("ckpt") == ["step_00000003"]
+
+
+def test_nohup_is_respected(monkeypatch, hangup):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal_after(monkeypatch, 2, signal.SIGHUP)
+    assert train(steps=5) == 0
+    assert len(records("step")) == 5
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -368,7 +474,7 @@ def test_log_has_the_records_of_llmq():
     assert {r["step_tokens"] for r in steps} == {2 * 2 * T}
     periodic, final = (r for r in log if r["log"] == "eval")
     assert (periodic["step"], periodic["eval_tokens"]) == (2, 2 * 2 * T)
-    assert (final["step"], final["eval_tokens"]) == (3, 3 * 2 * T)
+    assert (final["step"], final["eval_tokens"]) == (3, 7 * T)
     messages = [r["message"] for r in log if r["log"] == "info"]
     assert messages[-2] == f"Done. validation loss {final['loss']:10f}"
     assert messages[-1] == "Saving model to `out`"

@@ -20,7 +20,7 @@ SEED = TrainConfig.__dataclass_fields__["eval_seed"].default
 def main(
     model: Path, files: str, seq_len: int = 1024, batch_size: int = 32, device: str = "cpu"
 ) -> None:
-    """Print the mean loss over all batches, in the format of the export, softmax in F32."""
+    """Print the mean loss over all sequences, in the format of the export, softmax in F32."""
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
     transformers.AutoTokenizer.from_pretrained(model)
     total, count = 0.0, 0
@@ -30,6 +30,7 @@ def main(
         micro_batch=batch_size,
         seed=SEED,
         vocab_size=network.config.vocab_size,
+        everything=True,
     ) as loader:
         for _ in range(loader.batches_per_epoch):
             inputs, targets = (torch.from_numpy(x).long().to(device) for x in loader.next_batch())
