@@ -213,7 +213,7 @@ class Gradients:
 
     def _on_comm(self, block: str, work: Callable[[Slab], None]) -> None:
         self.dev.record(self._computed)
-        with self.dev.on("comm"):
+        with self.dev.on(self.dev.comm.exchange_stream):
             self.dev.wait(self._computed)
             work(self.slabs[block])
 
@@ -290,7 +290,7 @@ class Gradients:
             if self._last:
                 self._on_comm("vectors", self._reduce_whole)
             if self._slots or self._last:
-                with self.dev.on("comm"):
+                with self.dev.on(self.dev.comm.exchange_stream):
                     self.dev.record(self._done)
                 self.dev.wait(self._done)
         for slot in self._slots if self._on_host else ():

@@ -128,6 +128,13 @@ class Warnings(Fields):
         reason = "has no effect without --matmul-dtype e4m3"
         return [f"{flag} {reason}" for flag, given in idle.items() if given]
 
+    @property
+    def work_shards_offloaded(self) -> bool:
+        """Whether the shards of weights that ranks gather are in host memory."""
+        if self.matmul_dtype == "e4m3":
+            return self.offload_quants
+        return self.offload_master and self.master_dtype == self.model_dtype
+
     def why_no_mirrors(self) -> str | None:
         """Why --mirror-weights does nothing; None where it does something."""
         if not self.memcpy_all_gather:
@@ -136,12 +143,11 @@ class Warnings(Fields):
             return "without --shard-weights"
         if self.p2p == "on":
             return "with --p2p on"
-        if self.matmul_dtype == "e4m3":
-            if not self.persistent_quants:
-                return "without --persistent-quants"
-            return "with --offload-quants" if self.offload_quants else None
-        in_place = self.offload_master and self.master_dtype == self.model_dtype
-        return "with --offload-master" if in_place else None
+        if self.matmul_dtype == "e4m3" and not self.persistent_quants:
+            return "without --persistent-quants"
+        if self.work_shards_offloaded:
+            return "with --offload-" + ("quants" if self.matmul_dtype == "e4m3" else "master")
+        return None
 
     def rank_warnings(self, world_size: int, *, on_cpu: bool = False) -> list[str]:
         """One line for every option that has no effect with this number of ranks, or (on_cpu) on

@@ -2,9 +2,10 @@
 
 Every call is enqueued on the current stream and returns at once; when the stream has done it, its
 targets are complete and its sources may be written again. The calls of one rank must be ordered
-among themselves (one stream, or events between streams), and all ranks make the same calls in the
-same order. All ranks allocate the same tensors in the same order, so a tensor of a peer lies
-at the same offset in the peer's memory of the same place.
+among themselves (one stream, or events between streams), except exchanges on a stream of their own
+(`exchange_stream`), and all ranks make the same calls in the same order. All ranks allocate the
+same tensors in the same order, so a tensor of a peer lies at the same offset in the peer's memory
+of the same place.
 """
 
 from __future__ import annotations
@@ -38,17 +39,29 @@ class CommOptions:
     memcpy_all_gather: all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients
     are reduced with all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy
     engines, else by NCCL. p2p: "on", "off" or "auto", direct access to the memory of other GPUs.
+    gathers_from_host: blocks are gathered from pinned memory, sources or mirrors.
     """
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False
     all_to_all_reduce: bool = False
     p2p: str = "auto"
+    gathers_from_host: bool = False
 
     @property
     def copies(self) -> bool:
         """Whether anything goes by the copy engines."""
         return self.memcpy_all_gather or (self.all_to_all_reduce and self.memcpy_send_recv)
+
+    @property
+    def exchange_stream(self) -> str:
+        """The stream on which gradients are reduced: that of the gathers, or one beside it.
+
+        Copies from host memory share neither flags nor buffers with exchanges by copies, and use
+        one direction of the bus where exchanges use both.
+        """
+        apart = self.gathers_from_host and self.memcpy_all_gather and not self.nccl
+        return "exchange" if apart else "comm"
 
     @property
     def nccl(self) -> bool:
@@ -134,7 +147,10 @@ class Comm(ABC):
     """One rank's end of the collectives.
 
     last_operation: what was enqueued last, for diagnosis; a graph's replay does not change it.
+    exchange_stream: on which gradients are reduced, "comm" where gathers are, or "exchange".
     """
+
+    exchange_stream = "comm"
 
     def __init__(self, dev: Device):
         self._dev = dev
@@ -267,6 +283,7 @@ class PlanComm(Comm):
         if dev.spec != HOST_SPEC:
             allocate(dev, options)
         self._options = options
+        self.exchange_stream = options.exchange_stream
 
     def _others(self, buffer: Tensor) -> int:
         """Bytes of all parts but one."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from llmq.runtime.comm import part, same_memory
 from llmq.runtime.device import Device
-from llmq.runtime.flags import EMPTY, FULL, PINNED, TARGET, Flags
+from llmq.runtime.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
 
@@ -91,20 +91,20 @@ class Copies:
 
     # -- direct ----------------------------------------------------------------------------------
 
-    def _grant(self, source: int) -> None:
+    def _grant(self, kind: int, source: int) -> None:
         """Let the source write to this rank's target."""
-        self._queue.write(self._flags.address(TARGET, source, self._rank), EMPTY)
+        self._queue.write(self._flags.address(kind, source, self._rank), EMPTY)
 
-    def _push(self, reader: int, target: Tensor, src: Tensor) -> None:
+    def _push(self, kind: int, reader: int, target: Tensor, src: Tensor) -> None:
         """Copy to where the reader has `target`, once it lets us."""
-        flag = self._flags.address(TARGET, self._rank, reader)
+        flag = self._flags.address(kind, self._rank, reader)
         self._queue.wait(flag, EMPTY)
         self._queue.copy(self._address(reader, target), src.ptr, src.nbytes)
         self._queue.write(flag, FULL)
 
-    def _arrived(self, source: int) -> None:
+    def _arrived(self, kind: int, source: int) -> None:
         """Wait for what the source has pushed."""
-        self._queue.wait(self._flags.address(TARGET, source, self._rank), FULL)
+        self._queue.wait(self._flags.address(kind, source, self._rank), FULL)
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Copies:
         pushed = self._beside_bus if src.on_host else self._direct
         staged = shared is None and (self._staged_readers or self._staged_sources)
         for source in pushed.sources:
-            self._grant(source)
+            self._grant(TARGET, source)
         if staged:
             self._start_staging(src.nbytes)
         if shared is not None:
@@ -126,13 +126,13 @@ class Copies:
             if not same_memory(own, src):
                 self._queue.copy(own.ptr, src.ptr, src.nbytes)
             for reader in pushed.readers:
-                self._push(reader, own, src)
+                self._push(TARGET, reader, own, src)
         if staged:
             self._gather_staged(dst, src)
         if shared is not None:
             self._read(dst, shared, pushed)
         for source in pushed.sources:
-            self._arrived(source)
+            self._arrived(TARGET, source)
         self._queue.pace()
 
     def _offer(self, pushed_readers: Sequence[int]) -> None:
@@ -186,11 +186,11 @@ class Copies:
             source, reader = self._peer(-k), self._peer(k)
             self._wait_sent(k - 1)  # that part is this round's target
             if source in self._direct.sources:
-                self._grant(source)
+                self._grant(EXCHANGED, source)
             piece = self._part(buffer, reader)
             if reader in self._direct.readers:
                 target = targets[1] if k == 1 else self._part(buffer, reader + k - 1)
-                self._push(reader, target, piece)
+                self._push(EXCHANGED, reader, target, piece)
             else:
                 self._send(piece, reader, k)
             if source not in self._direct.sources:
@@ -199,7 +199,7 @@ class Copies:
             self._queue.pace()
         self._wait_sent(self._world_size - 1)
         for source in self._direct.sources:
-            self._arrived(source)
+            self._arrived(EXCHANGED, source)
         self._queue.pace()
 
     # -- staged ----------------------------------------------------------------------------------

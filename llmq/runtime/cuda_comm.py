@@ -77,6 +77,7 @@ class CudaComm(Comm):
         watch: Watch,
     ):
         super().__init__(dev)
+        self.exchange_stream = options.exchange_stream
         self._nccl = nccl
         self._watch = watch
         self._copies = copies if options.memcpy_all_gather else None

@@ -28,7 +28,7 @@ from llmq.runtime.tensor import Storage, Tensor
 
 MIB = 1 << 20
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
-STREAMS = ("main", "comm", "copy", "store", "stage")  # stage: beside comm
+STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

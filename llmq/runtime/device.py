@@ -68,7 +68,7 @@ class MemorySizes:
 class Event(ABC):
     """A point in a stream's work.
 
-    of_comm: last recorded on the comm stream, and the main stream has not waited for it since.
+    of_comm: last recorded where collectives are, and the main stream has not waited for it since.
     """
 
     of_comm = False
@@ -181,7 +181,8 @@ class Device(ABC):
     def on(self, stream: str) -> Iterator[None]:
         """Make a stream the current one within the `with` block.
 
-        "main": compute. "comm": collectives. "copy": host to device. "store": device to host.
+        "main": compute. "comm": collectives, "exchange": those of gradients where they run beside
+        gathers. "copy": host to device. "store": device to host. "stage": of the collectives.
         """
         before = self.stream_name
         self._switch(stream)
@@ -200,7 +201,7 @@ class Device(ABC):
 
     def record(self, event: Event) -> None:
         """Mark the current end of the current stream."""
-        event.of_comm = self.stream_name == "comm"
+        event.of_comm = self.stream_name in ("comm", "exchange")
         self._record(event)
 
     def wait(self, event: Event) -> None:

@@ -13,8 +13,9 @@ from llmq.runtime.tensor import Tensor
 
 # One bit each, because streams wait for a bit: RELEASED ends every wait, whatever it is for.
 EMPTY, FULL, RELEASED = 1, 2, 3
-# What a flag is about: the reader's target, the source's pinned tensor, buffer i of its ring.
-TARGET, PINNED, RING = 0, 1, 2
+# What a flag is about: the reader's target in a gather and in an exchange, the source's pinned
+# tensor, buffer i of its ring.
+TARGET, EXCHANGED, PINNED, RING = 0, 1, 2, 3
 KINDS = 8  # of flags; the others are buffers of the ring
 
 
@@ -29,7 +30,7 @@ class Flags:
         for tensor in tensors:
             states = tensor.numpy().reshape(KINDS, self._world_size)
             states[:] = EMPTY
-            states[TARGET] = FULL  # until the reader grants it
+            states[[TARGET, EXCHANGED]] = FULL  # until the reader grants it
 
     def address(self, kind: int, source: int, reader: int) -> int:
         """Where the flag of this kind, source and reader is: in the reader's memory."""

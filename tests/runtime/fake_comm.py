@@ -52,17 +52,32 @@ class StreamQueue:
 
 
 class StreamComm(CudaComm):
-    """Finds calls of one rank that nothing orders, as if each wrote to the same place."""
+    """Finds calls of one rank that nothing orders, as if each wrote to the same place.
+
+    Gathers from host memory have another place where exchanges may run beside them.
+    """
 
     def __init__(self, dev: StreamDevice, *args: Any):
         super().__init__(dev, *args)
-        self._place = np.empty(16, np.uint8)
-        dev.races.watch(Storage("comm", self._place.ctypes.data, self._place))
+        self._places = np.empty(32, np.uint8)
+        dev.races.watch(Storage("comm", self._places.ctypes.data, self._places))
 
-    def _begin(self, operation: str) -> None:
-        super()._begin(operation)
-        start = self._place.ctypes.data
-        self._dev.call(lambda: None, operation, writes=[Span(start, start + 16)])
+    def _must_be_ordered(self, apart: bool = False) -> None:
+        start = self._places.ctypes.data + 16 * apart
+        self._dev.call(lambda: None, self.last_operation, writes=[Span(start, start + 16)])
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        from_host = src.on_host or mirror is not None
+        self._must_be_ordered(from_host and self.exchange_stream != "comm")
+        super()._all_gather(dst, src, mirror)
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        self._must_be_ordered()
+        super()._reduce_scatter(buffer)
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+        self._must_be_ordered()
+        super()._all_to_all(buffer, targets)
 
 
 class StreamNccl:

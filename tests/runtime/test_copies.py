@@ -10,7 +10,7 @@ from llmq.dtypes import F32, I32, U8
 from llmq.runtime import comm, copies
 from llmq.runtime.comm import CommOptions, part
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.flags import EMPTY, FULL, KINDS, RELEASED, RING, TARGET, Flags
+from llmq.runtime.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGET, Flags
 from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
@@ -284,7 +284,7 @@ def test_each_rank_begins_with_another_reader():
         readers = []
         copies = dev.comm._copies
         push = copies._push
-        copies._push = lambda reader, *args: (readers.append(reader), push(reader, *args))
+        copies._push = lambda *args: (readers.append(args[1]), push(*args))
         buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.world_size, 1))
         dev.comm.all_gather(buffer, spare)
         dev.comm.all_to_all(buffer, spare)
@@ -382,7 +382,8 @@ def test_flags():
     flags = Flags(tensors)
     for tensor in tensors:
         states = tensor.numpy().reshape(KINDS, 3)
-        assert (states[TARGET] == FULL).all() and (np.delete(states, TARGET, 0) == EMPTY).all()
+        targets = [TARGET, EXCHANGED]
+        assert (states[targets] == FULL).all() and (np.delete(states, targets, 0) == EMPTY).all()
     kinds = (TARGET, RING + comm.STAGING_CHUNKS - 1)
     addresses = {flags.address(k, s, r) for k in kinds for s in range(3) for r in range(3)}
     assert len(addresses) == 18
