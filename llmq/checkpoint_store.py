@@ -149,8 +149,8 @@ def changed_options(
     if tokens == before:  # more ranks with fewer micro-steps each take the same step
         names.remove("grad_accumulation")
     lines = [
-        f"{OPTIONS[name].flag} is {getattr(config, name)}, in the checkpoint's run it was "
-        f"{saved[name]}"
+        f"{OPTIONS[name].flag} is {_shown(name, getattr(config, name))}, in the checkpoint's run "
+        f"it was {_shown(name, saved[name])}"
         for name in names
         if name in saved and saved[name] != getattr(config, name)
     ]
@@ -167,6 +167,11 @@ def changed_options(
         flags = ", ".join(f"{flag(n, getattr(config, n))} (was {flag(n, saved[n])})" for n in other)
         lines.append(f"numbers may be rounded otherwise than in the checkpoint's run: {flags}")
     return lines
+
+
+def _shown(name: str, value: Any) -> Any:
+    no_limit = value is None or (name == "steps" and value < 0)
+    return "not given" if no_limit else value
 
 
 def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path]:

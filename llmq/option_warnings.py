@@ -18,6 +18,11 @@ class Warnings(Fields):
         lines = []
         if self.ckpt_major > 0 and self.ckpt_keep_n <= 0:
             lines.append("--ckpt-major has no effect without --ckpt-keep-n: nothing is deleted")
+        if self.ckpt_keep_n > 0 >= self.ckpt_interval and not self.save_training_state:
+            lines.append(
+                f"--ckpt-keep-n {self.ckpt_keep_n} has no effect without --ckpt-interval and "
+                "--save-training-state: no checkpoints are written"
+            )
         if self.final_lr_fraction != 1 and self.lr_schedule == "wsd":
             lines.append("--final-lr-fraction has no effect with --lr-schedule wsd")
         if self.final_lr_fraction == 1 and self.lr_schedule == "linear":

@@ -508,6 +508,10 @@ def test_warnings():
         "--final-lr-fraction",
         "--warmup",
     ]
+    kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
+    assert make_config(kept).warnings() == []
+    (line,) = make_config({**kept, "save-training-state": False}).warnings()
+    assert line.startswith("--ckpt-keep-n 2 has no effect")
     (line,) = make_config({"lr-schedule": "linear"}).warnings()
     assert line.startswith("--lr-schedule linear has no effect: with --final-lr-fraction 1 ")
     assert make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1}).warnings() == []

@@ -266,6 +266,12 @@ def test_other_options_than_the_checkpoints_are_said(capsys):
     with trainer(1, learning_rate=0.5, seed=7, cooldown=2, steps=11, grad_accumulation=6) as t:
         t.load(path)
     lines = capsys.readouterr().err.splitlines()
+    with trainer(2, steps=-1, epochs=3, cooldown=1) as t:
+        t.load(path)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "warning: --steps is not given, in the checkpoint's run it was 10",
+        "warning: --epochs is 3, in the checkpoint's run it was not given",
+    ]
     assert sorted(lines) == sorted(
         [
             "warning: --seed is 7, in the checkpoint's run it was 42",

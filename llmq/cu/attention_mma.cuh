@@ -319,10 +319,9 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         if (OWN_KEYS && threadIdx.x < 2 * STEP) {
             const int query = next_row + (int)threadIdx.x % STEP;
             const bool valid = query < seq_len;
-            cp_async_4(y + STEP * ROW_BYTES + threadIdx.x * 4,
-                       (threadIdx.x < STEP ? lse : delta) + statistics + (i64)next_head * seq_len +
-                           (valid ? query : 0),
-                       valid);
+            const f32* const from = (threadIdx.x < STEP ? lse : delta) + statistics;
+            cp_async_cached<4>(y + STEP * ROW_BYTES + threadIdx.x * 4,
+                               from + (i64)next_head * seq_len + (valid ? query : 0), valid);
         }
         cp_async_commit();
         ++next;

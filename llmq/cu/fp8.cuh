@@ -40,6 +40,14 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
         return make_uint2(low, encode(x.part[1]));
     }
 
+    // The codes of four neighbours; what is saturated is not counted.
+    __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
+        if constexpr (IS_WANTED) {
+            return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
+        }
+        return 0;
+    }
+
     // All threads of a warp call it once, at the end. Nothing is added for nothing.
     __device__ __forceinline__ void finish(i32* saturated) {
         if constexpr (IS_WANTED) {
@@ -49,12 +57,6 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
     }
 
 private:
-    __device__ __forceinline__ u32 four(float a, float b, float c, float d) const {
-        if constexpr (IS_WANTED) {
-            return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
-        }
-        return 0;
-    }
     // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
     template <class Element>
     __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
@@ -138,17 +140,10 @@ struct OctetTile {
     template <class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 rows, int columns) const {
-        store(transposed, first_row, rows, columns, [=](int c) { return first_column + c; });
-    }
-
-    // The same of a tile whose column c is column place(c).
-    template <class Format, class Place>
-    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 rows, int columns,
-                                          const Place& place) const {
 #pragma unroll
         for (int i = 0; i < COLUMNS * PLACES / 256; ++i) {
             const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
-            const i64 row = first_row + k * 16, column = place(c);
+            const i64 row = first_row + k * 16, column = first_column + (int)c;
             if (row < rows && column < columns) {
                 *reinterpret_cast<uint4*>(transposed + column * rows + row) = line[c][k ^ (c / 8)];
             }

@@ -54,10 +54,11 @@ __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, 
                  : "memory");
 }
 
-// As cp_async_16 for 4 bytes, 4-byte aligned.
-__device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to),
-                 "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
+// The same through L1, for BYTES = 4, 8, or 16 bytes, aligned to that.
+template <int BYTES>
+__device__ __forceinline__ void cp_async_cached(SharedAddress to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "n"(BYTES), "r"(valid ? BYTES : 0)
                  : "memory");
 }
 

@@ -9,16 +9,19 @@
 //          Token i has position first_position + i % seq_length.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
 //          included; else not touched, may be null.
-//          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 128), features),
-//          sums over 128 tokens. codes, transposed, scale, saturated as in fp8.cuh, of matrices
+//          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
+//          sums over 64 tokens. codes, transposed, scale, saturated as in fp8.cuh, of matrices
 //          (tokens, features), with CODES = 1, TRANSPOSED = 1; out is then not written.
 // Launch   128 threads, one thread for 16 bytes of both halves of HEADS_PER_THREAD heads.
-//          fused: 256 threads, a block for 128 tokens and up to block_tiles times 128 features, in
-//          a grid (across, down). rope_backward_bias: as column_sum in common.cuh.
+//          fused: 256 threads, sizeof(FusedShared), a block for 64 tokens and up to block_tiles
+//          times 128 features, in a grid (across, down). rope_backward_bias: as column_sum in
+//          common.cuh.
 // Cost     query and key heads read once and written once, value heads read once for abs_max;
 //          angles once per HEADS_PER_THREAD heads, from L2. Memory-bound.
-//          fused: value heads are read; angles once per block from L2, then from L1, where those
-//          of 128 tokens take 512 * HEAD_DIM bytes.
+//          fused: value heads are read; a tile of 64 tokens and 128 features is fetched while the
+//          one before it is worked on; angles stay in registers for block_tiles heads where
+//          HEAD_DIM divides 128, else are read for every head. About 15 (BIAS) to 21 instructions
+//          per element, 3 blocks on an SM (BF16), one barrier per tile.
 // Needs    threads < 2^31. first_position + seq_length rows in the table. fused: at most 2^22
 //          tokens; for FP8 a multiple of 16.
 // Same name  llmq/ops/rope.py  llmq/ref/rope.py  tests/ops/test_rope.py
@@ -28,7 +31,7 @@
 constexpr int N = Vec<T>::N;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int HALF_VECTORS = HALF / N;
-constexpr int TILES_ON_SM = sizeof(T) == 2 ? 2 : 1;  // blocks that the registers must do for
+constexpr int BLOCKS_ON_SM = sizeof(T) == 2 ? 3 : 2;  // that the fused kernel's registers do for
 
 // Of COUNT neighbouring pairs.
 template <int COUNT> struct Angles {
@@ -45,11 +48,11 @@ template <int COUNT> struct Angles {
             sin[k + 1] = BACKWARD ? -pair[3] : pair[3];
         }
     }
-    __device__ __forceinline__ T first(int k, T x1, T x2) const {
-        return from_f32<T>(to_f32(x1) * cos[k] - to_f32(x2) * sin[k]);
+    __device__ __forceinline__ float first(int k, float x1, float x2) const {
+        return x1 * cos[k] - x2 * sin[k];
     }
-    __device__ __forceinline__ T second(int k, T x1, T x2) const {
-        return from_f32<T>(to_f32(x2) * cos[k] + to_f32(x1) * sin[k]);
+    __device__ __forceinline__ float second(int k, float x1, float x2) const {
+        return x2 * cos[k] + x1 * sin[k];
     }
 };
 
@@ -89,9 +92,9 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
         if (head < heads) {
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                const T a = x1[j][k], b = x2[j][k];
-                x1[j][k] = turn.first(k, a, b);
-                x2[j][k] = turn.second(k, a, b);
+                const float a = to_f32(x1[j][k]), b = to_f32(x2[j][k]);
+                x1[j][k] = from_f32<T>(turn.first(k, a, b));
+                x2[j][k] = from_f32<T>(turn.second(k, a, b));
             }
             store_vec(first + head * HEAD_DIM, x1[j]);
             store_vec(first + head * HEAD_DIM + HALF, x2[j]);
@@ -117,139 +120,248 @@ rope_backward(T* d_qkv, const f32* __restrict__ table, i64 tokens, i32 seq_lengt
 
 // -- Fused ----------------------------------------------------------------------------------------
 
-// A tile of a block: 128 tokens and 8 octets of both halves of a head, which may be of several
-// heads. A thread has 4 tokens and one octet of both halves.
-struct PairTile {
-    static constexpr int OCTETS = 8, WARPS = 8, HALF_OCTETS = HALF / 8;
-    OctetTile half[2];
-    float sums[WARPS][2][OCTETS * 8];
+// Four neighbours as they are stored: BF16 stays packed, two in a word.
+struct alignas(4 * sizeof(T)) Quad {
+    static constexpr bool PACKED = sizeof(T) == 2;
+    u32 word[sizeof(T)];
 
-    // The column of d_qkv where octet `pair` of all first halves begins.
-    static __device__ __forceinline__ i32 column(u32 pair) {
-        return pair / HALF_OCTETS * HEAD_DIM + pair % HALF_OCTETS * 8;
-    }
-
-    // This thread's sums over its 4 tokens; a barrier must follow.
-    __device__ __forceinline__ void put_sums(int which, float (&x)[8]) {
+    __device__ __forceinline__ void get(float (&x)[4]) const {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], 8);
-            x[k] += __shfl_xor_sync(0xFFFFFFFFu, x[k], 16);
-        }
-        if ((threadIdx.x & 31) < OCTETS) {
-            float4* place = reinterpret_cast<float4*>(
-                &sums[threadIdx.x >> 5][which][(threadIdx.x & 7) * 8]);
-            place[0] = make_float4(x[0], x[1], x[2], x[3]);
-            place[1] = make_float4(x[4], x[5], x[6], x[7]);
+        for (int k = 0; k < 4; ++k) {
+            const u32 bits = word[PACKED ? k / 2 : k];
+            x[k] = __uint_as_float(!PACKED ? bits : k % 2 ? bits & 0xFFFF0000u : bits << 16);
         }
     }
-    // The sums of all 128 tokens, to partial[column].
-    __device__ __forceinline__ void store_sums(f32* partial, u32 first_pair, i32 columns) const {
-        if (threadIdx.x < 2 * OCTETS * 8) {
-            const int which = threadIdx.x / (OCTETS * 8), line = threadIdx.x % (OCTETS * 8);
-            const i32 first = column(first_pair + line / 8) + line % 8;
-            float total = 0.0f;
+    __device__ __forceinline__ void set(const float (&x)[4]) {
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) { total += sums[w][which][line]; }
-            if (first < columns) { partial[first + which * HALF] = total; }
+        for (int k = 0; k < 4; k += PACKED ? 2 : 1) {
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[k], x[k + PACKED]);
+            word[PACKED ? k / 2 : k] =
+                PACKED ? reinterpret_cast<const u32&>(pair) : __float_as_uint(x[k]);
+        }
+    }
+    // The largest abs_bits; of packed ones two, of the lower and of the upper halves of the words.
+    __device__ __forceinline__ u32 raise(u32 peak) const {
+#pragma unroll
+        for (u32 bits : word) {
+            peak = PACKED ? __vmaxu2(peak, bits & 0x7FFF7FFFu) : max(peak, bits & 0x7FFFFFFFu);
+        }
+        return peak;
+    }
+    static __device__ __forceinline__ u32 peak_bits(u32 peak) {
+        return PACKED ? max(peak << 16, peak & 0xFFFF0000u) : peak;
+    }
+    // Of how many the absolute value is above the limit.
+    __device__ __forceinline__ u32 count_above(float limit) const {
+        float x[4];
+        get(x);
+        u32 count = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) { count += fabsf(x[k]) > limit; }
+        return count;
+    }
+};
+
+// A tile: 64 tokens and 16 quads of both halves of a head, which may be of several heads. A thread
+// has 4 tokens and one quad of both halves; a warp 8 tokens and all quads.
+constexpr int TILE_TOKENS = 64, TILE_QUADS = 16, THREADS = 256, WARPS = THREADS / 32;
+constexpr int HALF_QUADS = HALF / 4;
+constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles side by side
+
+// The column of d_qkv where this quad of all first halves begins.
+__device__ __forceinline__ i32 quad_column(u32 quad) {
+    return quad / HALF_QUADS * HEAD_DIM + quad % HALF_QUADS * 4;
+}
+
+// The codes of a tile, a line of 64 bytes for each column. Column i of quad q is line i * 16 + q:
+// so 8 lanes read 16 bytes each in different banks, 32 lanes write 4 bytes each in 16 of them.
+struct CodeTile {
+    static constexpr int PLACES = TILE_TOKENS / 16;
+    uint4 line[2][4 * TILE_QUADS][PLACES];
+
+    // This thread's codes of one half; a barrier must follow.
+    __device__ __forceinline__ void put(int half, const u32 (&four)[4]) {
+        const u32 quad = threadIdx.x % TILE_QUADS, rows = threadIdx.x / TILE_QUADS;
+        u32 turned[4];
+        transpose_bytes(turned, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint4* place = &line[half][i * TILE_QUADS + quad][rows / 4 ^ quad / 2 % PLACES];
+            reinterpret_cast<u32*>(place)[rows % 4] = turned[i];
+        }
+    }
+    // To transposed (columns, tokens) what lies inside of it.
+    template <class Format>
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, i64 tokens,
+                                          u32 first_quad, i32 columns) const {
+        const u32 place = threadIdx.x % PLACES, l = threadIdx.x / PLACES, quad = l % TILE_QUADS;
+        const i64 row = first_row + place * 16;
+        const i32 column = quad_column(first_quad + quad) + l / TILE_QUADS;
+        if (row < tokens && column < columns) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                *reinterpret_cast<uint4*>(transposed + (column + half * HALF) * tokens + row) =
+                    line[half][l][place ^ quad / 2 % PLACES];
+            }
         }
     }
 };
 
-// Codes of 4 rows and 8 columns to codes, (rows, columns), from there on.
-__device__ __forceinline__ void store_codes(Q* codes, i64 row, i32 column, i32 columns,
-                                            const uint2 (&four)[4], bool inside) {
-    if constexpr (HALF % 16 == 0) {
-        OctetTile::store_rows(codes, row, column, columns, four, inside);
-    } else if (inside) {
+// Sums over the tokens of each warp, of the quads of the first half, then of those of the second.
+struct alignas(16) SumTile {
+    static constexpr int LINES = 2 * 4 * TILE_QUADS;
+    float sum[WARPS][LINES];
+
+    // This thread's; a barrier must follow.
+    __device__ __forceinline__ void put(const float (&x1)[4], const float (&x2)[4]) {
+        const bool second = threadIdx.x & TILE_QUADS;
+        Vec<f32> x;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            *reinterpret_cast<uint2*>(codes + (row + i) * columns + column) = four[i];
+        for (int k = 0; k < 4; ++k) {
+            const float given = second ? x1[k] : x2[k];
+            x[k] = (second ? x2[k] : x1[k]) + __shfl_xor_sync(0xFFFFFFFFu, given, TILE_QUADS);
         }
+        store_vec(&sum[threadIdx.x / 32][threadIdx.x % 32 * 4], x);
     }
+    // By LINES threads: the sums over all tokens, to partial[column].
+    __device__ __forceinline__ void store(f32* partial, u32 first_quad, i32 columns) const {
+        const u32 l = threadIdx.x % LINES;
+        const i32 column = quad_column(first_quad + l / 4 % TILE_QUADS) + l % 4;
+        float total = sum[0][l];
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) { total += sum[w][l]; }
+        if (column < columns) { partial[column + l / (4 * TILE_QUADS) * HALF] = total; }
+    }
+};
+
+// Turns four neighbours of the first half and those of the second.
+__device__ __forceinline__ void rotate(const Angles<4>& turn, Quad& first, Quad& second) {
+    float x1[4], x2[4], y1[4], y2[4];
+    first.get(x1);
+    second.get(x2);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        y1[k] = turn.first(k, x1[k], x2[k]);
+        y2[k] = turn.second(k, x1[k], x2[k]);
+    }
+    first.set(y1);
+    second.set(y2);
 }
 
-// table is not __restrict__: its loads would not wait for __syncwarp.
-extern "C" __global__ void __launch_bounds__(256, TILES_ON_SM)
+struct FusedShared {
+    Quad arriving[8][THREADS];  // of the next tile, for the thread that copies it
+    CodeTile codes[2];          // in turns: one barrier for each tile
+    SumTile sums[2];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_ON_SM)
 rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
-                    const f32* table, i64 tokens, i32 seq_length, i32 num_heads,
+                    const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
                     i32 num_kv_heads, i32 block_tiles, f32* abs_max, Q* __restrict__ codes,
                     Q* __restrict__ transposed, const f32* __restrict__ scale, i32* saturated) {
 #if BIAS || CODES || TRANSPOSED
     constexpr bool FP8 = CODES || TRANSPOSED;
-    __shared__ PairTile tile;
+    extern __shared__ uint4 memory[];
+    FusedShared& shared = *reinterpret_cast<FusedShared*>(memory);
     const i32 heads = num_heads + num_kv_heads, all = heads + num_kv_heads;
-    const i32 columns = all * HEAD_DIM, tiles = (columns + 127) / 128;
-    const i64 first_row = (i64)blockIdx.y * OctetTile::LINES, row = first_row + OctetTile::row();
-    const i32 first_position = (u32)row % seq_length;
-    const int inside = row < tokens ? (int)min(tokens - row, (i64)4) : 0;
+    const i32 columns = all * HEAD_DIM;
+    const i32 first_tile = blockIdx.x * block_tiles;
+    const i32 end = min(first_tile + block_tiles, (columns + 127) / 128);
+    const i32 first_row = blockIdx.y * TILE_TOKENS, row = first_row + threadIdx.x / TILE_QUADS * 4;
     Fp8Encoder<Q, FP8> encoder(scale);
     u32 largest = 0;
-    const i32 end = min(((i32)blockIdx.x + 1) * block_tiles, tiles);
-    for (i32 t = blockIdx.x * block_tiles; t < end; ++t) {
-        const u32 pair = t * PairTile::OCTETS + (threadIdx.x & 7);
-        const i32 column = PairTile::column(pair), head = pair / PairTile::HALF_OCTETS;
-        const int there = head < all ? inside : 0;
-        // In place: one pointer, so that it is clear that the loads come first.
-        const i64 at = row * columns + column;
-        const T* from = (FP8 ? d_qkv : out) + at;
-        OctetRows<T> x1, x2;
-        x1.load(from, columns, there);
-        x2.load(from + HALF, columns, there);
-        i32 position = first_position;
-        uint2 codes1[4], codes2[4];
-        float sum1[8] = {}, sum2[8] = {};
+    Angles<4> turn[4];
+
+    // Begins to copy this thread's quads of tile t, which take no registers on the way.
+    const auto fetch = [&](i32 t) {
+        const i32 column = quad_column(t * TILE_QUADS + threadIdx.x % TILE_QUADS);
+        const int there = column < columns ? (i32)tokens - row : 0;  // rows, of 4
+        const T* from = d_qkv + (there > 0 ? (i64)row * columns + column : 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            __syncwarp();  // keeps the loads of angles apart, else there are too few registers
-            Angles<8> turn;  // loaded for value heads too, so that there is no branch
-            turn.load<true>(table + ((i64)position * HALF + column % HEAD_DIM) * 2);
-            if (++position == seq_length) { position = 0; }
-            Pack<T, 8> y1 = x1.row(i), y2 = x2.row(i);
+            const T* place = from + (i64)(i < there ? i : 0) * columns;  // may be read in any case
+            const auto to = [&](int j) { return shared_address(&shared.arriving[j][threadIdx.x]); };
+            cp_async_cached<sizeof(Quad)>(to(2 * i), place, i < there);
+            cp_async_cached<sizeof(Quad)>(to(2 * i + 1), place + HALF, i < there);
+        }
+        cp_async_commit();
+    };
+    fetch(first_tile);
+#pragma unroll 1
+    for (i32 t = first_tile; t < end; ++t) {
+        const u32 quad = t * TILE_QUADS + threadIdx.x % TILE_QUADS;
+        const i32 column = quad_column(quad), head = quad / HALF_QUADS;
+        const int there = head < all ? (i32)tokens - row : 0;
+        const i64 at = (i64)row * columns + column;
+        if (!SAME_ANGLES || t == first_tile) {
+            i32 position = row % seq_length;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const T a = y1.at(k), b = y2.at(k);
-                y1.set(k, head < heads ? turn.first(k, a, b) : a);
-                y2.set(k, head < heads ? turn.second(k, a, b) : b);
-                sum1[k] += y1.get(k);
-                sum2[k] += y2.get(k);
+            for (int i = 0; i < 4; ++i) {
+                turn[i].load<true>(table + ((i64)position * HALF + column % HEAD_DIM) * 2);
+                if (++position == seq_length) { position = 0; }
             }
-            if (!FP8 && i < there && head < heads) {
-                y1.store(out + at + (i64)i * columns);
-                y2.store(out + at + (i64)i * columns + HALF);
+        }
+        cp_async_wait<0>();
+        Quad y1[4], y2[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            y1[i] = shared.arriving[2 * i][threadIdx.x];
+            y2[i] = shared.arriving[2 * i + 1][threadIdx.x];
+        }
+        if (t + 1 < end) { fetch(t + 1); }
+        if (head < heads) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rotate(turn[i], y1[i], y2[i]);
+                if (!FP8 && i < there) {
+                    T* place = out + at + (i64)i * columns;
+                    *reinterpret_cast<Quad*>(place) = y1[i];
+                    *reinterpret_cast<Quad*>(place + HALF) = y2[i];
+                }
             }
-            largest = max(largest, max(abs_max_bits(y1), abs_max_bits(y2)));
-#if CODES || TRANSPOSED
-            codes1[i] = encoder.encode(y1);
-            codes2[i] = encoder.encode(y2);
-#endif
         }
-        if constexpr (CODES) {
-            store_codes(codes, row, column, columns, codes1, there > 0);
-            store_codes(codes, row, column + HALF, columns, codes2, there > 0);
+        u32 peak = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) { peak = y2[i].raise(y1[i].raise(peak)); }
+        peak = Quad::peak_bits(peak);
+        largest = max(largest, peak);
+        if (FP8 && peak > __float_as_uint(encoder.limit)) {  // rules out what is rare
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                encoder.count += y1[i].count_above(encoder.limit);
+                encoder.count += y2[i].count_above(encoder.limit);
+            }
         }
+        u32 codes1[4], codes2[4];
+        float sum1[4] = {}, sum2[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float v1[4], v2[4];
+            y1[i].get(v1);
+            y2[i].get(v2);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) { sum1[k] += v1[k], sum2[k] += v2[k]; }
+            codes1[i] = encoder.four(v1[0], v1[1], v1[2], v1[3]);
+            codes2[i] = encoder.four(v2[0], v2[1], v2[2], v2[3]);
+            if (CODES && there > 0) {
+                u32* place = reinterpret_cast<u32*>(codes + at + (i64)i * columns);
+                place[0] = codes1[i];
+                place[HALF / 4] = codes2[i];
+            }
+        }
+        const u32 which = t % 2;
+        if constexpr (BIAS) { shared.sums[which].put(sum1, sum2); }
         if constexpr (TRANSPOSED) {
-            tile.half[0].put(codes1);
-            tile.half[1].put(codes2);
+            shared.codes[which].put(0, codes1);
+            shared.codes[which].put(1, codes2);
         }
-        if constexpr (BIAS) {
-            tile.put_sums(0, sum1);
-            tile.put_sums(1, sum2);
-        }
-        __syncthreads();
+        if (BIAS || TRANSPOSED) { __syncthreads(); }
         if constexpr (TRANSPOSED) {
-            const u32 first_pair = t * PairTile::OCTETS;
-            const auto place = [=](int line) {
-                return PairTile::column(first_pair + line / 8) + line % 8;
-            };
-            tile.half[0].store(transposed, first_row, tokens, columns, place);
-            tile.half[1].store(transposed + (i64)HALF * tokens, first_row, tokens, columns, place);
+            shared.codes[which].store(transposed, first_row, tokens, t * TILE_QUADS, columns);
         }
-        if constexpr (BIAS) {
-            f32* sums = partial + (i64)blockIdx.y * columns;
-            tile.store_sums(sums, t * PairTile::OCTETS, columns);
+        if (BIAS && threadIdx.x / SumTile::LINES == which) {
+            shared.sums[which].store(partial + (i64)blockIdx.y * columns, t * TILE_QUADS, columns);
         }
-        __syncthreads();  // before the next tile
     }
     encoder.finish(saturated);
     finish_abs_max<ABS_MAX>(abs_max, largest);

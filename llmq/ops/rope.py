@@ -11,7 +11,6 @@ import numpy as np
 from llmq.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
 from llmq.ops.common import (
     FP8_ARGS,
-    OCTET_TILE,
     VECTOR_BYTES,
     Fp8Out,
     abs_max_consts,
@@ -55,8 +54,9 @@ THREADS = 128
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
-TILE_ROWS, TILE_COLUMNS = OCTET_TILE[0], 2 * OCTET_TILE[1]  # of the fused kernel: both halves
-BLOCK_TILES = 4  # at most, side by side; share one load of the angles from L2
+TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
+FUSED_SHARED = 3  # bytes of shared memory per element of a tile, besides the element
+BLOCK_TILES = 2  # at most, side by side; share one load of the angles
 # For the entry that depends on none of them.
 ANY_CONSTS = {"HEAD_DIM": 64, "HEADS_PER_THREAD": HEADS_PER_THREAD, "ABS_MAX": 0}
 
@@ -212,7 +212,7 @@ def backward(
 
     Cost:    as forward; with abs_max one read of the value heads too. With d_bias or fp8 one read
              of d_qkv and one write of the query and key heads or of the codes.
-    Workspace: with d_bias Q F32 for each 128 tokens.
+    Workspace: with d_bias Q F32 for each 64 tokens.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.backward"
@@ -238,8 +238,9 @@ def backward(
             shape = (blocks[1], features)
             partial = temps.enter_context(dev.scratch("rope bias partial sums", shape, F32))
         out = d_qkv if fp8 is None else None
+        smem = TILE_ROWS * TILE_COLUMNS * (d_qkv.dtype.itemsize + FUSED_SHARED)
         args = (out, d_qkv, partial, table, *sizes, block_tiles, abs_max, *fp8_args(fp8))
-        dev.launch(ROPE_BACKWARD_FUSED, blocks, FUSED_THREADS, args, consts=consts)
+        dev.launch(ROPE_BACKWARD_FUSED, blocks, FUSED_THREADS, args, consts=consts, smem=smem)
         if d_bias is not None:
             finish_column_sum(dev, ROPE_BACKWARD_BIAS, d_bias, partial, ANY_CONSTS)
 

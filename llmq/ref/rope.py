@@ -22,7 +22,7 @@ CASES = {
     "qwen7b": (16, 1024, 28, 4, 128),
 }
 
-TILE_ROWS = 128  # of one partial sum
+TILE_ROWS = 64  # of one partial sum
 
 
 def _rotate(

@@ -721,6 +721,9 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     for (int i = 0; i < 4; ++i) { out |= (unsigned)(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i; }
     return out;
 }
+static inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return max(a & 0xFFFFu, b & 0xFFFFu) | max(a & 0xFFFF0000u, b & 0xFFFF0000u);
+}
 static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) {
     return (unsigned)(((uint64_t)high << 32 | low) << (n & 31) >> 32);
 }

@@ -126,8 +126,9 @@ static inline void cp_async_16(SharedAddress to, const void* from, bool valid) {
     ptx::copy_in_background(to, from, valid, 16);
 }
 
-static inline void cp_async_4(SharedAddress to, const void* from, bool valid) {
-    ptx::copy_in_background(to, from, valid, 4);
+template <int BYTES>
+static inline void cp_async_cached(SharedAddress to, const void* from, bool valid) {
+    ptx::copy_in_background(to, from, valid, BYTES);
 }
 
 static inline void cp_async_commit() {
