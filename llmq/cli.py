@@ -9,8 +9,6 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +18,7 @@ from llmq import __version__
 from llmq.cli_options import TrainCommand, train_options
 from llmq.command_line import command_line
 from llmq.config import ModelConfig
-from llmq.errors import ConfigError, Interrupted, LlmqError, discard, ending_signals, warn
+from llmq.errors import ConfigError, Interrupted, LlmqError, discard, ending_children, warn
 from llmq.option_types import parse_size
 from llmq.options import OPTIONS, TrainConfig
 from llmq.options_io import given_fields, make_config
@@ -71,22 +69,6 @@ def _size(flag: str, value: str | None) -> int | None:
     if size == 0:
         raise ConfigError(f"{flag}: must be at least 1, got {value}")
     return size
-
-
-@contextmanager
-def _ending_children() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise Interrupted(signum)
-
-    signals = [s for s in ending_signals() if s != signal.SIGINT]
-    before = {signum: signal.signal(signum, stop) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelConfig, Path | None]:
@@ -208,7 +190,7 @@ def tokenize(
     """Turn text into token files."""
     from llmq.tokenize import tokenize
 
-    with _ending_children():
+    with ending_children():
         summary = tokenize(
             inputs,
             tokenizer=tokenizer,
@@ -292,6 +274,27 @@ def plot(
     run_plot(logs, out)
 
 
+@app.command()
+def watch(
+    log: Annotated[Path, typer.Argument(help="JSON log of a training run.")],
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write event files into DIR/NAME.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Send to a run of this W&B project.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name there; that of the log.")] = None,
+    interval: Annotated[
+        int, typer.Option(min=0, max=86400, help="Seconds between looks at the log; 0: one look.")
+    ] = 10,
+) -> None:
+    """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
+    from llmq.watch import run_watch
+
+    with ending_children():
+        run_watch(log, tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)
+
+
 @app.command(cls=TrainCommand)
 @train_options
 def bench(
@@ -317,7 +320,7 @@ def bench(
     """Measure the speed of one or many configurations on random tokens."""
     from llmq.bench import run_bench
 
-    with _ending_children():
+    with ending_children():
         run_bench(
             given,
             config_file,

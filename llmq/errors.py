@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -46,3 +47,19 @@ class Interrupted(BaseException):
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Interrupted(signum)
+
+    signals = [s for s in ending_signals() if s != signal.SIGINT]
+    before = {signum: signal.signal(signum, stop) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -10,15 +10,20 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from llmq.errors import LlmqError, warn
+from llmq.errors import DataError, LlmqError, warn
 from llmq.files import disk_errors
+from llmq.records import elements
 
 _EMPTY_LOG = b"[\n]\n"
 _LOG_END = b"\n]\n"
+RETRY_SECONDS = 0.1
+_HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
 
 
 def _json_value(value: Any) -> Any:
@@ -120,3 +125,56 @@ class JsonLog:
         if problem is not None:
             warn([f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}"])
         self._file.close()
+
+
+class LogReader:
+    """Reads a log that may still be written: what is new since the last time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.count = 0  # of the records that were read
+        self._offset = 0  # behind the last one
+        self._head = b""
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """The complete ones, `time` in seconds since 1970.
+
+        LlmqError where the log cannot be read, is none, or is not the one that it was.
+        """
+        try:
+            try:
+                yield from self._new_records()
+            except DataError:  # perhaps a record was written just then
+                time.sleep(RETRY_SECONDS)
+                yield from self._new_records()
+        except OSError as error:
+            raise DataError(f"cannot read the log '{self.path}': {error.strerror}") from None
+        except DataError:
+            raise DataError(
+                f"'{self.path}' is not a log of llmq train: what comes after {self.count} records, "
+                f"from byte {self._offset} on, is no record"
+            ) from None
+
+    def _new_records(self) -> Iterator[dict[str, Any]]:
+        with open(self.path, "rb") as file:
+            head = os.pread(file.fileno(), _HEAD_BYTES, 0)
+            # All at once: a log's end is replaced by the next record.
+            size = max(os.fstat(file.fileno()).st_size - self._offset, 0)
+            data = os.pread(file.fileno(), size, self._offset)
+        if not head.startswith(self._head):
+            raise LlmqError(f"'{self.path}' has been replaced by another log: start again")
+        for text, end in elements(str(self.path), BytesIO(data), self._offset, growing=True):
+            record = _parsed(text)
+            self._offset, self.count, self._head = end, self.count + 1, head[:end]
+            yield record
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+        record["time"] = datetime.fromisoformat(record["time"]).replace(tzinfo=UTC).timestamp()
+        if type(record["step"]) is not int or not isinstance(record["log"], str):
+            raise ValueError(record)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError("no record of a log") from error
+    return record

@@ -72,7 +72,7 @@ def read_json(path: str, layout: str, offset: int, line: int) -> Iterator[Item]:
             for skipped in range(0, offset, READ_BYTES):
                 file.read(min(READ_BYTES, offset - skipped))
         is_array = layout == "json"
-        for text, end in _elements(path, file, offset) if is_array else _lines(file, offset):
+        for text, end in elements(path, file, offset) if is_array else _lines(file, offset):
             line += 1
             if text.strip():
                 where = f"{path}: record {line}" if is_array else f"{path}:{line}"
@@ -85,8 +85,13 @@ def _lines(file: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
         yield text, offset
 
 
-def _elements(path: str, file: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
-    """The objects in an array and where each ends. offset: of the file's start or such an end."""
+def elements(
+    path: str, file: BinaryIO, offset: int, *, growing: bool = False
+) -> Iterator[tuple[bytes, int]]:
+    """The objects in an array and where each ends. offset: of the file's start or such an end.
+
+    growing: the array may stop anywhere, as one does that is still written. path: for messages.
+    """
     data, start = b"", 0  # what was read last, and how much of it is done with
     bracket, comma = (b"", b",") if offset else (b"[", b"")
     at_end = False
@@ -98,16 +103,18 @@ def _elements(path: str, file: BinaryIO, offset: int) -> Iterator[tuple[bytes, i
         if end:
             yield data[gap.end() : end], offset + end
             start, bracket, comma = end, b"", b","
-        elif at_end and not next_byte and gap.groups() == (bracket, b"]"):
+            continue
+        is_over = not next_byte and gap.groups() == (bracket, b"]")
+        may_go_on = growing and (begins or not next_byte)
+        if at_end and (is_over or may_go_on):
             return
-        elif at_end or (next_byte and not begins):
+        if at_end or (next_byte and not begins):
             raise DataError(
                 f"'{path}' is no array of JSON objects from byte {offset + start} on: mend it, or "
                 "write one object on each line"
             )
-        else:
-            more = file.read(max(READ_BYTES, len(data) - start))
-            data, start, offset, at_end = data[start:] + more, 0, offset + start, not more
+        more = file.read(max(READ_BYTES, len(data) - start))
+        data, start, offset, at_end = data[start:] + more, 0, offset + start, not more
 
 
 def _end_of_object(data: bytes, start: int) -> int:

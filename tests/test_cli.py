@@ -284,6 +284,14 @@ COMMANDS = [
         "plot.run_plot",
         (([Path("a.json"), Path("b.json")], Path("loss.png")), {}),
     ),
+    (
+        "watch a.json --tensorboard t --wandb p --interval 0",
+        "watch.run_watch",
+        (
+            (Path("a.json"),),
+            {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
+        ),
+    ),
 ]
 
 
@@ -425,6 +433,7 @@ def test_interrupt_exits_130(stub, capsys):
     [
         (["bench"], "bench.run_bench"),
         ("tokenize x --tokenizer bytes --out o".split(), "tokenize.tokenize"),
+        ("watch a.json --wandb p".split(), "watch.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

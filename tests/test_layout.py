@@ -33,7 +33,7 @@ RANKS: list[set[str]] = [
     {"model", "sample"},
     {"step"},
     {"plan", "metrics", "monitor", "shards"},
-    {"live", "plot", "ranks", "cost"},
+    {"live", "plot", "watch", "ranks", "cost"},
     {"estimate"},
     {"shrink"},
     {"advice"},

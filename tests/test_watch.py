@@ -1,0 +1,519 @@
+"""Reading a log that grows, and what TensorBoard and Weights & Biases get of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
+from llmq import json_log, watch
+from llmq.cli import _run
+from llmq.errors import DataError, LlmqError
+from llmq.json_log import JsonLog, LogReader
+from llmq.watch import numbers, text
+from tests.runs import make_workplace, train
+
+START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+TIME = START.strftime("%Y-%m-%d %H:%M:%S.250000000")
+NAMES = {"step": "train", "eval": "eval"}
+
+
+def step_fields(loss: float = 5.0) -> dict:
+    return {"step_tokens": 64, "duration_ms": 20, "loss": loss, "norm": 1.0, "lr": 1e-3}
+
+
+def write_run(log: JsonLog, steps, done: bool = True, **fields) -> None:
+    """What a run writes that makes these steps; the loss of step s is 5 - s / 10."""
+    log.write("cmd", 0, cmd=["llmq", "train", "--name", "a b"])
+    log.write("option", 0, name="steps", value=len(steps))
+    log.write("option", 0, name="cuda-graphs", value=True)
+    log.write("dataset", 0, split="train", files=["a.bin"], tokens=9, seed=1)
+    for step in steps:
+        log.write("step", step, **step_fields(5 - step / 10), **fields)
+    if done:
+        log.write("info", steps[-1] + 1, type="message", message="Done. validation loss   4.0")
+        log.write("info", steps[-1] + 1, type="message", message="Saving model to `out`")
+
+
+def events(folder: Path) -> EventAccumulator:
+    """All events of the one event file in a folder."""
+    (file,) = folder.iterdir()
+    return EventAccumulator(str(file), size_guidance={TENSORS: 0}).Reload()
+
+
+def series(found: EventAccumulator, name: str) -> list[tuple[float, int, float]]:
+    """(time, step, value) of each point."""
+    return [(e.wall_time, e.step, e.tensor_proto.float_val[0]) for e in found.Tensors(name)]
+
+
+def shown(found: EventAccumulator, name: str) -> str:
+    return found.Tensors(name)[0].tensor_proto.string_val[0].decode()
+
+
+@pytest.fixture
+def log(tmp_path) -> JsonLog:
+    log = JsonLog(tmp_path / "log.json")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> SimpleNamespace:
+    """Stands in for the package; keeps what it is called with."""
+    kept = SimpleNamespace(logged=[], config={}, finished=0, started=None)
+
+    def init(**options):
+        kept.started = options
+        return SimpleNamespace(
+            log=lambda values, step: kept.logged.append((step, values)),
+            config=SimpleNamespace(update=lambda new, allow_val_change: kept.config.update(new)),
+            finish=lambda: setattr(kept, "finished", kept.finished + 1),
+        )
+
+    kept.init = init
+    monkeypatch.setitem(sys.modules, "wandb", kept)
+    return kept
+
+
+@pytest.fixture
+def after(monkeypatch):
+    """after(f, g, ...): these are called instead of the waits between looks at the log."""
+
+    def replace(*calls):
+        left = list(calls)
+        monkeypatch.setattr(watch.time, "sleep", lambda seconds: left.pop(0)())
+        return left
+
+    return replace
+
+
+# ------------------------------------------------------------------------------------------------
+# A real run
+
+
+def test_tensorboard_has_what_the_run_has_logged(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(make_workplace(tmp_path))
+    assert train(steps=4, eval_every_n_steps=2) == 0
+    capsys.readouterr()
+    assert _run(["watch", "log.json", "--tensorboard", "runs", "--name", "mine"]) == 0
+    records = json.loads(Path("log.json").read_text())
+    assert capsys.readouterr().out == f"sent {len(records)} records of 'log.json'\n"
+    found = events(Path("runs/mine"))
+    checked = 0
+    for kind, name in [
+        ("step", "loss"),
+        ("step", "norm"),
+        ("step", "lr"),
+        ("step", "lse_mean"),
+        ("eval", "loss"),
+        ("eval", "loss_1k"),
+    ]:
+        expected = []
+        for r in records:
+            if r["log"] == kind:
+                at = datetime.fromisoformat(r["time"]).replace(tzinfo=UTC).timestamp()
+                expected.append((at, r["step"], float(np.float32(r[name]))))
+        assert series(found, f"{NAMES[kind]}/{name}") == expected
+        checked += len(expected)
+    assert checked == 4 * 4 + 2 * 2
+    assert [shlex.split(shown(found, "cmd"))] == [r["cmd"] for r in records if r["log"] == "cmd"]
+    assert "| seq-len | 16 |" in shown(found, "options").splitlines()
+    assert "eval.bin" in shown(found, "dataset-eval")
+    plugin = found.SummaryMetadata("_hparams_/session_start_info").plugin_data
+    assert plugin.plugin_name == "hparams" and b"seq-len" in plugin.content
+    (stats,) = (r["stats"] for r in records if r["log"] == "allocator")
+    sizes = {row["name"]: row["device"] / 2**20 for row in stats}
+    assert series(found, "gpu_memory/Weights")[0][1:] == (0, float(np.float32(sizes["Weights"])))
+
+
+# ------------------------------------------------------------------------------------------------
+# Names and units
+
+GPU = {"id": 3, "rank": 2, "clock": 1980, "fan": -1, "power": 183_500, "power_limit": 700_000}
+GPU |= {"temperature": 39, "throttle": "idle", "dram_free": 3 * 2**20, "pcie_rx": 2**19}
+ROW = {"managed": 0, "pageable": 0}
+NUMBERS = [
+    (
+        "step",
+        {**step_fields(), "communication": 2.5},
+        {
+            "train/loss": 5.0,
+            "train/norm": 1.0,
+            "train/lr": 1e-3,
+            "train/duration_ms": 20,
+            "train/communication": 2.5,
+            "train/tokens_per_second": 3200.0,
+        },
+    ),
+    (
+        "eval",
+        {"eval_tokens": 32, "duration_ms": 0, "loss": 4.0},
+        {"eval/loss": 4.0, "eval/duration_ms": 0},
+    ),
+    (
+        "gpu",
+        GPU,
+        {
+            "gpu2/clock": 1980,
+            "gpu2/power": 183.5,
+            "gpu2/power_limit": 700,
+            "gpu2/temperature": 39,
+            "gpu2/dram_free": 3,
+            "gpu2/pcie_rx": 0.5,
+        },
+    ),
+    ("gpu", {"id": 0, "power": 1000}, {"gpu0/power": 1}),  # an older log
+    (
+        "abs-maxes",
+        {"abs_maxes": [{"name": "act.ln1.0", "value": 2.5}, {"name": "grad.qkv.0", "value": 3}]},
+        {"abs_maxes/act.ln1.0": 2.5, "abs_maxes/grad.qkv.0": 3},
+    ),
+    (
+        "allocator",
+        {
+            "stats": [
+                {"name": "Adam M", "device": 2**20, "pinned": 0, **ROW},
+                {"name": "Master", "device": 0, "pinned": 3 * 2**19, **ROW},
+            ]
+        },
+        {"gpu_memory/Adam M": 1, "host_memory/Master": 1.5},
+    ),
+    (
+        "sol",
+        {"rank": 0, "blocks": 3, "lm_head": 2, "attention": 1, "tps": 9, "bf16_peak": 989.4},
+        {"flops_per_token/blocks": 3, "flops_per_token/lm_head": 2, "flops_per_token/attention": 1},
+    ),
+    (
+        "info",
+        {
+            "type": "time-breakdown",
+            "gpu": 1,
+            "breakdown": [
+                {"step": 0, "fwd": 1.0, "head": 0.5, "bwd": 2.0},
+                {"step": 1, "fwd": 2.0, "head": 0.25, "bwd": 4.0},
+                {"opt": 8.0},
+            ],
+        },
+        {"gpu1/fwd_ms": 3.0, "gpu1/head_ms": 0.75, "gpu1/bwd_ms": 6.0, "gpu1/opt_ms": 8.0},
+    ),
+    ("info", {"type": "message", "message": "Done."}, {}),
+    ("cmd", {"cmd": ["llmq"]}, {}),
+    ("what-comes-later", {"value": 1}, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "expected"), NUMBERS)
+def test_names_and_units(kind, fields, expected):
+    assert numbers({"log": kind, "time": 1.0, "step": 7, **fields}) == expected
+
+
+@pytest.mark.parametrize("kind", ["step", "abs-maxes"])
+def test_null_is_nan(kind):
+    named = {"abs_maxes": [{"name": "a", "value": None}]}
+    found = numbers({"log": kind, **step_fields(), "loss": None, **named})
+    assert math.isnan(found[{"step": "train/loss", "abs-maxes": "abs_maxes/a"}[kind]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        ("cmd", {"cmd": ["llmq", "--name", "a b"]}, ("cmd", "llmq --name 'a b'")),
+        ("dataset", {"split": "eval", "seed": 1}, ("dataset-eval", {"split": "eval", "seed": 1})),
+        ("gpu-model", {"rank": 1, "name": "H"}, ("gpu-model-1", {"rank": 1, "name": "H"})),
+        ("scaling", {"efficiency": 0.9}, ("scaling", {"efficiency": 0.9})),
+        ("links", {"links": [{"kind": "direct"}]}, ("links", [{"kind": "direct"}])),
+        ("fast-products", {"fast_products": {"p": True}}, ("fast-products", {"p": True})),
+        ("step", step_fields(), None),
+    ],
+)
+def test_texts(kind, fields, expected):
+    assert text({"log": kind, "time": 1.0, "step": 0, **fields}) == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights & Biases
+
+
+def test_wandb_gets_the_same(log, wandb, capsys):
+    write_run(log, range(3), saturated=float("nan"))
+    assert _run(["watch", str(log.path), "--wandb", "project"]) == 0
+    assert wandb.started == {"project": "project", "name": "log"}
+    assert wandb.config == {
+        "cmd": "llmq train --name 'a b'",
+        "steps": 3,
+        "cuda-graphs": True,
+        "dataset-train": {"split": "train", "files": ["a.bin"], "tokens": 9, "seed": 1},
+    }
+    assert [(step, values["train/loss"]) for step, values in wandb.logged] == [
+        (0, 5.0),
+        (1, 4.9),
+        (2, 4.8),
+    ]
+    times = [r["time"] for r in LogReader(log.path).new_records() if r["log"] == "step"]
+    assert [values["_timestamp"] for _, values in wandb.logged] == times
+    assert all(math.isnan(values["train/saturated"]) for _, values in wandb.logged)
+    assert wandb.finished == 1
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_errors_of_wandb_are_one_line(log, wandb, capsys, where):
+    write_run(log, range(1))
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no key:\nlog in")
+
+    if where == "init":
+        wandb.init = fail
+    else:
+        run = wandb.init()
+        setattr(run, where, fail)
+        wandb.init = lambda **_: run
+    folder = log.path.parent / "runs"
+    args = ["--wandb", "project", "--tensorboard", str(folder)]
+    assert _run(["watch", str(log.path), *args]) == 2
+    assert capsys.readouterr().err == "error: --wandb: no key: log in\n"
+    assert folder.exists() is (where != "init"), (
+        "what cannot start leaves nothing that is in the way"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# A log that grows
+
+
+def test_every_part_of_a_log_is_read_once(log, tmp_path):
+    """Wherever the file is cut off, and with the rest of it later."""
+    write_run(log, range(2), message='a "quoted" { and [ \\')
+    data = log.path.read_bytes()
+    whole = list(LogReader(log.path).new_records())
+    assert len(whole) == 8 and whole[4]["loss"] == 5.0
+    part = tmp_path / "part.json"
+    for size in range(len(data) + 1):
+        part.write_bytes(data[:size])
+        reader = LogReader(part)
+        first = list(reader.new_records())
+        part.write_bytes(data)
+        assert first + list(reader.new_records()) == whole, size
+        assert list(reader.new_records()) == []
+
+
+def test_a_record_that_is_written_while_the_others_are_sent(log, after):
+    write_run(log, range(2))
+    after()  # a second try would fail
+    reader = LogReader(log.path)
+    records = reader.new_records()
+    next(records)
+    log.write("step", 2, **step_fields())
+    assert len(list(records)) == 7
+    assert [r["step"] for r in reader.new_records()] == [2]
+
+
+def test_a_record_that_is_written_in_the_middle_of_a_read(log, monkeypatch):
+    write_run(log, range(2))
+    calls, real = [], json_log.elements
+
+    def torn(*args, **kwargs):
+        calls.append(args)
+        for count, element in enumerate(real(*args, **kwargs)):
+            if len(calls) == 1 and count == 3:
+                raise DataError("no array")
+            yield element
+
+    monkeypatch.setattr(json_log, "elements", torn)
+    monkeypatch.setattr(json_log, "RETRY_SECONDS", 0)
+    reader = LogReader(log.path)
+    assert [r["log"] for r in reader.new_records()] == [
+        *["cmd", "option", "option", "dataset", "step", "step", "info", "info"]
+    ]
+    assert len(calls) == 2
+
+
+def test_following_until_the_run_is_done(log, tmp_path, wandb, after):
+    """It is killed and continued, and makes two steps again, before it is done."""
+    write_run(log, range(5), done=False)
+
+    def write_half():
+        with open(log.path, "r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b',\n  {"log": "step", "time')
+
+    def go_on():
+        with open(log.path, "r+b") as file:
+            file.seek(log._end - 3)
+            file.write(b"\n]\n")
+            file.truncate()
+        again = JsonLog(log.path, append=True)
+        write_run(again, range(3, 7))
+        again.close()
+
+    left = after(lambda: None, write_half, go_on)
+    runs = tmp_path / "runs"
+    assert _run(["watch", str(log.path), "--tensorboard", str(runs), "--wandb", "p"]) == 0
+    assert left == []
+    found = events(runs / "log")
+    expected = [(step, float(np.float32(5 - step / 10))) for step in (0, 1, 2, 3, 4, 4, 5, 6)]
+    assert [point[1:] for point in series(found, "train/loss")] == expected
+    assert [step for step, _ in wandb.logged] == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert wandb.config["steps"] == 5, "the options are those of the first run"
+    assert len(found.Tensors("cmd")) == 1
+
+
+def test_a_log_with_several_runs_ends_with_the_last_one(log, tmp_path, after):
+    write_run(log, range(2))
+    log.write("cmd", 0, cmd=["llmq"])
+    log.write("step", 2, **step_fields())
+    done = {"type": "message", "message": "Done. validation loss   4.0"}
+    left = after(
+        lambda: log.write("step", 3, **step_fields()), lambda: log.write("info", 4, **done)
+    )
+    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 0
+    assert left == []
+    steps = [point[1] for point in series(events(tmp_path / "runs" / "log"), "train/loss")]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_one_look_at_a_run_that_was_killed(log, tmp_path, after):
+    write_run(log, range(3), done=False)
+    after()  # a wait would fail
+    args = ["--tensorboard", str(tmp_path / "runs"), "--interval", "0"]
+    assert _run(["watch", str(log.path), *args]) == 0
+    assert len(series(events(tmp_path / "runs" / "log"), "train/loss")) == 3
+
+
+def test_ctrl_c_keeps_what_was_sent(log, tmp_path, wandb, capsys, monkeypatch):
+    write_run(log, range(3), done=False)
+
+    def interrupt(seconds):
+        assert seconds == 7
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", interrupt)
+    args = ["--tensorboard", str(tmp_path / "runs"), "--wandb", "p", "--interval", "7"]
+    assert _run(["watch", str(log.path), *args]) == 130
+    assert capsys.readouterr() == ("", "")
+    assert len(series(events(tmp_path / "runs" / "log"), "train/loss")) == 3
+    assert (len(wandb.logged), wandb.finished) == (3, 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the log '{log}': No such file or directory"),
+        ("", "'{log}' has no records yet"),
+        ("[\n]\n", "'{log}' has no records yet"),
+        ("loss: 5", "'{log}' is not a log of llmq train: what comes after 0 records, from byte 0"),
+        ("[" * 100_000, "is not a log of llmq train"),
+        ('{"log": "step"}', "is not a log of llmq train"),
+        ("[1, 2]", "is not a log of llmq train"),
+        ('[{"log": "cmd"}]', "is not a log of llmq train"),
+        ('[{"log": "cmd", "step": 0, "time": "today"}]', "is not a log of llmq train"),
+        ('[{"log": "cmd", "step": "0", "time": "TIME"}]', "is not a log of llmq train"),
+        (
+            '[{"log": "x", "step": 0, "time": "TIME"},\n\0\0\0',
+            "what comes after 1 records, from byte 65 on, is no record",
+        ),
+        (
+            '[{"log": "x", "step": 0, "time": "TIME", "loss": nan}]',  # as llm.q writes it
+            "what comes after 0 records",
+        ),
+        (
+            '[{"log": "step", "step": 3, "time": "TIME", "duration_ms": 5}]',
+            "its record of step at step 3 is not as it should be (KeyError('step_tokens'))",
+        ),
+        ('[{"log": "abs-maxes", "step": 3, "time": "TIME", "abs_maxes": 5}]', "(TypeError("),
+        ('[{"log": "cmd", "step": 3, "time": "TIME", "cmd": 5}]', "(TypeError("),
+    ],
+)
+def test_what_is_no_log(tmp_path, monkeypatch, capsys, content, message):
+    monkeypatch.setattr(json_log, "RETRY_SECONDS", 0)
+    path, runs = tmp_path / "log.json", tmp_path / "runs"
+    if content is not None:
+        path.write_text(content.replace("TIME", TIME))
+    assert _run(["watch", str(path), "--tensorboard", str(runs), "--interval", "0"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ") and message.replace("{log}", str(path)) in err
+
+
+def test_another_log_in_its_place(log, tmp_path, after, capsys):
+    write_run(log, range(9), done=False)
+
+    def start_again():
+        other = JsonLog(log.path)
+        write_run(other, range(3))
+        other.close()
+
+    after(start_again)
+    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: '{log.path}' has been replaced by another log: start again\n"
+    )
+
+
+def test_where_to_send_it(log, tmp_path, capsys):
+    write_run(log, range(1))
+    assert _run(["watch", str(log.path)]) == 2
+    assert capsys.readouterr().err == (
+        "error: nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT\n"
+    )
+    (tmp_path / "file").write_text("")
+    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "file")]) == 2
+    assert "file' is not a directory, choose another one\n" in capsys.readouterr().err
+    args = ["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]
+    assert _run(args) == 0
+    assert _run([*args, "--name", "other"]) == 0
+    capsys.readouterr()
+    assert _run(args) == 2
+    assert capsys.readouterr().err == (
+        f"error: '{tmp_path / 'runs' / 'log'}' holds a run already: delete it or change --name\n"
+    )
+
+
+def test_a_full_disk_is_one_line(log, tmp_path, capsys, monkeypatch):
+    write_run(log, range(1))
+    full = open("/dev/full", "wb")  # noqa: SIM115
+    monkeypatch.setattr(watch, "open", lambda *_: full, raising=False)
+    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the disk is full, writing") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_libraries_are_loaded_only_where_they_are_used(log, library):
+    write_run(log, range(1))
+    code = (
+        "import sys\n"
+        "sys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
+        "from llmq.cli import _run\n"
+        "assert _run(['watch', '--help']) == 0\n"
+        "sys.exit(_run(sys.argv[1:]))\n"
+    )
+    args = ["watch", str(log.path), f"--{library}", str(log.path.parent / "runs")]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.returncode == 2 and "--tensorboard" in done.stdout
+    assert done.stderr.startswith(f"error: --{library}: ")
+    assert done.stderr.endswith(f": pip install 'llmq-train[{library}]'\n")
+    assert not (log.path.parent / "runs").exists()
+
+
+def test_the_reader_wants_the_log_that_it_knows(log):
+    write_run(log, range(1))
+    reader = LogReader(log.path)
+    assert len(list(reader.new_records())) == 7
+    log.path.write_bytes(b"")
+    with pytest.raises(LlmqError, match="has been replaced"):
+        list(reader.new_records())
