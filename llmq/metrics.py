@@ -69,17 +69,17 @@ class Outliers:
     """Z-score of a value against the last 100, which it then joins."""
 
     def __init__(self) -> None:
-        self._window: deque[float] = deque(maxlen=100)
+        self.window: deque[float] = deque(maxlen=100)
 
     def score(self, value: float) -> float:
         """0 until there are 100 values, and for values that are not finite."""
         score = 0.0
         if not math.isfinite(value):
             return score
-        if len(self._window) == self._window.maxlen:
-            std = float(np.std(self._window))
-            score = (value - float(np.mean(self._window))) / std if std > 0 else 0.0
-        self._window.append(value)
+        if len(self.window) == self.window.maxlen:
+            std = float(np.std(self.window))
+            score = (value - float(np.mean(self.window))) / std if std > 0 else 0.0
+        self.window.append(value)
         return score
 
 
@@ -142,7 +142,7 @@ class Reporter:
 
     def __init__(self, log: JsonLog, view: View, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
-        self._losses: list[float] = []  # since the last evaluation
+        self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
         self._gpu_lines: dict[int, str] = {}
 
@@ -200,6 +200,23 @@ class Reporter:
             )
         self.block("Dataset", lines)
 
+    @property
+    def history(self) -> dict[str, Any]:
+        """What later reports depend on, in JSON's types: for a checkpoint."""
+        loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
+        return {
+            "past_losses": list(self._loss_outliers.window),
+            "past_norms": list(self._norm_outliers.window),
+            "losses_since_evaluation": [loss_sum, self._loss_count],
+        }
+
+    @history.setter
+    def history(self, history: dict[str, Any]) -> None:
+        self._loss_outliers.window.extend(history["past_losses"])
+        self._norm_outliers.window.extend(history["past_norms"])
+        loss_sum, self._loss_count = history["losses_since_evaluation"]
+        self._loss_sum = math.nan if loss_sum is None else loss_sum
+
     def _percent(self, step: int) -> float:
         return min(100.0 * step / max(self.total_steps, 1), 100.0)
 
@@ -214,7 +231,8 @@ class Reporter:
             f"{result.norm:10f} | loss {result.loss:10f} | tps {rate}{tail}"
         )
         if result.tokens > 0:
-            self._losses.append(result.loss)
+            self._loss_sum += result.loss
+            self._loss_count += 1
         for name, value, window in (
             ("Loss", result.loss, self._loss_outliers),
             ("Gradient norm", result.norm, self._norm_outliers),
@@ -288,9 +306,9 @@ class Reporter:
 
         With the mean training loss since the last one, if there were steps.
         """
-        losses = self._losses
-        train = f"train {sum(losses) / len(losses):9f} | " if losses else ""
-        losses.clear()
+        count = self._loss_count
+        train = f"train {self._loss_sum / count:9f} | " if count else ""
+        self._loss_sum, self._loss_count = 0.0, 0
         self.view.line(
             f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
             f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",

@@ -52,6 +52,7 @@ class Trainer:
     config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
     of the run, resumed ones included. validated_at: how many they were at the last validation.
+    history: of the reports, what a checkpoint keeps of it; {} where there are none.
     """
 
     def __init__(self, **options: Any):
@@ -79,6 +80,7 @@ class Trainer:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
         self.validated_at: int | None = None
+        self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
         check_machine(config, model, self.machine)
         backend = attention_backend(config, model, self.machine)
@@ -295,7 +297,8 @@ class Trainer:
         manifest = Manifest(
             model=self.model,
             loader=self.train_loader.state() if loaded else {},
-            state=self.ranks.extra_state() | {"validated_at": self.validated_at},
+            state=self.ranks.extra_state()
+            | {"validated_at": self.validated_at, "history": self.history},
             options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
         )
@@ -323,6 +326,7 @@ class Trainer:
             self.ranks.read(reader)
             self.steps_done = reader.step
             self.validated_at = reader.manifest.state.get("validated_at")
+            self.history = reader.manifest.state.get("history", {})
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""

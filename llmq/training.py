@@ -200,6 +200,8 @@ class _Run:
             with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
                 trainer.load(checkpoint, new_data=self.config.new_data)
             self.saved_at = trainer.steps_done
+            if trainer.history:
+                reporter.history = trainer.history
         elif self.config.from_scratch:
             with reporter.section("Initializing model from scratch"):
                 trainer.load_weights()
@@ -323,6 +325,7 @@ class _Run:
         config, step = self.config, self.trainer.steps_done
         if self.saved_at == step:
             return
+        self.trainer.history = self.reporter.history
         with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
             self.trainer.save()
         self.saved_at = step

@@ -274,6 +274,18 @@ def logged(reporter):
     return json.loads(reporter.log.path.read_text())
 
 
+def test_the_history_of_reports_is_json(reporter, tmp_path):
+    for loss in (1.5, math.nan):
+        for step in range(60):
+            reporter.train_step(step, replace(RESULT, loss=loss), 1e-3, 10.0, 100, None)
+        history = json.loads(json.dumps(reporter.history, allow_nan=False))
+        other = Reporter(JsonLog(tmp_path / "other.json"), Lines(), total_steps=40)
+        other.history = history
+        assert other.history == history
+    assert history["past_losses"] == [1.5] * 60
+    assert history["losses_since_evaluation"] == [None, 120]
+
+
 def test_products_that_accumulate_fast(reporter):
     reporter.fast_products(0, {})
     assert reporter.view.lines == []

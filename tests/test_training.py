@@ -177,6 +177,26 @@ def test_the_order_of_the_data_is_kept(capsys):
     assert "--train-seed is 2, in the checkpoint's run it was 1" in capsys.readouterr().err
 
 
+def test_a_continued_run_reports_what_the_whole_one_does(capsys):
+    """The mean training loss since the last validation; what outliers are measured by."""
+
+    def validations():
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[V]")]
+        return [re.search(r"eval .* train +\S+", line)[0] for line in lines]
+
+    options = {"eval_every_n_steps": 5, "save_training_state": True}
+    assert train(steps=8, **options) == 0
+    whole = validations()
+    assert train(steps=3, **options, checkpoint_dir="again", log_file="again.json") == 0
+    capsys.readouterr()
+    again = {"checkpoint_dir": "again", "log_file": "again.json", "continue": ""}
+    assert train(steps=8, **options, **again) == 0
+    assert validations() == whole and len(whole) == 2
+    manifest = json.loads(Path("again/step_00000008/checkpoint.json").read_text())
+    losses = [record["loss"] for record in records("step")]
+    assert manifest["run"]["state"]["history"]["past_losses"] == losses
+
+
 def test_a_continued_log_goes_on_and_a_new_one_replaces():
     options = {"steps": 4, "ckpt_interval": 2, "save_training_state": True}
     assert train(**options) == 0
@@ -283,7 +303,8 @@ def test_a_run_with_more_steps_than_it_needs_says_so(monkeypatch, capsys, termin
     assert err == ""
     assert "\nNothing left to train: the run has 2 steps, 4 are done; raise --steps or --e" in out
     assert "Starting" not in out and "done already" not in out and "nan" not in out
-    assert re.search(r"^\[V\] step     4 \[100.0%\] \| .* \| eval +[\d.]+ \| tps +\S+$", out, re.M)
+    validation = r"^\[V\] step     4 \[100.0%\] \| .* \| eval +[\d.]+ \| train +[\d.]+ \| tps +\S+$"
+    assert re.search(validation, out, re.M)
     assert "4/2" not in out
     assert Path("out/model.safetensors").is_file()
     assert os.listdir("ckpt") == ["step_00000004"]
