@@ -76,7 +76,7 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
         return None
     if links.has_staged:
         return "Weights pass through host memory: faster with --mirror-weights, if there is enough."
-    return "--mirror-weights has no effect: every GPU can copy to every other one."
+    return "--mirror-weights takes host memory for nothing: every GPU can copy to every other one."
 
 
 def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:

@@ -192,7 +192,12 @@ def _lock(path: Path, flag: str, target: Path) -> int | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return None
+        try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # the last holder has just removed the folder, too
+            continue
         except OSError:
             return None
         try:

@@ -209,10 +209,14 @@ _IMPLICATIONS = (
 
 
 def implied_by(name: str, config: TrainConfig) -> str | None:
-    """The flag that switches this option on in a normalized configuration, if one does."""
+    """The flag that switches this option on in a normalized configuration, if one does.
+
+    The one at the beginning, where another one follows from it.
+    """
     for implied, implying, least in _IMPLICATIONS:
         value = getattr(config, implying)
         if implied == name and value >= least:
             option = OPTIONS[implying]
-            return option.flag if value is True else f"{option.flag} {value}"
+            own = option.flag if value is True else f"{option.flag} {value}"
+            return implied_by(implying, config) or own
     return None

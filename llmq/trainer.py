@@ -320,7 +320,8 @@ class Trainer:
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)
-            saved = reader.manifest.options
+            loader, saved = reader.manifest.loader, reader.manifest.options
+            saved = saved | {"train_seed": loader["seed"]} if loader else saved
             runs = (self.config, self.world_size, saved, reader.world)
             warn(changed_options(*runs, new_data=new_data))
             self.ranks.read(reader)

@@ -96,8 +96,8 @@ def run_verify(
     json: bool = False,
 ) -> bool:
     """`llmq verify`: print the comparison; returns whether everything is equal."""
-    for name in ("steps", "epochs"):
-        if getattr(config, name) not in (-1, 1, None):
+    for name, unset in (("steps", (-1,)), ("epochs", (1, None))):
+        if getattr(config, name) not in unset:
             length = flag(name, getattr(config, name))
             warn([f"{length} has no effect on a verification, which takes --verify-steps {steps}"])
     found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)

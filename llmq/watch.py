@@ -179,13 +179,14 @@ class WeightsAndBiases:
 
 class Replay:
     """Sends records. Of steps that a continued run makes again, the first time counts: what was
-    sent stays, and Weights & Biases takes no step after a later one.
+    sent stays, and Weights & Biases takes no step after a later one. So do options and texts.
     """
 
     def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):
         self.log, self.sinks = log, sinks
         self.done = False  # the run has made all its steps, and no other has begun
         self._newest = 0  # step
+        self._sent: set[str] = set()  # names of the numbers of that step
         self._options: dict[str, Any] = {}
 
     def send(self, record: dict[str, Any]) -> None:
@@ -206,7 +207,10 @@ class Replay:
         options, self._options = self._options, {}
         if step < self._newest:
             return
-        self._newest = step if values else self._newest
+        if values and step > self._newest:
+            self._newest, self._sent = step, set()
+        values = {name: value for name, value in values.items() if name not in self._sent}
+        self._sent |= values.keys()
         for sink in self.sinks:
             if options:
                 sink.text(at, "options", options)

@@ -414,7 +414,7 @@ def test_formats_follow_the_model_dtype():
         ("recompute-att", {"recompute-block": True}, "--recompute-block"),
         ("recompute-ffn", {"recompute-block": True}, "--recompute-block"),
         ("recompute-norm", {"recompute-block": True}, "--recompute-block"),
-        ("recompute-qkv", {"recompute-block": True}, "--recompute-att"),
+        ("recompute-qkv", {"recompute-block": True}, "--recompute-block"),
         ("recompute-qkv", {"recompute-att": True}, "--recompute-att"),
         ("recompute-swiglu", {"recompute-ffn": True}, "--recompute-ffn"),
         ("shard-gradients", {"zero-level": 2}, "--zero-level 2"),

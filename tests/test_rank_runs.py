@@ -201,7 +201,7 @@ def test_advice_about_mirrors(kind, mirrored, streamed):
     advice = announce.about_mirrors(make_config(options), table)
     expected = None
     if streamed and kind == "peer" and mirrored:
-        expected = "no effect"
+        expected = "for nothing"
     if streamed and kind == "staged" and not mirrored:
         expected = "faster with"
     assert advice is expected or expected in advice

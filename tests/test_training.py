@@ -177,6 +177,15 @@ def test_the_order_of_the_data_is_kept(capsys):
     assert "--train-seed is 2, in the checkpoint's run it was 1" in capsys.readouterr().err
 
 
+def test_the_seed_of_the_data_is_not_that_of_the_last_options(capsys):
+    again = {"ckpt_interval": 2, "log_file": "again.json", "continue": ""}
+    assert train(steps=3, ckpt_interval=2, train_seed=1) == 0
+    assert train(steps=5, train_seed=2, **again) == 0
+    assert "--train-seed=2 has no effect" in capsys.readouterr().err
+    assert train(steps=7, train_seed=1, **again) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_continued_run_reports_what_the_whole_one_does(capsys):
     """The mean training loss since the last validation; what outliers are measured by."""
 

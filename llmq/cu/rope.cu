@@ -22,8 +22,8 @@
 //          one before it is worked on; angles stay in registers for block_tiles heads where
 //          HEAD_DIM divides 128, else are read for every head. About 15 (BIAS) to 21 instructions
 //          per element, 3 blocks on an SM (BF16), one barrier per tile.
-// Needs    threads < 2^31. first_position + seq_length rows in the table. fused: at most 2^22
-//          tokens; for FP8 a multiple of 16.
+// Needs    threads < 2^31. first_position + seq_length rows in the table. fused: fewer than
+//          2^22 tokens; for FP8 a multiple of 16.
 // Same name  llmq/ops/rope.py  llmq/ref/rope.py  tests/ops/test_rope.py
 #include "common.cuh"
 #include "fp8.cuh"

@@ -227,13 +227,18 @@ def again_consts(
 OCTET_TILE = (128, 64)  # rows and columns of a block; OctetTile in cu/fp8.cuh
 
 
-def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
-    """Blocks of a kernel that works in OctetTiles: across, down."""
+def expect_fp8_multiples(op: str, rows: int, columns: int) -> None:
+    """ValueError for a matrix that has no codes in both layouts."""
     if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
         raise ValueError(
             f"{op}: FP8 results need rows and columns that are multiples of {FP8_MULTIPLE}, "
             f"got {rows} and {columns}"
         )
+
+
+def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of a kernel that works in OctetTiles: across, down."""
+    expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 

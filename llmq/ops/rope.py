@@ -15,11 +15,11 @@ from llmq.ops.common import (
     Fp8Out,
     abs_max_consts,
     expect_float,
+    expect_fp8_multiples,
     expect_head_dim,
     finish_column_sum,
     fp8_args,
     fp8_consts,
-    octet_tiles,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -230,7 +230,7 @@ def backward(
     consts |= fp8_consts(op, fp8, B * T, features)
     blocks, block_tiles = fused_grid(B * T, features)
     if fp8 is not None:
-        octet_tiles(op, B * T, features)
+        expect_fp8_multiples(op, B * T, features)
     with ExitStack() as temps:
         partial = None
         if d_bias is not None:

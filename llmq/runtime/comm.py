@@ -2,10 +2,10 @@
 
 Every call is enqueued on the current stream and returns at once; when the stream has done it, its
 targets are complete and its sources may be written again. The calls of one rank must be ordered
-among themselves (one stream, or events between streams), except exchanges on a stream of their own
-(`exchange_stream`), and all ranks make the same calls in the same order. All ranks allocate the
-same tensors in the same order, so a tensor of a peer lies at the same offset in the peer's memory
-of the same place.
+among themselves (one stream, or events between streams), except that gathers from pinned memory may
+run beside exchanges (`exchange_stream`), and all ranks make the same calls in the same order. All
+ranks allocate the same tensors in the same order, so a tensor of a peer lies at the same offset in
+the peer's memory of the same place.
 """
 
 from __future__ import annotations

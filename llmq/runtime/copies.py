@@ -13,7 +13,8 @@ source in pinned memory is read there by those who cannot be reached directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,17 +159,13 @@ class Copies:
     def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
         """The own part from host memory; each piece that is there goes on to the peers at once."""
         flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
-        self._dev.record(self._fork)
-        with self._dev.on("stage"):
-            self._dev.wait(self._fork)
+        with self._staging_stream():
             for flag in flags:
                 self._queue.wait(flag, EMPTY)
         for start in range(0, src.nbytes, PIECE):
             nbytes = min(PIECE, src.nbytes - start)
             self._queue.copy(own.ptr + start, src.ptr + start, nbytes)
-            self._dev.record(self._fork)
-            with self._dev.on("stage"):
-                self._dev.wait(self._fork)
+            with self._staging_stream():
                 for reader in readers:
                     target = self._address(reader, own) + start
                     self._queue.copy(target, own.ptr + start, nbytes)
@@ -205,11 +202,16 @@ class Copies:
     # -- staged ----------------------------------------------------------------------------------
 
     def _start_staging(self, nbytes: int) -> None:
-        """The staging stream goes on after all that the current stream has so far."""
+        with self._staging_stream():
+            self._staging.begin(nbytes)
+
+    @contextmanager
+    def _staging_stream(self) -> Iterator[None]:
+        """On it, after all that the current stream has so far."""
         self._dev.record(self._fork)
         with self._dev.on("stage"):
             self._dev.wait(self._fork)
-        self._staging.begin(nbytes)
+            yield
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
         """The own source is staged once for all who need it."""

@@ -182,7 +182,7 @@ class Device(ABC):
         """Make a stream the current one within the `with` block.
 
         "main": compute. "comm": collectives, "exchange": those of gradients where they run beside
-        gathers. "copy": host to device. "store": device to host. "stage": of the collectives.
+        gathers. "copy": host to device. "store": device to host. "stage": what peers get.
         """
         before = self.stream_name
         self._switch(stream)

@@ -125,6 +125,7 @@ class LinkTable:
                 "kind": link.kind,
                 "gb_per_s": round(link.speed, 2),
                 "reason": link.reason,
+                "beside_bus": link.beside_bus,
             }
             for reader, row in zip(self.gpus, self.links, strict=True)
             for source, link in zip(self.gpus, row, strict=True)

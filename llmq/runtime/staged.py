@@ -1,7 +1,7 @@
 """Copies between GPUs that cannot reach each other, through rings of buffers in pinned memory.
 
 Each rank has one ring. It copies a chunk into the next buffer and marks it full for those who
-read it; each of them copies it to its GPU and marks it empty. Sending runs on a stream of its own,
+read it; each of them copies it to its GPU and marks it empty. Sending runs on the stage stream,
 so that both directions of the bus are busy, and the chunks of all sources are received in turn.
 Which buffer a chunk goes through follows from its position within one collective, so that sender
 and reader agree without talking and a graph may be replayed.

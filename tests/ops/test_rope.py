@@ -117,6 +117,8 @@ def fused_arrays(rng, shape, dtype, target) -> dict:
         ("tiles_64", BF16, BF16),
         ("tiles_80", F32, F32),
         ("tiles_128", BF16, F32),
+        ("tiles_256", BF16, BF16),
+        ("tiles_256", F32, F32),
     ],
     ids=str,
 )
@@ -156,6 +158,7 @@ def test_bias_gradient_of_any_numbers(dev, rng, name):
         ("tiles_80", BF16, E4M3, "both"),
         ("tiles_80", F32, E4M3, "codes"),
         ("tiles_128", BF16, E4M3, "both"),
+        ("tiles_256", BF16, E4M3, "both"),
     ],
     ids=str,
 )

@@ -54,7 +54,8 @@ class StreamQueue:
 class StreamComm(CudaComm):
     """Finds calls of one rank that nothing orders, as if each wrote to the same place.
 
-    Gathers from host memory have another place where exchanges may run beside them.
+    Where exchanges may run beside gathers from host memory, these have one place and exchanges
+    another; other gathers have both.
     """
 
     def __init__(self, dev: StreamDevice, *args: Any):
@@ -62,21 +63,23 @@ class StreamComm(CudaComm):
         self._places = np.empty(32, np.uint8)
         dev.races.watch(Storage("comm", self._places.ctypes.data, self._places))
 
-    def _must_be_ordered(self, apart: bool = False) -> None:
-        start = self._places.ctypes.data + 16 * apart
-        self._dev.call(lambda: None, self.last_operation, writes=[Span(start, start + 16)])
+    def _note(self, *, gathers: bool = True, exchanges: bool = True) -> None:
+        one = self.exchange_stream == "comm"
+        start = self._places.ctypes.data
+        first = start if one or gathers else start + 16
+        last = start + 32 if one or exchanges else start + 16
+        self._dev.call(lambda: None, self.last_operation, writes=[Span(first, last)])
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        from_host = src.on_host or mirror is not None
-        self._must_be_ordered(from_host and self.exchange_stream != "comm")
+        self._note(exchanges=not src.on_host and mirror is None)
         super()._all_gather(dst, src, mirror)
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
-        self._must_be_ordered()
+        self._note()
         super()._reduce_scatter(buffer)
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
-        self._must_be_ordered()
+        self._note(gathers=False)
         super()._all_to_all(buffer, targets)
 
 

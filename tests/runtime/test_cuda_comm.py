@@ -185,6 +185,7 @@ def test_the_table_is_printed_and_logged():
         "kind": "peer",
         "gb_per_s": 396.04,
         "reason": None,
+        "beside_bus": False,
     }
 
 
