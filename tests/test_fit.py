@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,20 @@ from tests.runs import make_workplace
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 
 
+@cache
+def plan_seconds() -> float:
+    """What one plan of Qwen2.5-14B takes on this machine."""
+    config, card = make_config(FULL | {"model": "Qwen2.5-14B"}), find_card("4090")
+    planner = Planner(preset(config.model), spec_of(card), "cudnn", card)
+
+    def seconds() -> float:
+        start = time.process_time()
+        planner.plan(config)
+        return time.process_time() - start
+
+    return min(seconds() for _ in range(3))
+
+
 def search(
     model: str,
     card: str,
@@ -44,8 +59,8 @@ def search(
     limits = Limits(device=int((memory or chosen.memory) * GIB), host=host and int(host * GIB))
     start = time.process_time()
     found = Fit(config, planner, limits, frozenset(fixed)).search()
-    # Two to four seconds; it may take 20 with two cores.
-    assert time.process_time() - start < 15
+    # About 10 seconds at most, where a plan takes 0.075; it may take 20 with two cores.
+    assert time.process_time() - start < 200 * plan_seconds()
     speeds = [candidate.need.speed for candidate in found]
     assert speeds == sorted(speeds, reverse=True) and 1 <= len(found) <= 5
     for candidate in found:

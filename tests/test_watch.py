@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,9 @@ def after(monkeypatch):
 
     def replace(*calls):
         left = list(calls)
-        monkeypatch.setattr(watch.time, "sleep", lambda seconds: left.pop(0)())
+        # The module's own name: other threads of the process wait, too.
+        clock = SimpleNamespace(sleep=lambda seconds: left.pop(0)(), time=time.time)
+        monkeypatch.setattr(watch, "time", clock)
         return left
 
     return replace
