@@ -20,7 +20,7 @@ class Mirrors:
         self._written: dict[str, Event] = {}
         self._fork = dev.event()
         self._stale = False
-        self._to_write: list[str] = []
+        self._next = 0  # of the blocks: the first one whose mirror is not written yet
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
         """Allocate the mirror of a block's shard (n,)."""
@@ -30,8 +30,7 @@ class Mirrors:
 
     def start_micro_step(self, stale: bool) -> None:
         """Before the first gather. stale: it is the first after an update."""
-        self._stale = stale
-        self._to_write = list(self._mirrors) if stale else []
+        self._stale, self._next = stale, 0
 
     def get(self, block: str) -> Tensor | None:
         """What peers may read in the gather that comes next on the current stream; None: nothing.
@@ -46,9 +45,8 @@ class Mirrors:
 
     def _write(self, block: str) -> None:
         blocks = list(self._mirrors)
-        first = blocks.index(block)
-        due = [name for name in blocks[first : first + 2] if name in self._to_write]
-        self._to_write = [name for name in self._to_write if name not in due]
+        due = blocks[self._next : blocks.index(block) + 2]
+        self._next += len(due)
         if due:
             self.dev.record(self._fork)
             with self.dev.on("stage"):

@@ -140,6 +140,11 @@ class Warnings(Fields):
             return self.offload_quants
         return self.offload_master and self.master_dtype == self.model_dtype
 
+    @property
+    def has_mirrors(self) -> bool:
+        """Whether ranks read each other's shards of weights in mirrors, if there are several."""
+        return self.mirror_weights and self.why_no_mirrors() is None
+
     def why_no_mirrors(self) -> str | None:
         """Why --mirror-weights does nothing; None where it does something."""
         if not self.memcpy_all_gather:

@@ -77,7 +77,7 @@ def step_options(config: TrainConfig, backend: str) -> StepOptions:
             shard=config.shard_weights,
             persistent_quants=config.persistent_quants,
             keep_transposed=config.keep_transposed,
-            mirror=config.mirror_weights and config.why_no_mirrors() is None,
+            mirror=config.has_mirrors,
             master_place=host if config.offload_master else "device",
             quants_place=host if config.offload_quants else "device",
         ),
@@ -245,9 +245,9 @@ def fewest_attention_parts(
 
 def comm_options(config: TrainConfig) -> CommOptions:
     """How the ranks of a run exchange data."""
-    mirrored = config.mirror_weights and config.why_no_mirrors() is None
+    on_host = config.work_shards_offloaded or config.has_mirrors
     return CommOptions(
-        gathers_from_host=config.shard_weights and (config.work_shards_offloaded or mirrored),
+        gathers_from_host=config.shard_weights and on_host,
         memcpy_all_gather=config.memcpy_all_gather,
         memcpy_send_recv=config.memcpy_send_recv,
         all_to_all_reduce=config.all_to_all_reduce,

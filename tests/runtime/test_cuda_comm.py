@@ -163,6 +163,13 @@ def test_a_link_is_direct_unless_staging_is_clearly_faster(direct, kind):
     assert choose("auto", 0, 1, measured).kind == kind
 
 
+@pytest.mark.parametrize(("direct", "beside"), [(396.0, True), (20.1, True), (19.9, False)])
+def test_a_link_beside_the_bus_is_much_faster_than_the_bus(direct, beside):
+    measured = Measured(access=True, correct=True, direct=direct, staged=10.0)
+    assert choose("auto", 0, 1, measured).beside_bus == beside
+    assert not choose("off", 0, 1, measured).beside_bus
+
+
 def test_the_table_is_printed_and_logged():
     peer = Link(kind="peer", speed=396.04, reason=None)
     off, slow = (Link(kind="staged", speed=20.0, reason=r) for r in ("off", "slow (3.0 GB/s)"))
