@@ -222,14 +222,16 @@ class Gradients:
         if self._spare is None:
             self.dev.comm.reduce_scatter(whole)
         else:
-            parts = self.dev.comm.all_to_all(whole, self._spare.rows(0, slab.shard_size))
+            spare = self._spare.rows(0, slab.shard_size)
+            parts = self.dev.comm.all_to_all(whole, spare, self._computed)
             self._add(slab, self.shard[slab.name], parts, accumulate=False)
 
     def _add_to_shard(self, slab: Slab) -> None:
         slot = self._slot_of[slab.name]
         full, target = slot.full.rows(0, slab.size), self.shard[slab.name]
         if self._spare is not None:
-            parts = self.dev.comm.all_to_all(full, self._spare.rows(0, slab.shard_size))
+            spare = self._spare.rows(0, slab.shard_size)
+            parts = self.dev.comm.all_to_all(full, spare, self._computed)
         else:
             self.dev.comm.reduce_scatter(full)
             parts = [slab.shard(full, self.dev.rank)]

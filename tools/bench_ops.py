@@ -7,7 +7,8 @@ those that are too small to fill a GPU; --case runs any of them. Before every ru
 filled with other (dirty) lines. Printed are the median time of many runs and the rate: TFLOP/s of
 products and attention, else GB/s of the bytes that must be moved. The ceiling is, for bytes, a
 large copy on this device; for products and attention, what benchmarks/peers.json has for this card
-and shape, else a large product in bf16, twice its speed for fp8.
+and shape, else a large product in bf16, twice its speed for fp8. What stays below 85 % of a large
+copy is compared with a copy of as many bytes too, which needs time to start and to end as well.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from llmq.machine import choose_machine
 from llmq.monitor import PRODUCT_SIZES, measured_peak
 from llmq.ops import abs_max, fill, quantize, random
 from llmq.ops.common import Fp8Out
+from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
 from llmq.runtime.plan_device import PlanDevice
@@ -153,15 +155,22 @@ class Ceilings:
         return computed / (known[call.split()[0]] / 1e3), "peers.json"
 
 
+def copy_speed(open_device: Callable[[MemorySizes], Device], size: int, flush_bytes: int) -> float:
+    """Bytes per second, read and written, of a copy that reads `size` bytes."""
+    with closing(open_device(MemorySizes(device=2 * size + flush_bytes, stack=0, pinned=0))) as dev:
+        source, target, flush = (
+            dev.alloc(name, (n,), U8, "Activations")
+            for name, n in (("source", size), ("target", size), ("flush", flush_bytes))
+        )
+        return 2 * size / median_ms(dev, lambda: dev.copy(target, source), flush) * 1e3
+
+
 def ceilings(open_device: Callable[[MemorySizes], Device], on_gpu: bool) -> Ceilings:
     """Measure this device's."""
     size = 1024 * MIB if on_gpu else MIB
     product = 4 * PRODUCT_SIZES[0] ** 2 * 2 if on_gpu else MIB  # three matrices and a workspace
-    with closing(open_device(MemorySizes(device=3 * size, stack=product, pinned=0))) as dev:
-        source, target, flush = (
-            dev.alloc(name, (size,), U8, "Activations") for name in ("source", "target", "flush")
-        )
-        copied = 2 * size / median_ms(dev, lambda: dev.copy(target, source), flush) * 1e3
+    copied = copy_speed(open_device, size, size)
+    with closing(open_device(MemorySizes(device=0, stack=product, pinned=0))) as dev:
         peak = measured_peak(dev)
         facts = json.loads(FACTS.read_text())["ceilings"].get(dev.spec.name, {})
     return Ceilings(copied, float("inf") if peak is None else peak * 1e12, facts)
@@ -192,6 +201,9 @@ def measured(
                 continue
             ceiling, source = limits.of(op, call.name, name, computed)
             rate = (computed if op in PRODUCTS else moved) / ms * 1e3
+            if op not in PRODUCTS and rate < GOAL / 100 * ceiling:
+                half = align_up(moved // 2)
+                record["of_equal_copy"] = 100 * rate / copy_speed(open_device, half, flush_bytes)
             yield record | {
                 "us": ms * 1e3,
                 "bytes": moved,
@@ -211,7 +223,10 @@ def line(record: dict[str, Any]) -> str:
     rate = (
         f"{record['tflops']:8.1f} TFLOP/s" if record["flops"] else f"{record['gb_per_s']:8.0f} GB/s"
     )
-    return f"{start} {record['us']:10.1f} {rate:16} {record['percent']:6.1f} {record['ceiling']}"
+    of = record["ceiling"]
+    if "of_equal_copy" in record:
+        of += f", {record['of_equal_copy']:.1f} of one as short"
+    return f"{start} {record['us']:10.1f} {rate:16} {record['percent']:6.1f} {of}"
 
 
 def main(

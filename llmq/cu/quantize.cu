@@ -138,12 +138,13 @@ quantize_scaled(const T* __restrict__ x, i64 rows, i32 cols, f32* abs_max, Q* __
 }
 
 // A thread turns 4 rows of 16 columns. Shared memory as in OctetTile, but for place
-// w ^ (column / 16).
+// w ^ (column / 16). From the last rows to the first: a norm that wrote q just before leaves its
+// last rows in the L2 cache.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols) {
     constexpr int PLACES = CODES_TILE / 16;
     __shared__ uint4 tile[CODES_TILE][PLACES];
-    const i64 tile_row = (i64)blockIdx.y * CODES_TILE;
+    const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CODES_TILE;
     const int tile_column = blockIdx.x * CODES_TILE;
 
     const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, group = threadIdx.x & 7;

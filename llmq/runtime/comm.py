@@ -21,7 +21,7 @@ from llmq.runtime.flags import KINDS
 from llmq.runtime.tensor import Storage, Tensor
 
 if TYPE_CHECKING:
-    from llmq.runtime.device import Device
+    from llmq.runtime.device import Device, Event
     from llmq.runtime.links import LinkTable
     from llmq.runtime.plan_device import PlanDevice
     from llmq.runtime.workers import Workers
@@ -185,12 +185,16 @@ class Comm(ABC):
         with self._dev.exposed():
             self._reduce_scatter(buffer)
 
-    def all_to_all(self, buffer: Tensor, spare: Tensor | None) -> list[Tensor]:
+    def all_to_all(
+        self, buffer: Tensor, spare: Tensor | None, written: Event | None = None
+    ) -> list[Tensor]:
         """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
 
         buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
         Destroys the other parts of buffer: in round k rank r sends to rank r + k and receives from
         rank r - k, in the first round into spare, later into the part sent in the round before.
+        written: after it nothing else changes buffer. What goes through host memory leaves then,
+        even if the current stream is still busy with an exchange before.
         """
         self._check_parts("all_to_all", buffer)
         if self.world_size > 1:
@@ -206,7 +210,7 @@ class Comm(ABC):
         for k in range(1, self.world_size):
             targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.world_size))
         with self._dev.exposed():
-            self._all_to_all(buffer, targets)
+            self._all_to_all(buffer, targets, written)
         world_size = self.world_size
         return [targets[(self.rank - source) % world_size] for source in range(world_size)]
 
@@ -233,7 +237,7 @@ class Comm(ABC):
     def _reduce_scatter(self, buffer: Tensor) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         """targets[k]: where round k puts what comes from rank r - k. targets[0]: own part."""
 
 
@@ -253,7 +257,7 @@ class SilentComm(Comm):
     def _reduce_scatter(self, buffer: Tensor) -> None:
         pass
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         pass
 
 
@@ -301,7 +305,7 @@ class PlanComm(Comm):
         received = self._others(buffer)
         self._dev.collective("reduce_scatter", 2 * received, 0, received)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         received = self._others(buffer)
         self._dev.collective("all_to_all", 2 * received, 0, received)
 

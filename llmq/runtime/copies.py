@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmq.runtime.comm import part, same_memory
-from llmq.runtime.device import Device
+from llmq.runtime.device import Device, Event
 from llmq.runtime.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
 from llmq.runtime.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.tensor import Storage, Tensor
@@ -175,10 +175,10 @@ class Copies:
             self._dev.record(self._sent[0])
         self._dev.wait(self._sent[0])
 
-    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
+    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor], written: Event | None) -> None:
         """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
         if self._staged_readers or self._staged_sources:
-            self._start_staging(targets[0].nbytes)
+            self._start_staging(targets[0].nbytes, written)
         for k in range(1, self._world_size):
             source, reader = self._peer(-k), self._peer(k)
             self._wait_sent(k - 1)  # that part is this round's target
@@ -201,16 +201,18 @@ class Copies:
 
     # -- staged ----------------------------------------------------------------------------------
 
-    def _start_staging(self, nbytes: int) -> None:
-        with self._staging_stream():
+    def _start_staging(self, nbytes: int, written: Event | None = None) -> None:
+        with self._staging_stream(written):
             self._staging.begin(nbytes)
 
     @contextmanager
-    def _staging_stream(self) -> Iterator[None]:
-        """On it, after all that the current stream has so far."""
-        self._dev.record(self._fork)
+    def _staging_stream(self, after: Event | None = None) -> Iterator[None]:
+        """On it, after this event; without one, after all that the current stream has so far."""
+        if after is None:
+            after = self._fork
+            self._dev.record(after)
         with self._dev.on("stage"):
-            self._dev.wait(self._fork)
+            self._dev.wait(after)
             yield
 
     def _gather_staged(self, dst: Tensor, src: Tensor) -> None:

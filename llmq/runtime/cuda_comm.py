@@ -11,6 +11,7 @@ from llmq.runtime import comm, nccl
 from llmq.runtime.comm import Comm, CommMemory, CommOptions, storages
 from llmq.runtime.copies import Copies, Memories
 from llmq.runtime.cuda_device import CudaDevice
+from llmq.runtime.device import Event
 from llmq.runtime.flags import Flags
 from llmq.runtime.links import LinkTable
 from llmq.runtime.nccl import Nccl
@@ -81,7 +82,7 @@ class CudaComm(Comm):
         self._nccl = nccl
         self._watch = watch
         self._copies = copies if options.memcpy_all_gather else None
-        self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else nccl
+        self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else None
 
     def _begin(self, operation: str) -> None:
         super()._begin(operation)
@@ -98,8 +99,11 @@ class CudaComm(Comm):
             raise RuntimeError("reduce_scatter needs NCCL: these options reduce with all_to_all")
         self._nccl.reduce_scatter(buffer)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
-        self._exchanges.all_to_all(buffer, targets)
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        if self._exchanges is not None:
+            self._exchanges.all_to_all(buffer, targets, written)
+        else:
+            self._nccl.all_to_all(buffer, targets)
 
     def close(self) -> None:
         self._watch.close(self.rank)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmq.runtime.comm import Comm, part, same_memory, storages
+from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.tensor import Storage, Tensor
 from llmq.runtime.workers import Workers
@@ -60,7 +61,7 @@ class HostComm(Comm):
         self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
         self._peer(self.rank, own).view(numpy)[:] = total.astype(numpy)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         self._workers.barrier()
         for k in range(1, self.world_size):
             self._peer(self.rank, targets[k])[:] = self._peer(self.rank - k, targets[0])

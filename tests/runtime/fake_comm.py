@@ -12,6 +12,7 @@ from llmq.runtime import comm
 from llmq.runtime.comm import CommOptions, part, storages
 from llmq.runtime.copies import Copies, Memories
 from llmq.runtime.cuda_comm import CudaComm, Watch
+from llmq.runtime.device import Event
 from llmq.runtime.flags import Flags
 from llmq.runtime.staged import Rings
 from llmq.runtime.tensor import Storage, Tensor
@@ -78,9 +79,9 @@ class StreamComm(CudaComm):
         self._note()
         super()._reduce_scatter(buffer)
 
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor]) -> None:
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         self._note(gathers=False)
-        super()._all_to_all(buffer, targets)
+        super()._all_to_all(buffer, targets, written)
 
 
 class StreamNccl:

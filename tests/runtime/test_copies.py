@@ -14,7 +14,7 @@ from llmq.runtime.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TA
 from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
-from tests.runtime.fake_streams import StreamDevice
+from tests.runtime.fake_streams import PATIENCE, StreamDevice
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 OPTIONS = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
@@ -206,6 +206,30 @@ def test_buffers_are_used_again_at_once(count, kind):
                 np.testing.assert_array_equal(array, content(source, step, dev.rank))
 
     run(3, link_kinds(3, kind), program)
+
+
+def test_what_is_staged_leaves_before_its_turn(monkeypatch):
+    """The peer has it while the stream of the exchanges is still busy."""
+    monkeypatch.setattr(comm, "STAGING_CHUNK", 4 * N)
+    arrived, in_time = threading.Event(), []
+
+    def program(dev, workers):
+        buffer, spare = (dev.alloc("x", (k * N,), F32, "Gradients") for k in (dev.world_size, 1))
+        written = dev.event()
+        dev.call(lambda: buffer.numpy().fill(dev.rank))
+        dev.record(written)
+        with dev.on("comm"):
+            dev.wait(written)
+            if dev.rank == 0:
+                dev.call(lambda: in_time.append(arrived.wait(PATIENCE)))
+            parts = dev.comm.all_to_all(buffer, spare, written)
+            if dev.rank == 1:
+                dev.call(arrived.set)
+        dev.synchronize()
+        return [float(t.numpy().mean()) for t in parts]
+
+    assert run(2, link_kinds(2, "staged"), program) == [[0, 1], [0, 1]]
+    assert in_time == [True]
 
 
 def test_each_source_is_staged_once():
