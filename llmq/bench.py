@@ -96,6 +96,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
         "dtype": "fp8" if config.matmul_dtype == "e4m3" else config.model_dtype,
+        "fp8_head": config.head_dtype == "e4m3",
         "batch": config.batch_size,
         "accumulation": config.grad_accumulation,
         "seq_len": config.seq_len,
@@ -262,7 +263,9 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 def _peers(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
     """Tokens per second of other programs on the same machine with the same batch, by name; the
-    most of each."""
+    most of each. They had all memory."""
+    if "memory-limit" in run["flags"]:
+        return {}
     keys = ("gpus", "model", "dtype", "batch", "accumulation", "seq_len")
     found: dict[str, float] = {}
     for peer in facts["runs"]:
@@ -277,7 +280,9 @@ def _floor(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> fl
         same = _same(floor, run, ("model", "seq_len"))
         if same and floor["device"] == device and run["gpus"] == 1:
             name = f"tps_{run['dtype']}"
-            return floor.get(f"{name}_tuned", floor.get(name))
+            best = floor.get(f"{name}_tuned", floor.get(name))
+            # With an fp8 head none was made of tuned products.
+            return max(best, floor.get(f"{name}_head_fp8", best)) if run["fp8_head"] else best
     return None
 
 

@@ -171,6 +171,7 @@ def verify(
     from llmq.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
+    options["given"] = given_fields(given)  # a file may be that of a run
     return 0 if run_verify(config, model, model_dir, **options) else 1
 
 

@@ -58,6 +58,7 @@ class Rates:
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
+        self._transfers: dict[tuple[int, ...], tuple[dict[str, float], float]] = {}
 
     def compute(self, work: Work) -> float:
         """Seconds that one piece of work takes on the GPU itself."""
@@ -68,26 +69,28 @@ class Rates:
             return LAUNCH + max(self._attention(work), memory)
         return LAUNCH + memory
 
-    def transfers(self, work: Work) -> dict[str, float]:
-        """Seconds on the bus towards the card, on the bus away from it, and on the link."""
-        staged = self._staged(work)
-        sizes = {
-            "load": self._loaded(work) / self._bus + staged,
-            "store": work.stored / self._bus + staged,
-            "link": (work.received + work.shared) / self._link if self._link else 0.0,
-        }
-        return {name: seconds for name, seconds in sizes.items() if seconds}
+    def transfers(self, work: Work) -> tuple[dict[str, float], float]:
+        """Seconds on the bus towards the card, on the bus away from it, and on the link, by name
+        and without those that it does not need; and seconds of a bus that is busy both ways.
+        """
+        sizes = (work.loaded, work.stored, work.received, work.shared)
+        if sizes not in self._transfers:  # pieces of transfers are all alike
+            self._transfers[sizes] = self._carried(*sizes)
+        return self._transfers[sizes]
 
-    def bus(self, work: Work) -> float:
-        """Seconds of a bus that is busy in both directions."""
-        return (self._loaded(work) + work.stored) / self._bus / BOTH_WAYS + self._staged(work)
-
-    def _loaded(self, work: Work) -> int:
-        return work.loaded if self._link else work.loaded + work.shared
-
-    def _staged(self, work: Work) -> float:
-        """Seconds in each direction: without a link, up to the host or past it, and down again."""
-        return 0.0 if self._link else work.received / self._bus / HOST_SHARE
+    def _carried(
+        self, loaded: int, stored: int, received: int, shared: int
+    ) -> tuple[dict[str, float], float]:
+        staged = link = 0.0
+        if self._link:
+            link = (received + shared) / self._link
+        else:  # up to the host or past it, and down again
+            loaded += shared
+            staged = received / self._bus / HOST_SHARE
+        load, store = loaded / self._bus + staged, stored / self._bus + staged
+        all_ = {"load": load, "store": store, "link": link}
+        both_ways = (loaded + stored) / self._bus / BOTH_WAYS + staged
+        return {name: seconds for name, seconds in all_.items() if seconds}, both_ways
 
     def _product(self, work: Work, memory: float) -> float:
         out, a = work.args[:2]
@@ -125,23 +128,26 @@ def replay(trace: Trace, rates: Rates) -> Phase:
     busy: defaultdict[str, float] = defaultdict(float)
     bus = 0.0
     for item in trace:
+        stream = item.stream
         if not isinstance(item, Work):
             if item.wait:
-                before = recorded.get(item.event, 0.0)
-                streams[item.stream] = max(streams[item.stream], before)
+                streams[stream] = max(streams[stream], recorded.get(item.event, 0.0))
             else:
-                recorded[item.event] = streams[item.stream]
+                recorded[item.event] = streams[stream]
             continue
-        seconds, transfers = rates.compute(item), {}
+        start, seconds = streams[stream], rates.compute(item)
+        lasts = seconds
         # Most move nothing, and it takes time.
         if item.loaded or item.stored or item.received or item.shared:
-            transfers = rates.transfers(item)
-            bus += rates.bus(item)
-        start = max([streams[item.stream], *(carriers[name] for name in transfers)])
-        for name, duration in transfers.items():
-            carriers[name] = start + duration
-        streams[item.stream] = start + max([seconds, *transfers.values()])
-        if item.stream == "main":
+            transfers, both_ways = rates.transfers(item)
+            bus += both_ways
+            for name in transfers:
+                start = max(start, carriers[name])
+            for name, duration in transfers.items():
+                carriers[name] = start + duration
+                lasts = max(lasts, duration)
+        streams[stream] = start + lasts
+        if stream == "main":
             busy[_part(item)] += seconds
     return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,7 @@ E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object each, compared in every launch
 class DType:
     """One element type.
 
@@ -20,8 +20,8 @@ class DType:
 
     name: str
     label: str
-    numpy: np.dtype = field(compare=False)
-    itemsize: int = field(compare=False)
+    numpy: np.dtype
+    itemsize: int
 
     def __repr__(self) -> str:
         return self.label

@@ -58,6 +58,7 @@ class Planner:
     ):
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size = card, world_size
+        self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, int, str], np.ndarray] = {}
 
     def plan(self, config: TrainConfig) -> Plan:
@@ -70,7 +71,9 @@ class Planner:
 
     def estimate(self, config: TrainConfig) -> Estimate:
         """From plans of few layers, where these are cheaper."""
-        return self._estimate(config, self._extrapolate(config))
+        if config not in self._estimates:
+            self._estimates[config] = self._estimate(config, self._extrapolate(config))
+        return self._estimates[config]
 
     def _extrapolate(self, config: TrainConfig) -> np.ndarray:
         layers = self.model.num_layers

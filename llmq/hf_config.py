@@ -86,6 +86,7 @@ def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")
     arch = architecture(names[0])
     _reject(hf, "quantization_config", None)
+    _reject(hf, "model_type", arch.model_type)
     read = _read_gpt2 if arch.model_type == "gpt2" else _read_rope_family
     eos = hf.get("eos_token_id", arch.eos_token_id)
     eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -185,7 +186,9 @@ def _reject(hf: Mapping[str, Any], name: str, *supported: Any) -> None:
 
 def _read_rope_family(hf: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
     _reject(hf, "hidden_act", "silu", "swish")
-    _reject(hf, "use_sliding_window", False, None)
+    # Qwen2's layers from max_window_layers on have the window.
+    if (_get(hf, "max_window_layers", int, None) or 0) < _size(hf, "num_hidden_layers"):
+        _reject(hf, "use_sliding_window", False, None)
     _reject(hf, "use_mrope", False, None)
     heads = _size(hf, "num_attention_heads")
     hidden = _size(hf, "hidden_size")
@@ -208,7 +211,7 @@ def _read_rope_family(hf: Mapping[str, Any], arch: Architecture) -> dict[str, An
         )
     kv_default = None if arch.model_type == "llama" else _REQUIRED  # Llama: as many as heads
     kv_heads = _get(hf, "num_key_value_heads", int, kv_default) or heads
-    attention_bias = _get(hf, "attention_bias", bool, False)
+    attention_bias = _get(hf, "attention_bias", bool, None) or False
     theta, scaling = _read_rope(hf)
     return {
         "hidden_size": hidden,

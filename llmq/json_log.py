@@ -70,6 +70,8 @@ class JsonLog:
                         )
             # Without a buffer: what Python holds back would be lost in a kill.
             self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
+            if not self._file.seekable():
+                raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
             self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
             if keep and self._tail() != _LOG_END:
                 raise LlmqError(

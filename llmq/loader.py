@@ -140,10 +140,6 @@ class _Position:
     chunk_index: int = 0
 
 
-def _num_chunks(file: TokenFile, seq_len: int) -> int:
-    return max(file.num_tokens - 1, 0) // seq_len
-
-
 class DataLoader:
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
 
@@ -184,7 +180,7 @@ class DataLoader:
         self.files: list[TokenFile] = open_token_files(files, vocab_size)
         self._fingerprint = _fingerprint(self.files)
         self.total_tokens = sum(file.num_tokens for file in self.files)
-        self._chunks = [_num_chunks(file, seq_len) for file in self.files]
+        self._chunks = [max(file.num_tokens - 1, 0) // seq_len for file in self.files]
         self._everything = everything
         self._groups = [self._parts(chunks, world_size) for chunks in self._chunks]
         self.batches_per_epoch = self._parts(sum(self._groups), micro_batch)
@@ -228,9 +224,19 @@ class DataLoader:
         """The current epoch, from 0."""
         return self._position.epoch
 
+    @property
+    def batches_left(self) -> int:
+        """Of the current epoch."""
+        return self._parts(self._groups_left(), self.micro_batch)
+
+    @property
+    def unused_files(self) -> int:
+        """Files that are too short for a sequence of every rank: no epoch takes any of theirs."""
+        return self._groups.count(0)
+
     def has_next(self, batches: int = 1) -> bool:
         """Whether this epoch still has that many batches."""
-        return self._parts(self._groups_left(), self.micro_batch) >= batches
+        return self.batches_left >= batches
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """The next batch: inputs and targets, both int32 (B, T); masked targets are -100.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmq.dtypes import E4M3, F32, F64, I64, STATS, DType
 from llmq.grads import PIECE, SLOTS, Gradients
@@ -23,6 +24,7 @@ from llmq.runtime.tensor import Tensor
 from llmq.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
+MOVABLE = ("master", "work", "grad", "m", "v")  # what of a _State may be in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,10 @@ class OptimizerOptions:
     zero_copy: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class _State:
+class _State(NamedTuple):
     """All that the update of one slab's shard reads and writes, or of a piece of it.
 
-    codes: of a whole shard, what is made of its master at the end.
+    Scales stay on the device. codes: of a whole shard, what is made of its master at the end.
     """
 
     master: Tensor
@@ -68,15 +69,10 @@ class _State:
 
     def rows(self, start: int, stop: int) -> _State:
         """Elements [start, stop)."""
-        cut = {name: t and t.rows(start, stop) for name, t in self.tensors().items()}
-        for name in ("m_scale", "v_scale"):
-            scale = getattr(self, name)
-            cut[name] = scale and scale.rows(start // SCALE_BLOCK, stop // SCALE_BLOCK)
-        return _State(**cut)
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """By name; scales, which stay on the device, and codes left out."""
-        return {name: getattr(self, name) for name in ("master", "work", "grad", "m", "v")}
+        *tensors, m_scale, v_scale, _ = self
+        tensors = [t and t.rows(start, stop) for t in tensors]
+        blocks = start // SCALE_BLOCK, stop // SCALE_BLOCK
+        return _State(*tensors, *(scale and scale.rows(*blocks) for scale in (m_scale, v_scale)))
 
 
 class AdamW:
@@ -230,11 +226,10 @@ class _Staging:
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
-        return {
-            name: tensor
-            for name, tensor in state.tensors().items()
-            if tensor is not None and tensor.on_host and not self.optimizer.options.zero_copy
-        }
+        if self.optimizer.options.zero_copy:
+            return {}
+        pairs = zip(MOVABLE, state[: len(MOVABLE)], strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None and tensor.on_host}
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""
@@ -295,7 +290,7 @@ class _Staging:
                 self.dev.copy(here[name], tensor)
             self.dev.record(arrived)
         self.dev.wait(arrived)
-        yield replace(state, **here)
+        yield state._replace(**here)
         self.dev.record(updated)
         with self.dev.on("store"):
             self.dev.wait(updated)

@@ -94,6 +94,10 @@ class TrainConfig(Warnings):
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
         if self.new_data and self.continue_from is None:
             raise ConfigError("--new-data: needs --continue")
+        if self.measure_scaling and self.debug_time_breakdown:
+            raise ConfigError(
+                "--measure-scaling: not with --debug-time-breakdown, with which steps take longer"
+            )
         if self.device == "cpu" and self.attention == "cudnn":
             raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
         return self

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -216,6 +217,7 @@ def _block(config: ModelConfig, layer: int) -> list[tuple]:
     return rows
 
 
+@lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
 def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied)."""
     C, V, Vp = config.hidden_size, config.vocab_size, config.padded_vocab

@@ -166,27 +166,27 @@ def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | 
             f"  Of which:        {shares}",
             f"  Card's speed:    {where.card.source}",
         ]
-    if limit is None:
+    excess, host = where.limits.excess(needed, plan.host_bytes), where.limits.host
+    rooms = [] if limit is None else [room(limit)]
+    rooms += [] if host is None else [f"{room(host)} of host memory"]
+    if limit is None and not excess:
         lines.append("  Fits:            compare with the card, or give --gpu-memory")
     else:
-        fits = "no" if where.limits.excess(needed, plan.host_bytes) else "yes"
-        host = where.limits.host
-        beside = "" if host is None else f" and {room(host)} of host memory"
-        lines.append(f"  Fits:            {fits}, into {room(limit)}{beside}")
+        lines.append(f"  Fits:            {'no' if excess else 'yes'}, into {' and '.join(rooms)}")
     return lines
 
 
 def plan_record(
     plan: Plan, model: ModelConfig, where: Target, time: StepTime | None
 ) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes. fits is null where there is nothing to compare with.
+    """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
 
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
     is null where no card is known.
     """
     needed = needed_bytes(plan, where.spec)
     limits = where.limits
-    known = limits != Limits()
+    excess = limits.excess(needed, plan.host_bytes)
     return {
         "device": where.spec.name,
         "parameters": parameter_count(model),
@@ -202,7 +202,7 @@ def plan_record(
         "limit_bytes": limits.device,
         "host_bytes": plan.host_bytes,
         "host_limit_bytes": limits.host,
-        "fits": not limits.excess(needed, plan.host_bytes) if known else None,
+        "fits": None if limits.device is None and not excess else not excess,
         "predicted": time and _predicted(plan.tokens, time) | {"source": where.card.source},
     }
 
@@ -290,9 +290,9 @@ def choose(config: TrainConfig, model: ModelConfig, given: frozenset[str]) -> Tr
     check_machine(config, model, machine)
     limits = memory_limit(config, machine)
     if machine.kind == "cuda":
-        from llmq.runtime.gpu_info import gpu_info
+        from llmq.runtime.gpu_info import least_free
 
-        free = gpu_info(0).free + CONTEXT_WHEN_ASKED
+        free = least_free(machine.world_size) + CONTEXT_WHEN_ASKED
         limits = replace(limits, device=min(limits.device, free))
     where = Target(
         spec=machine.spec,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from llmq.dtypes import E4M3, E4M3_MAX, F32, DType
 from llmq.linear import Fp8, Operand
 from llmq.ops import abs_max, quantize
-from llmq.ops.fp8_scale import STRIDE
+from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.params import Param, Slab
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
@@ -26,10 +26,11 @@ class Quants:
         self.dev, self.dtype = dev, dtype
         self.slabs = {slab.name: slab for slab in table if slab.is_block}
         matrices = [param for slab in self.slabs.values() for param in slab.params]
-        self._index = {param.name: i for i, param in enumerate(matrices)}
         n = len(matrices) * STRIDE
         self._abs_maxes = dev.alloc("weight_abs_maxes", (n,), F32, "Quants")
         self._scales = dev.alloc("weight_scales", (n,), F32, "Quants")
+        names = [param.name for param in matrices]
+        self._abs_max_of, self._scale_of = slots(self._abs_maxes, names), slots(self._scales, names)
         self._gathered = (
             dev.alloc("weight_abs_maxes.all", (n * dev.world_size,), F32, "Quants")
             if dev.world_size > 1
@@ -53,10 +54,6 @@ class Quants:
     def _alloc_transposed(self, param: Param, name: str) -> Tensor:
         return self.dev.alloc(f"{name}.q_t", param.shape[::-1], self.dtype, "Quants")
 
-    def _slot(self, table: Tensor, param: Param) -> Tensor:
-        first = self._index[param.name] * STRIDE
-        return table.rows(first, first + 1)
-
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
         """A block's matrices by key, as products take them. codes: the whole slab."""
         slab = self.slabs[name]
@@ -66,7 +63,7 @@ class Quants:
                 source=None,
                 codes=slab.view(codes, p),
                 transposed=transposed[p.key],
-                scale=self._slot(self._scales, p),
+                scale=self._scale_of[p.name],
             )
             for p in slab.params
         }
@@ -81,7 +78,7 @@ class Quants:
         """Record the largest values of elements [start, stop) of a slab, which are in `master`."""
         for param, first, last in slab.pieces(start, stop):
             piece = master.rows(first - start, last - start)
-            abs_max.abs_max(self.dev, self._slot(self._abs_maxes, param), piece)
+            abs_max.abs_max(self.dev, self._abs_max_of[param.name], piece)
 
     def finish_scales(self) -> None:
         """Scales from the largest values of all ranks."""
@@ -96,7 +93,7 @@ class Quants:
         start = self.dev.rank * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             x, q = (t.rows(first - start, last - start) for t in (master, codes))
-            scale, largest = (self._slot(t, param) for t in (self._scales, self._abs_maxes))
+            scale, largest = self._scale_of[param.name], self._abs_max_of[param.name]
             quantize.quantize(self.dev, q, None, scale, x, largest)
 
     def keep_transposed(self, name: str) -> None:

@@ -111,6 +111,34 @@ class Rank:
         self.step.weights.load(noted)
 
 
+class Rounds:
+    """The batches of an evaluation, of which all ranks take as many, also if it is cut short.
+
+    Otherwise those with fewer would miss the collectives of the others.
+    """
+
+    def __init__(self, world_size: int, count: int, stopped: Callable[[], bool]):
+        """stopped: asked before each batch. Once it says yes, ranks only catch up."""
+        self.cut = False
+        self._count, self._stopped = count, stopped
+        self._taken = [0] * world_size
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Iterator[None]:
+        """One item for every batch that the rank is to take."""
+        while self._another(rank):
+            yield
+
+    def _another(self, rank: int) -> bool:
+        with self._lock:
+            if not self.cut and self._stopped():
+                self.cut, self._count = True, max(self._taken)
+            if self._taken[rank] == self._count:
+                return False
+            self._taken[rank] += 1
+            return True
+
+
 class Ranks:
     """All ranks, driven from one thread, which with one rank is that rank's thread.
 

@@ -75,7 +75,11 @@ class SafetensorsFile:
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self._damaged(f"its header is damaged ({error})") from error
-        end = max((t.offset + t.nbytes for t in self.tensors.values()), default=8 + length)
+        end = 8 + length
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+            if tensor.nbytes and tensor.offset != end:
+                raise self._damaged(f"{name} does not begin where the tensor before it ends")
+            end += tensor.nbytes
         if end > num_bytes:
             raise self._truncated(num_bytes, end)
 

@@ -16,7 +16,7 @@ import numpy as np
 from llmq.dtypes import F32, I32
 from llmq.ops import abs_max, fp8_scale
 from llmq.ops.common import Fp8Out
-from llmq.ops.fp8_scale import STRIDE
+from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 from llmq.runtime.tensor import Tensor
 
@@ -34,10 +34,10 @@ class Scales:
     def __init__(self, dev: Device, limits: Mapping[str, float], *, delayed: bool):
         """limits: by name, the largest finite value of its format."""
         self.dev, self.delayed = dev, delayed
-        self.index = {name: i for i, name in enumerate(limits)}
         n = len(limits)
         self.abs_maxes = self._alloc("abs_maxes", n, STRIDE)
         self.scales = self._alloc("scales", n, STRIDE)
+        self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
         self.known = False
         # Of tensors that are made again: nobody reads it.
         self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
@@ -47,6 +47,7 @@ class Scales:
         self._history = self._alloc("abs_max_history", HISTORY, n)
         self._limits = self._alloc("fp8_limits", n)
         self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")
+        self._saturated_of = slots(self._saturated, limits)
         world = dev.world_size
         self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
         dev.zero(self._history)
@@ -55,16 +56,13 @@ class Scales:
     def _alloc(self, name: str, *shape: int) -> Tensor:
         return self.dev.alloc(name, shape, F32, "Activations")
 
-    def _slot(self, table: Tensor, row: int) -> Tensor:
-        return table.view(table.size).rows(row * STRIDE, row * STRIDE + 1)
-
     def abs_max(self, name: str) -> Tensor:
         """Where the kernel that makes a tensor records its largest absolute value, F32 (1,)."""
-        return self._slot(self.abs_maxes, self.index[name])
+        return self._abs_max_of[name]
 
     def scale(self, name: str) -> Tensor:
         """F32 (1,): x ~ code * scale."""
-        return self._slot(self.scales, self.index[name])
+        return self._scale_of[name]
 
     def fp8_out(
         self, name: str, codes: Tensor | None, transposed: Tensor | None, *, again: bool
@@ -73,7 +71,7 @@ class Scales:
 
         again: it is that of the time when the tensor was made first, and what saturates is counted.
         """
-        count = self._ignored if again else self._slot(self._saturated, self.index[name])
+        count = self._ignored if again else self._saturated_of[name]
         return Fp8Out(codes, transposed, self.scale(name), count)
 
     def forget(self) -> None:
@@ -113,11 +111,11 @@ class Scales:
         if not self.known:
             return {}
         history = self.dev.download(self._history).T.tolist()
-        return {f"{STATE}{name}": history[i] for name, i in self.index.items()}
+        return {f"{STATE}{name}": row for name, row in zip(self._scale_of, history, strict=True)}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Continue with a history; one that is not of the same tensors is none at all."""
-        columns = [state.get(f"{STATE}{name}", []) for name in self.index]
+        columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
         self.known = self.delayed and all(len(column) == HISTORY for column in columns)
         if self.known:
             self.dev.upload(self._history, np.array(columns, np.float32).T)

@@ -98,6 +98,11 @@ class Scaling:
         return len(self._times) == COMPARED
 
     @property
+    def empty(self) -> bool:
+        """Whether there are no times at all."""
+        return not self._times
+
+    @property
     def missing(self) -> bool:
         """Whether there are some times, and fewer than there should be."""
         return 0 < len(self._times) < COMPARED

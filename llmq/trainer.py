@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from llmq.options_io import make_config
 from llmq.params import Param, weight_table
 from llmq.plan import Plan, Usage, fewest_attention_parts, make_plan, step_options
 from llmq.presets import resolve_model
-from llmq.ranks import Ranks
+from llmq.ranks import Ranks, Rounds
 from llmq.runtime.device import Device
 from llmq.schedule import learning_rate
 from llmq.shards import check_formats
@@ -79,6 +79,7 @@ class Trainer:
     def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
         self.config, self.model, self.model_dir = config, model, model_dir
         self.steps_done = 0
+        self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
@@ -152,14 +153,21 @@ class Trainer:
         """Optimizer steps in one pass over the training data."""
         return self.train_loader.batches_per_epoch // self.config.grad_accumulation
 
-    @cached_property
+    @property
     def total_steps(self) -> int:
-        """Steps of the whole run: --steps, or as many as --epochs gives."""
+        """Steps of the whole run: --steps, or those done so far and what is left of the --epochs.
+
+        So it does not matter how much a step took before a checkpoint, on another number of GPUs.
+        """
         if self.config.steps >= 0:
             return self.config.steps
-        steps = self.steps_per_epoch * self.config.epochs
-        self.config.check_total(steps)  # which could not be known before
-        return steps
+        if self._steps_of_epochs is None:
+            loader, more = self.train_loader, self.config.epochs - 1 - self.train_loader.epoch
+            left = loader.batches_left // self.config.grad_accumulation
+            steps = self.steps_done + (left + more * self.steps_per_epoch if more >= 0 else 0)
+            self.config.check_total(steps)  # which could not be known before
+            self._steps_of_epochs = steps
+        return self._steps_of_epochs
 
     def learning_rate(self, step: int) -> float:
         """The schedule's value for a step, counted from 0."""
@@ -189,8 +197,8 @@ class Trainer:
 
     def enqueue_step(self, batches: Sequence[Batch] | None = None) -> int:
         """Like `step`, without waiting: the returned ticket is for `result`."""
-        taken = self._next_batches() if batches is None else self._checked(batches)
         lr = self.learning_rate(self.steps_done)
+        taken = self._next_batches() if batches is None else self._checked(batches)
         of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
         self.steps_done += 1
@@ -246,19 +254,25 @@ class Trainer:
                     raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
         return batches
 
-    def validate(self, max_batches: int | None = None) -> Result:
+    def validate(
+        self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
+    ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
 
-        The last batch of all may be incomplete: what fills it does not count.
+        The last batch of all may be incomplete: what fills it does not count. stopped is asked
+        before every batch; None is returned if it said yes.
         """
         count = self.eval_loader.batches_per_epoch
         count = count if max_batches is None else min(count, max_batches)
+        rounds = Rounds(self.world_size, count, stopped or (lambda: False))
 
         def taken(loader: DataLoader) -> Iterator[Batch]:
             loader.reset()
-            return (loader.next_batch() for _ in range(count))
+            return (loader.next_batch() for _ in rounds.of(loader.rank))
 
         result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
+        if rounds.cut:
+            return None
         self.validated_at = self.steps_done
         return result
 
@@ -325,7 +339,7 @@ class Trainer:
             runs = (self.config, self.world_size, saved, reader.world)
             warn(changed_options(*runs, new_data=new_data))
             self.ranks.read(reader)
-            self.steps_done = reader.step
+            self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -75,8 +76,9 @@ def _run_locked(
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
             try:
-                run.loop()
-                run.finish()
+                with run.signals():
+                    run.loop()
+                    run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.first:
                     run.save()
@@ -131,6 +133,15 @@ def _check_data(trainer: Trainer) -> None:
             f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
         )
     _ = trainer.total_steps  # compared with --cooldown
+    if loader.unused_files:
+        ranks = trainer.world_size
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
+        warn(
+            [
+                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
+                f"they have less than {each}"
+            ]
+        )
 
 
 def _view(trainer: Trainer) -> View:
@@ -215,20 +226,26 @@ class _Run:
         """Steps until the end or a signal, one step ahead of the reports on a GPU."""
         trainer = self.trainer
         self.first = trainer.steps_done
-        with self._signals():
-            while trainer.steps_done < trainer.total_steps:
-                self._between_steps()
-                if self.signum is None:
-                    self._step()
-                if self.signum is not None:
-                    self._leave()
-            self.collect()
-            if self.scaling is not None and self.scaling.missing:
-                self.reporter.scaling(trainer.steps_done, *self.scaling.report())
-            if self.config.save_training_state:  # before the long evaluation at the end
-                self.save()
+        while trainer.steps_done < trainer.total_steps:
+            self._between_steps()
+            if self.signum is None:
+                self._step()
             if self.signum is not None:
                 self._leave()
+        self.collect()
+        if self.scaling is not None:
+            self._report_scaling()
+        if self.config.save_training_state:  # before the long evaluation at the end
+            self.save()
+        if self.signum is not None:
+            self._leave()
+
+    def _report_scaling(self) -> None:
+        """At the end of a run that is shorter than what is compared."""
+        if self.scaling.missing:
+            self.reporter.scaling(self.trainer.steps_done, *self.scaling.report())
+        elif self.scaling.empty:
+            warn([f"--measure-scaling has no effect on fewer than {WARM_UP + 1} steps"])
 
     def _between_steps(self) -> None:
         """Next epoch, evaluation, checkpoint, if it is time for them.
@@ -301,11 +318,13 @@ class _Run:
         return result
 
     def evaluate(self, max_batches: int | None) -> float:
-        """Report the validation loss and return it."""
+        """Report the validation loss and return it; a signal ends it without a result (NaN)."""
         self.collect()
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
-        result = trainer.validate(max_batches)
+        result = trainer.validate(max_batches, lambda: self.signum is not None)
+        if result is None:
+            return math.nan
         ms = (time.perf_counter() - start) * 1000
         loader = trainer.eval_loader
         batches = loader.batches_per_epoch if max_batches is None else max_batches
@@ -335,9 +354,11 @@ class _Run:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 
     def finish(self) -> None:
-        """The last evaluation, on all sequences, and the export."""
+        """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
         loss = self.evaluate(None)
+        if self.signum is not None:
+            self._leave()
         self.reporter.message(f"Done. validation loss {loss:10f}", step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
@@ -345,7 +366,7 @@ class _Run:
     # -- signals ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def signals(self) -> Iterator[None]:
         """Turn the first ending signal into `self.signum`; a second one acts as usual.
 
         But not SIGHUP: when a terminal goes, its shell and the system send one each.

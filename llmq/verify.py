@@ -51,6 +51,8 @@ _OFF: dict[str, Any] = {
     "memcpy_send_recv": False,
     "mirror_weights": False,
 }
+# What a run measures, and nothing here. That no files are written needs no warning.
+_IDLE = {"debug_log_abs_max", "debug_log_allocations", "debug_time_breakdown", "measure_scaling"}
 _OFF_ON_A_GPU = {"use_cuda_graphs": False}
 _OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
 
@@ -94,8 +96,16 @@ def run_verify(
     steps: int,
     synthetic: bool = False,
     json: bool = False,
+    given: frozenset[str] = frozenset(),
 ) -> bool:
-    """`llmq verify`: print the comparison; returns whether everything is equal."""
+    """`llmq verify`: print the comparison; returns whether everything is equal.
+
+    given: fields that are set on the command line, of which some mean nothing here.
+    """
+    idle = sorted(given & _IDLE)
+    if idle:
+        flags = ", ".join(OPTIONS[name].flag for name in idle)
+        warn([f"{flags}: without effect on a verification"])
     for name, unset in (("steps", (-1,)), ("epochs", (1, None))):
         if getattr(config, name) not in unset:
             length = flag(name, getattr(config, name))

@@ -126,8 +126,12 @@ def test_the_facts_about_other_programs_are_found():
     assert bench._floor(facts, "another card", runs[0]) is None
     assert bench._floor(facts, H100, runs[0] | {"model": "Qwen2.5-3B"}) == 35796
     assert bench._peers(facts, H100, runs[0] | {"seq_len": 512}) == {}
-    four = {"gpus": 4, "model": "Qwen2.5-7B", "dtype": "fp8", "batch": 16, "accumulation": 2}
-    assert bench._peers(facts, "NVIDIA H200", four | {"seq_len": 1024}) == {"llm.q": 79100}
+    assert bench._peers(facts, H100, runs[0] | {"flags": {"memory-limit": "16GiB"}}) == {}
+    fp8 = {"model": "Qwen2.5-7B", "matmul-dtype": "e4m3", "batch-size": 16, "seq-len": 1024}
+    four = describe(fp8 | {"gpus": 4, "grad-accumulation": 2, "from-scratch": True})
+    assert bench._peers(facts, "NVIDIA H200", four) == {"llm.q": 79100}
+    heads = [describe(fp8 | {"head-dtype": h, "from-scratch": True}) for h in ("bf16", "e4m3")]
+    assert [bench._floor(facts, H100, run) for run in heads] == [27127, 28728]
 
 
 def test_ceilings_are_of_cases_that_exist():

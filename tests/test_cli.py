@@ -227,7 +227,8 @@ def test_verify(stub, equal):
     assert _run(["verify", *TINY, *args]) == (0 if equal else 1)
     config, model, model_dir = verifying.args
     assert config.recompute_att and (model, model_dir) == (preset("tiny"), None)
-    assert verifying.kwargs == {"steps": 3, "synthetic": True, "json": True}
+    given = {"model", "from_scratch", "recompute_att"}
+    assert verifying.kwargs == {"steps": 3, "synthetic": True, "json": True, "given": given}
 
 
 COMMANDS = [

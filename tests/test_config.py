@@ -324,7 +324,12 @@ def test_weights_of_transformers_have_our_shapes(name):
             "rope_parameters.full_attention: parameters per layer type",
         ),
         (QWEN3_06B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        (QWEN25_05B, {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        (
+            QWEN25_05B,
+            {"use_sliding_window": True, "max_window_layers": 23},
+            "use_sliding_window: True is not supported",
+        ),
+        (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (MISTRAL_7B, {"sliding_window": 4096}, "set max_position_embeddings to 4096"),
         (GPT2, {"activation_function": "relu"}, "activation_function: 'relu'"),
@@ -351,6 +356,18 @@ def test_unsupported_configs_name_the_field(base, change, message):
         ModelConfig.from_hf({**base, **change})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 24}),  # in no layer
+        (QWEN3_06B, {"attention_bias": None}),
+        (QWEN25_05B, {"max_window_layers": None}),
+    ],
+)
+def test_other_ways_to_say_the_same(base, change):
+    assert ModelConfig.from_hf({**base, **change}) == ModelConfig.from_hf(base)
 
 
 @pytest.mark.parametrize("hf", PUBLISHED.values(), ids=PUBLISHED.keys())

@@ -276,11 +276,11 @@ def test_trace_of_the_plan_device():
     ((key, trace),) = dev.graphs
     assert key == ("a", 1)
     assert trace == [
-        Work("main", "outer", "", "zero", (x,), 0, 256),
-        Work("copy", "", "", "copy", (x, far), 0, 256, loaded=256),
+        Work("main", "outer", "", "zero", (), 0, 256),
+        Work("copy", "", "", "copy", (), 0, 256, loaded=256),
         Mark("copy", event, False),
         Mark("main", event, True),
-        Work("main", "", "", "copy", (far, x), 0, 256, stored=256),
+        Work("main", "", "", "copy", (), 0, 256, stored=256),
     ]
     assert dev.launches == {"zero": 2, "copy": 2}
     assert dev.bytes == {"zero": 512, "copy": 1024}

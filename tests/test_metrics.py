@@ -101,6 +101,13 @@ def test_another_file_is_not_overwritten(tmp_path, content):
     assert path.read_text() == content
 
 
+def test_a_pipe_is_no_place_for_a_log(tmp_path):
+    """The end of the array is written again and again."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LlmqError, match="pipe' cannot hold a log: it is no file on a disk"):
+        JsonLog(tmp_path / "pipe")
+
+
 def test_unwritable_places(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "log.json", tmp_path):

@@ -24,7 +24,7 @@ from llmq.options_io import make_config
 from llmq.presets import preset
 from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info
+from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
 from llmq.runtime.host_device import HostDevice
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -292,6 +292,7 @@ def test_gpu_info(monkeypatch):
         "sharedMemPerMultiprocessor": 228 << 10,
         "ECCEnabled": 1,
     }
+    chosen = []
     runtime = SimpleNamespace(
         CUDARuntimeError=FakeError,
         getDeviceProperties=lambda index: properties,
@@ -300,11 +301,16 @@ def test_gpu_info(monkeypatch):
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 12090,
         getDeviceCount=lambda: 3,
+        getDevice=lambda: 1,
+        setDevice=chosen.append,
     )
     api = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
     assert gpu_info(0) == INFO
     assert (gpu_count(), bus_id(0)) == (3, BUS_ID)
+    runtime.memGetInfo = lambda: ((30, 20, 40)[chosen[-1]] * MIB, 80_000 * MIB)
+    assert least_free(3) == 20 * MIB
+    assert chosen == [0, 1, 2, 1]
 
     def full():
         raise FakeError("cudaErrorMemoryAllocation")

@@ -215,6 +215,10 @@ def test_values_are_converted(flag, value, field, expected):
         ({"memory-limit": "9" * 400}, "--memory-limit: expected a size of less than 8192 PiB"),
         ({"init-proj-to-zero": True}, "--init-proj-to-zero: needs --from-scratch"),
         ({"new-data": True}, "--new-data: needs --continue"),
+        (
+            {"measure-scaling": True, "debug-time-breakdown": True},
+            "--measure-scaling: not with --debug-time-breakdown",
+        ),
         ({"device": "cpu", "attention": "cudnn"}, "--attention: cudnn needs a GPU"),
         ({"model-dtype": "fp32", "master-dtype": "bf16"}, "--master-dtype: bf16 is too coarse"),
         ({"model-dtype": "fp32", "grad-accum-dtype": "bf16"}, "--grad-accum-dtype: bf16 is too"),

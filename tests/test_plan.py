@@ -294,6 +294,19 @@ def test_command_predicts_the_speed_of_a_known_card(capsys):
         assert out.endswith(f"  Fits:            {verdict}, {memory}\n")
 
 
+def test_host_memory_where_the_card_is_not_known(capsys):
+    args = ("--batch-size=1", "--offload-opt-m", "--offload-opt-v")
+    assert plan(*args, "--host-memory=1GiB") == 2
+    out, err = capsys.readouterr()
+    assert out.endswith("  Fits:            no, into 1024 MiB of host memory\n")
+    assert err.startswith("error: out of host memory: ")
+    assert plan(*args, "--host-memory=100GiB") == 0
+    assert capsys.readouterr().out.endswith("compare with the card, or give --gpu-memory\n")
+    for host, fits in ((1, False), (100, None)):
+        plan(*args, f"--host-memory={host}GiB", "--json")
+        assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
 def test_plans_of_any_size_are_made(capsys):
     """FLOPs beyond 2^63; fp8 on the CPU, of whose speed the advice needs to know something."""
     assert plan("--batch-size=1000000", "--gpu-memory=24GiB") == 2

@@ -127,10 +127,11 @@ def test_measured_scaling_changes_nothing(steps, said_at, changes, capsys):
     assert train(**changes, measure_scaling=True) == 0
     assert measured() == measured("plain.json")
     found = records("scaling")
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "Timing one GPU without the others ...\n  done in " in out
     if said_at is None:
         assert found == [], "none of these steps counts"
+        assert err == "warning: --measure-scaling has no effect on fewer than 4 steps\n"
         return
     (record,) = found
     assert record["ranks"] == 2

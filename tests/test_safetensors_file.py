@@ -96,6 +96,11 @@ def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
         (entry(shape=(3,)), r"F32 \[3\] in 8 bytes"),
         (entry(shape=(-2,)), "its header is damaged"),
         (entry(shape=("2",)), "its header is damaged"),
+        (
+            entry() | {"y": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+            "y does not begin where the tensor before it ends",
+        ),
+        (entry(shape=(1,), offsets=(4, 8)), "x does not begin where the tensor before it ends"),
         (entry(shape=(20,), offsets=(0, 80)), "is truncated: .* bytes, but its header says"),
     ],
 )

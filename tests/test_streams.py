@@ -11,7 +11,7 @@ import pytest
 from llmq.runtime import comm
 from llmq.runtime.device import HOST_SPEC
 from tests.runtime.fake_comm import connect_streams, link_kinds
-from tests.runtime.fake_streams import StreamDevice
+from tests.runtime.fake_streams import PATIENCE, StreamDevice
 from tests.runtime.races import Races
 from tests.sharded import DELAYED, FP8, Session, assert_same_run, model, random_options, run
 
@@ -81,10 +81,12 @@ def wanted(name: str):
     return run(world, accum, program, of=MODEL, **options)
 
 
-def on_streams(world, accum, options, *, program=program, links="mixed", **device):
+def on_streams(
+    world, accum, options, *, program=program, links="mixed", make=StreamDevice, **device
+):
     """Run it on streams; the outcome."""
     races = Races()
-    make = partial(StreamDevice, races=races, **device)
+    make = partial(make, races=races, **device)
     connect = partial(connect_streams, kinds=link_kinds(world, links))
     device = {"make": make, "spec": GPU, "connect": connect}
     outcome = run(world, accum, program, of=MODEL, **device, **options)
@@ -143,6 +145,26 @@ def test_steps_of_more_micro_steps_than_slots(monkeypatch, world):
     wanted = run(world, 3, program, of=MODEL)
     monkeypatch.setattr("llmq.step.MOST_SLOTS", 2)
     assert_same_run(on_streams(world, 3, {}, pause=1e-4), wanted)
+
+
+class Unclocked(StreamDevice):
+    """Finds what main learns of other ranks by events that are waited for while no clock runs."""
+
+    def _wait(self, event):
+        if self.stream_name == "main" and self.clock is not None:
+            self.enqueue(lambda: partial(self._look, event.mark))
+        super()._wait(event)
+
+    def _look(self, mark):
+        assert mark is None or mark.reached.wait(PATIENCE)
+        if mark is not None and self.races.news(self.queue_id("main"), mark.told):
+            self.races.found.append(f"rank {self.rank}: no clock measures this wait")
+
+
+@pytest.mark.parametrize("name", ["copies", "copies, everything", "copies, mirrors", "nccl, fp8"])
+def test_the_clock_measures_all_waits_for_other_ranks(name):
+    world, accum, options = CASES[name]
+    on_streams(world, accum, options, make=Unclocked)
 
 
 def test_graphs_are_captured_once():

@@ -25,6 +25,7 @@ from llmq.checkpoint import GROUPS
 from llmq.diagnose import MAX_SKIPPED
 from llmq.files import locked
 from llmq.json_log import JsonLog
+from llmq.ranks import Rounds
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.sol import peaks
@@ -393,6 +394,27 @@ def test_products_are_logged_after_the_first_step(monkeypatch):
     assert [record["step"] for record in records("fast-products")] == [0, 3]
 
 
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_a_signal_in_the_last_evaluation_saves(gpus, monkeypatch, capsys):
+    """Whatever --save-training-state says; the model comes when the run goes on."""
+    taken, real = [], Rounds._another
+
+    def another(self, rank):
+        taken.append(rank)
+        if len(taken) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rounds, "_another", another)
+        assert train(steps=3, gpus=gpus, grad_accumulation=1) == 128 + signal.SIGTERM
+    assert os.listdir("ckpt") == ["step_00000003"] and not Path("out").exists()
+    out = capsys.readouterr().out
+    assert out.endswith("Stopped by SIGTERM after 3 steps; go on with --continue\n")
+    assert train(steps=3, gpus=gpus, grad_accumulation=1, **{"continue": ""}) == 0
+    assert Path("out/model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_acts_at_once(first, monkeypatch):
     signal_after(monkeypatch, 1, first)
@@ -630,6 +652,28 @@ def test_only_one_epoch_by_default():
     assert len(records("step")) == 5
     assert train(epochs=2) == 0
     assert len(records("step")) == 10
+
+
+def test_epochs_end_with_the_data_whatever_a_step_took_before():
+    """Of 20 sequences an epoch: steps of 4, then after the second one steps of 2 or of 6."""
+    assert train(epochs=2, ckpt_interval=2) == 0
+    for accumulation, more in ((1, 6 + 10), (3, 2 + 3)):
+        again = {"grad_accumulation": accumulation, "log_file": f"{accumulation}.json"}
+        assert train(epochs=2, **again, **{"continue": "2"}) == 0
+        assert sorted(measured(f"{accumulation}.json")) == list(range(2, 2 + more))
+        message = f"Starting training for {2 + more} steps (2.00 epochs in total)"
+        assert message in [r["message"] for r in records("info", f"{accumulation}.json")]
+
+
+def test_files_that_are_too_short_for_all_ranks_are_said(capsys):
+    write_tokens(Path("data/train-9.bin"), 3)
+    assert train(gpus=3) == 0
+    assert capsys.readouterr().err == ""
+    assert train(gpus=4) == 0
+    assert capsys.readouterr().err == (
+        "warning: --train-file: 1 of 4 files are never used: they have less than 4 sequences, one "
+        "for each GPU\n"
+    )
 
 
 def test_fine_tuning_a_model_directory(capsys):

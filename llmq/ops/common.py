@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from llmq.dtypes import BF16, E4M3, E5M2, F32, I32, DType
@@ -45,6 +46,7 @@ class RowLayout:
 ANY_LAYOUT = RowLayout(warps=1, vectors=1)
 
 
+@cache
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     """The layout for rows of this many elements: the fewest warps that hold one, a power of 2.
 

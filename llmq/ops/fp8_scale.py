@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llmq.dtypes import F32, F64, I32, STATS
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -21,6 +23,12 @@ COUNT = Kernel(
     "fp8_scale_count",
     args="inout f64* stats, const i32* saturated, const f32* abs_maxes, i32 n",
 )
+
+
+def slots(table: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Of a table of n * STRIDE elements: each tensor's own one (1,), by the tensor's name."""
+    flat = table.view(table.size)
+    return {name: flat.rows(i * STRIDE, i * STRIDE + 1) for i, name in enumerate(names)}
 
 
 def update(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import prod
+from typing import Any
 
 from llmq.dtypes import DType
 from llmq.runtime.tensor import Storage, Tensor
@@ -54,25 +52,45 @@ class Stack:
         self.high_water_mark = 0
         self.high_water_tensors: list[tuple[str, int]] = []
 
-    @contextmanager
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Iterator[Tensor]:
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Scratch:
         """A tensor that lives until the end of the `with` block. Its content is undefined."""
+        return Scratch(self, name, shape, dtype)
+
+    def push(self, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """A tensor that lives until `pop`."""
         start = self.used
-        end = start + align_up(prod(shape) * dtype.itemsize)
+        tensor = Tensor(name, shape, dtype, self.storage, start)
+        end = start + align_up(tensor.nbytes)
         if self.capacity is not None and end > self.capacity:
             raise MemoryError(
                 f"stack: {name} {list(shape)} needs {end - start} bytes, "
                 f"{self.capacity - start} are left; the plan did not see this allocation"
             )
-        tensor = Tensor(name, shape, dtype, self.storage, start)
         self.live.append(tensor)
         self.used = end
         if end > self.high_water_mark:
             self.high_water_mark = end
             self.high_water_tensors = [(t.name, align_up(t.nbytes)) for t in self.live]
-        try:
-            yield tensor
-        finally:
-            if self.live.pop() is not tensor:
-                raise AssertionError(f"stack: {name} was not the last tensor taken")
-            self.used = start
+        return tensor
+
+    def pop(self, tensor: Tensor) -> None:
+        """Free the tensor that was pushed last."""
+        if self.live.pop() is not tensor:
+            raise AssertionError(f"stack: {tensor.name} was not the last tensor taken")
+        self.used = tensor.offset
+
+
+class Scratch:
+    """The `with` block of a tensor on a stack. No generator: a plan opens hundreds of thousands."""
+
+    __slots__ = ("_args", "_stack", "_tensor")
+
+    def __init__(self, stack: Stack, *args: Any):
+        self._stack, self._args = stack, args
+
+    def __enter__(self) -> Tensor:
+        self._tensor = self._stack.push(*self._args)
+        return self._tensor
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.pop(self._tensor)

@@ -144,7 +144,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 class Comm(ABC):
     """One rank's end of the collectives.
 
-    last_operation: what was enqueued last, for diagnosis; a graph's replay does not change it.
+    last_operation: what was enqueued last, for diagnosis; of a graph that is replayed its name.
     exchange_stream: on which gradients are reduced, "comm" where gathers are, or "exchange".
     """
 

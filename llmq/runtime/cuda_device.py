@@ -26,7 +26,6 @@ from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 from llmq.runtime.tensor import Storage, Tensor
 
-MIB = 1 << 20
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
@@ -338,6 +337,7 @@ class CudaDevice(Device):
         if self.stream_name != "main":
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         if self.use_graphs:
+            self.comm.last_operation = f"one of graph {key[0]}"  # a replay does not call it
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
             enqueue(key, fn, self.stack.used)
         elif not self._capture_only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -206,9 +206,12 @@ class Device(ABC):
 
     def wait(self, event: Event) -> None:
         """Make the current stream wait for the event's last record; the host goes on."""
-        with self.exposed() if event.of_comm else nullcontext():
+        if not event.of_comm:
             self._wait(event)
-        event.of_comm &= self.stream_name != "main"
+            return
+        with self.exposed():
+            self._wait(event)
+        event.of_comm = self.stream_name != "main"
 
     @contextmanager
     def exposed(self) -> Iterator[None]:

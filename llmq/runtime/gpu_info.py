@@ -75,6 +75,20 @@ def gpu_info(index: int) -> GpuInfo:
     )
 
 
+def least_free(count: int) -> int:
+    """Bytes that are free on the fullest of the first `count` GPUs. Raises as gpu_info does."""
+    from cupy_backends.cuda.api import runtime
+
+    current, free = runtime.getDevice(), []
+    try:
+        for index in range(count):
+            runtime.setDevice(index)
+            free.append(gpu_info(index).free)
+    finally:
+        runtime.setDevice(current)
+    return min(free)
+
+
 def library_versions() -> dict[str, str]:
     """Releases of the CUDA libraries in use; those that do not load are left out."""
     versions = {}

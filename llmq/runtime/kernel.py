@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from llmq.dtypes import DTYPES, DType
 from llmq.runtime.tensor import Tensor
 
-SCALARS = {"i32": int, "u32": int, "i64": int, "f32": float, "f64": float}
+# What Python values of scalar types may be.
+SCALARS: dict[str, type | tuple[type, ...]] = {
+    "i32": int,
+    "u32": int,
+    "i64": int,
+    "f32": (float, int),
+    "f64": (float, int),
+}
 POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
 
 # Type variables of each kernel file, over all its declared entry points: one compilation defines
@@ -26,6 +34,7 @@ class Arg:
 
     name: str
     type: str  # a dtype name, a scalar type, or a type variable (one capital letter)
+    dtype: DType | None  # of a tensor, None if the type is a variable
     pointer: bool
     optional: bool
     reads: bool
@@ -48,7 +57,13 @@ def _parse(text: str) -> Arg:
     if pointer and type_ not in DTYPES and not (len(type_) == 1 and type_.isupper()):
         raise ValueError(f"kernel argument {text!r}: {type_} is not a dtype")
     return Arg(
-        name, type_, pointer, star == "*?", pointer and access is not None, access != "const"
+        name=name,
+        type=type_,
+        dtype=DTYPES.get(type_) if pointer else None,
+        pointer=pointer,
+        optional=star == "*?",
+        reads=pointer and access is not None,
+        writes=access != "const",
     )
 
 
@@ -65,10 +80,13 @@ class Kernel:
     entry: str
     args: str
     declared: tuple[Arg, ...] = field(init=False, compare=False)
+    _moved: tuple[tuple[int, Arg], ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         declared = tuple(_parse(text) for text in self.args.split(","))
         object.__setattr__(self, "declared", declared)
+        moved = [(i, a) for i, a in enumerate(declared) if a.pointer and a.name != "workspace"]
+        object.__setattr__(self, "_moved", tuple(moved))
         TYPE_VARIABLES[self.file].update(a.type for a in declared if a.is_type_variable)
 
     @property
@@ -84,40 +102,41 @@ class Kernel:
             )
         types: dict[str, DType] = {}
         for arg, value in zip(self.declared, args, strict=True):
-            if arg.pointer:
-                self._bind_pointer(arg, value, types)
-            elif not isinstance(value, SCALARS[arg.type]) and not (
-                arg.type in ("f32", "f64") and isinstance(value, int)
-            ):
-                raise TypeError(f"{self.entry}: {arg.name} must be {arg.type}, got {value!r}")
+            if not arg.pointer:
+                if not isinstance(value, SCALARS[arg.type]):
+                    raise TypeError(f"{self.entry}: {arg.name} must be {arg.type}, got {value!r}")
+            elif isinstance(value, Tensor):
+                expected = arg.dtype or types.setdefault(arg.type, value.dtype)
+                if value.dtype is not expected:
+                    given = value.dtype.label
+                    raise TypeError(
+                        f"{self.entry}: {arg.name} must be {expected.label}, got {given}"
+                    )
+                if value.ptr % POINTER_ALIGN:
+                    raise ValueError(
+                        f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned"
+                    )
+            elif value is not None or not arg.optional:
+                raise TypeError(f"{self.entry}: {arg.name} must be a tensor, got {value!r}")
         return types
 
-    def _bind_pointer(self, arg: Arg, value: object, types: dict[str, DType]) -> None:
-        if value is None:
-            if not arg.optional:
-                raise TypeError(f"{self.entry}: {arg.name} must be a tensor, got None")
-            return
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{self.entry}: {arg.name} must be a tensor, got {value!r}")
-        expected = DTYPES.get(arg.type) or types.setdefault(arg.type, value.dtype)
-        if value.dtype != expected:
-            raise TypeError(
-                f"{self.entry}: {arg.name} must be {expected.label}, got {value.dtype.label}"
-            )
-        if value.ptr % POINTER_ALIGN:
-            raise ValueError(f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned")
+    def traffic(self, args: tuple) -> tuple[int, int, int]:
+        """Bytes that one launch must move: of device memory, from host memory, and to it.
 
-    def traffic(self, args: tuple) -> int:
-        """Bytes that one launch must move: each tensor read once and written once as declared.
-
-        A `workspace` does not count: how much of it a library uses is not known.
+        Each tensor is read once and written once as declared. A `workspace` does not count: how
+        much of it a library uses is not known.
         """
-        pairs = zip(self.declared, args, strict=True)
-        return sum(
-            v.nbytes * (a.reads + a.writes)
-            for a, v in pairs
-            if isinstance(v, Tensor) and a.name != "workspace"
-        )
+        device = loaded = stored = 0
+        for index, arg in self._moved:
+            tensor = args[index]
+            if tensor is None:
+                continue
+            if tensor.on_host:
+                loaded += tensor.nbytes * arg.reads
+                stored += tensor.nbytes * arg.writes
+            else:
+                device += tensor.nbytes * (arg.reads + arg.writes)
+        return device, loaded, stored
 
 
 class Source(NamedTuple):
@@ -133,13 +152,20 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None) -> Source:
         """Of a launch with these types of its variables."""
-        names = tuple(sorted((variable, dtype.name) for variable, dtype in types.items()))
-        return cls(kernel.file, names, tuple(sorted((consts or {}).items())))
+        return _source(kernel.file, tuple(types.items()), tuple((consts or {}).items()))
 
     def __str__(self) -> str:
         return " ".join(
             [self.file, *(f"{name}={value}" for name, value in self.types + self.consts)]
         )
+
+
+@cache  # the same few hundred, launch after launch
+def _source(
+    file: str, types: tuple[tuple[str, DType], ...], consts: tuple[tuple[str, int], ...]
+) -> Source:
+    names = sorted((variable, dtype.name) for variable, dtype in types)
+    return Source(file, tuple(names), tuple(sorted(consts)))
 
 
 def expect(op: str, name: str, tensor: Tensor, dtype: DType | None, shape: tuple) -> None:

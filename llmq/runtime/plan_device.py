@@ -18,11 +18,11 @@ from llmq.runtime.tensor import Storage, Tensor
 class Work(NamedTuple):
     """One launch, copy, fill or collective.
 
-    part: name of the outermost `range` around it, or "". file, entry, args: of the kernel; file is
-    "" for what is none. Bytes: device_bytes of the GPU's own memory, read and written; loaded and
-    stored are host memory's, which the GPU reads and writes over its bus; received are those from
-    other GPUs. shared are of other ranks' host memory: they are loaded too, unless there is a link
-    beside the bus, over which they are received.
+    part: name of the outermost `range` around it, or "". file, entry, args: of the kernel; for what
+    is none, file is "" and args are (). Bytes: device_bytes of the GPU's own memory, read and
+    written; loaded and stored are host memory's, which the GPU reads and writes over its bus;
+    received are those from other GPUs. shared are of other ranks' host memory: they are loaded too,
+    unless there is a link beside the bus, over which they are received.
     """
 
     stream: str
@@ -84,24 +84,17 @@ class PlanDevice(Device):
         types = kernel.bind(args)
         if kernel.file.endswith(".cu"):
             self.sources.add(Source.of(kernel, types, consts))
-        total, loaded, stored = kernel.traffic(args), 0, 0
-        for index, value in enumerate(args):
-            if isinstance(value, Tensor) and value.on_host:
-                loaded += value.nbytes * kernel.declared[index].reads
-                stored += value.nbytes * kernel.declared[index].writes
-        sizes = (total - loaded - stored, loaded, stored)
-        self._note(kernel.file, kernel.entry, args, flops, *sizes)
+        self._note(kernel.file, kernel.entry, args, flops, *kernel.traffic(args))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
-        loaded, stored = (t.nbytes * t.on_host for t in (src, dst))
-        sizes = (dst.nbytes + src.nbytes - loaded - stored, loaded, stored)
-        self._note("", "copy", (dst, src), 0, *sizes)
+        loaded, stored = src.nbytes * src.on_host, dst.nbytes * dst.on_host
+        self._note("", "copy", (), 0, 2 * dst.nbytes - loaded - stored, loaded, stored)
 
     def zero(self, tensor: Tensor) -> None:
         stored = tensor.nbytes * tensor.on_host
-        self._note("", "zero", (tensor,), 0, tensor.nbytes - stored, 0, stored)
+        self._note("", "zero", (), 0, tensor.nbytes - stored, 0, stored)
 
     def collective(
         self, kind: str, device_bytes: int, loaded: int, received: int, shared: int = 0
@@ -109,13 +102,25 @@ class PlanDevice(Device):
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
         self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared)
 
-    def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
+    def _note(
+        self,
+        file: str,
+        entry: str,
+        args: tuple,
+        flops: int,
+        device: int,
+        loaded: int = 0,
+        stored: int = 0,
+        received: int = 0,
+        shared: int = 0,
+    ) -> None:
         self.launches[entry] += 1
-        self.bytes[entry] += sum(sizes[:3])
+        self.bytes[entry] += device + loaded + stored
         self.flops[entry] += flops
         if self._trace is not None:
-            where = (self.stream_name, self._part)
-            self._trace.append(Work(*where, file, entry, args, flops, *sizes))
+            stream, part = self.stream_name, self._part
+            sizes = device, loaded, stored, received, shared
+            self._trace.append(Work(stream, part, file, entry, args, flops, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:

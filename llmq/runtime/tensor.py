@@ -15,20 +15,27 @@ class Storage:
 
     place: "device", "stack", "pinned" or "write_combined". base: address of the first byte (0 on
     the plan device). bytes: uint8 view of the whole allocation, None where the host has no access.
+    on_host: whether it is host memory that the GPUs work with, not a device's own.
     """
 
-    __slots__ = ("base", "bytes", "place")
+    __slots__ = ("base", "bytes", "on_host", "place")
 
     def __init__(self, place: str, base: int = 0, data: np.ndarray | None = None):
         self.place = place
         self.base = base
         self.bytes = data
+        self.on_host = place in ("pinned", "write_combined")
 
 
 class Tensor:
-    """A contiguous array of one dtype inside a storage. Copies of this object share the memory."""
+    """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
 
-    __slots__ = ("_array", "dtype", "name", "nbytes", "offset", "shape", "size", "storage")
+    ptr: address of the first element. on_host: as its storage's.
+    """
+
+    __slots__ = (
+        "_array", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size", "storage",
+    )  # fmt: skip
 
     def __init__(
         self, name: str, shape: tuple[int, ...], dtype: DType, storage: Storage, offset: int
@@ -38,19 +45,11 @@ class Tensor:
         self.dtype = dtype
         self.storage = storage
         self.offset = offset
+        self.ptr = storage.base + offset
+        self.on_host = storage.on_host
         self.size = prod(self.shape)
         self.nbytes = self.size * dtype.itemsize
         self._array: np.ndarray | None = None
-
-    @property
-    def ptr(self) -> int:
-        """Address of the first element."""
-        return self.storage.base + self.offset
-
-    @property
-    def on_host(self) -> bool:
-        """Whether it is in host memory that the GPUs work with, not in a device's own."""
-        return self.storage.place in ("pinned", "write_combined")
 
     def numpy(self) -> np.ndarray:
         """The elements as a NumPy view in place; only where the host can read the storage."""

@@ -138,7 +138,7 @@ def _launched(
             name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
         name = f"{name} {value['M']}x{value['N']}x{value['K']}"
         name += " accumulate" if value["accumulate"] else ""
-    return name, kernel.traffic(args), flops
+    return name, sum(kernel.traffic(args)), flops
 
 
 def _copied(dst: Tensor, src: Tensor) -> tuple[str, int, int]:

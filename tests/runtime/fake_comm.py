@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class StreamQueue:
             for place in ("device", "stack")
         ]
         self.wait = (lambda address, value: None) if deaf else dev.wait_word
-        self.write = dev.write_word
+        self.write = partial(dev.write_word, flips=not deaf)
         self.pace = dev.synchronize_stream if paced else lambda: None
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:

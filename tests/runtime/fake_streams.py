@@ -197,10 +197,12 @@ class StreamDevice(HostDevice):
 
         self.call(work)
 
-    def write_word(self, address: int, value: int) -> None:
+    def write_word(self, address: int, value: int, *, flips: bool = True) -> None:
+        """flips: the word has another value so far. One writer waits for the other's."""
         word, index = ctypes.c_uint32.from_address(address), self.queue_id(self.stream_name)
 
         def work() -> None:
+            assert not flips or word.value != value, f"flag {address:#x} is {value} already"
             self.races.release(index, address)
             word.value = value
 

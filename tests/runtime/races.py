@@ -16,7 +16,7 @@ import numpy as np
 from llmq.runtime.tensor import Storage, Tensor
 
 GRANULE = 8  # bytes that count as one place
-MAX_QUEUES = 20  # five streams of four ranks
+MAX_QUEUES = 24  # six streams of four ranks
 
 
 class Span(NamedTuple):
@@ -74,6 +74,14 @@ class Races:
         """What somebody knows who waits for the work that the queue has done."""
         with self._lock:
             return self._knows[queue].copy()
+
+    def news(self, queue: int, told: np.ndarray) -> bool:
+        """Whether the queue would learn of work of another rank."""
+        rank = self._names[queue].rpartition(" ")[0]
+        with self._lock:
+            new = told > self._knows[queue]
+            names = enumerate(self._names)
+            return any(new[i] and name.rpartition(" ")[0] != rank for i, name in names)
 
     def learn(self, queue: int, told: np.ndarray) -> None:
         """The queue has waited for somebody."""

@@ -15,10 +15,12 @@ from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
+from tests.runtime.races import Races, Span
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 OPTIONS = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
 N = 75  # elements of a part: 300 bytes, four chunks of 64 and one of 44
+EVEN = 76  # the same, and parts begin at multiples of the 8 bytes that races are looked for in
 CHUNK = 64
 WORLDS = (2, 3, 4, 8)
 REPEATS = 6
@@ -30,12 +32,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(copies, "PIECE", CHUNK)
 
 
-def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001):
+def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001, races=None):
     """program(dev, workers) in each rank's thread; everything done, the results by rank."""
     devices = [None] * world
 
     def rank_fn(rank, workers):
-        dev = StreamDevice(SIZES, rank=rank, world_size=world, pause=pause, seed=world)
+        options = {"pause": pause, "seed": world, "races": races}
+        dev = StreamDevice(SIZES, rank=rank, world_size=world, **options)
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
@@ -426,3 +429,94 @@ def test_reduce_scatter_needs_nccl():
         dev.comm.reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
     with pytest.raises(TypeError):
         dev.comm.reduce_scatter(dev.alloc("x", (4,), U8, "Gradients"))
+
+
+SOURCES = {"device": ("device", None), "pinned": ("pinned", None), "mirror": ("device", "pinned")}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("kind", ["peer", "staged", "beside", "mixed"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_was_read_may_be_written_again(source, kind, how):
+    """Directly after a collective, in its stream: nobody reads late, whatever the pauses are."""
+    place, mirrored = SOURCES[source]
+
+    def program(dev, workers):
+        n, whole = (EVEN,), (dev.world_size * EVEN,)
+        dst, buffer, spare = (dev.alloc("x", shape, F32, "Weights") for shape in (whole, whole, n))
+        src = dev.alloc("src", n, F32, "Weights", place)
+        mirror = mirrored and dev.alloc("mirror", n, F32, "Weights", mirrored)
+        written, free = dev.event(), [t for t in (src, dst, mirror) if t]
+
+        def gather():
+            dev.comm.all_gather(dst, src, mirror)
+            for tensor in free:
+                dev.zero(tensor)
+
+        def exchange():
+            dev.zero(buffer)
+            dev.record(written)
+            with dev.on("comm"):
+                dev.wait(written)
+                dev.comm.all_to_all(buffer, spare, written)
+                dev.zero(buffer)
+                dev.zero(spare)
+                dev.record(written)
+            dev.wait(written)
+
+        steps = {"gather": gather, "exchange": exchange}
+        # Replays follow on others than those after which they were captured.
+        for name in ("gather", "exchange", "exchange", "gather", "gather", "gather", "exchange"):
+            dev.graph((name,), steps[name]) if how == "graph" else steps[name]()
+
+    races = Races()
+    run(3, link_kinds(3, kind), program, races=races, pause=0)
+    assert not races.found, "\n".join(sorted(set(races.found)))
+
+
+@pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_exchanges_that_leave_before_their_turn(world, kind):
+    """Two buffers and one spare in turns, as blocks of gradients; lengths differ."""
+
+    def program(dev, workers):
+        slots = [dev.alloc("slot", (world * 4 * EVEN,), F32, "Gradients") for _ in range(2)]
+        spare = dev.alloc("spare", (4 * EVEN,), F32, "Gradients")
+        written, done = dev.event(), [dev.event() for _ in range(2)]
+        found = []
+
+        def write(slot, step):
+            for p in range(world):
+                part(slot, p, world).numpy().fill(100 * step + 10 * dev.rank + p)
+
+        def step():
+            for i, n in enumerate((EVEN, 4 * EVEN, 2, EVEN, 4 * EVEN)):
+                slot = slots[i % 2].rows(0, world * n)
+                if i > 1:
+                    dev.wait(done[i % 2])
+                dev.call(lambda slot=slot, i=i: write(slot, i), "write", [], [Span.of(slot)])
+                dev.record(written)
+                with dev.on("comm"):
+                    dev.wait(written)
+                    parts = dev.comm.all_to_all(slot, spare.rows(0, n), written)
+                    dev.call(
+                        lambda parts=parts: found.append([set(t.numpy().tolist()) for t in parts]),
+                        "read",
+                        [Span.of(t) for t in parts],
+                    )
+                    dev.record(done[i % 2])
+                    dev.record(written)  # of something else, as where sums leave
+            dev.wait(done[0])
+            dev.wait(done[1])
+
+        for _ in range(3):
+            dev.graph(("step",), step)
+        dev.synchronize()
+        return found
+
+    races = Races()
+    results = run(world, link_kinds(world, kind), program, races=races, pause=1e-4)
+    assert not races.found, "\n".join(sorted(set(races.found)))
+    for rank, found in enumerate(results):
+        steps = [[{100 * i + 10 * s + rank} for s in range(world)] for i in range(5)]
+        assert found == 3 * steps

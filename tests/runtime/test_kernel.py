@@ -77,8 +77,10 @@ def test_arguments_that_do_not_fit(changes, error, message):
 
 def test_traffic_counts_reads_and_writes():
     # BF16: out written, x read; F32: sum both; bias read.
-    assert KERNEL.traffic(good()) == 16 + 16 + 2 * 32
-    assert KERNEL.traffic(good(bias=tensor(F32))) == 16 + 16 + 2 * 32 + 32
+    assert KERNEL.traffic(good()) == (16 + 16 + 2 * 32, 0, 0)
+    assert KERNEL.traffic(good(bias=tensor(F32))) == (16 + 16 + 2 * 32 + 32, 0, 0)
+    pinned = Tensor("x", (8,), F32, Storage("pinned"), 0)
+    assert KERNEL.traffic(good(sum=pinned, bias=pinned)) == (16 + 16, 32 + 32, 32)
 
 
 def test_packed_arguments_that_do_not_fit_their_type_are_an_error():
