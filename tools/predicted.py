@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The planner's speeds beside the measured ones: a Markdown table of every kept run on one GPU.
+"""The planner's speeds beside the measured ones: a Markdown table of every kept run.
 
     PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
 
