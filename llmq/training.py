@@ -210,6 +210,7 @@ class _Run:
             name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
             with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
                 trainer.load(checkpoint, new_data=self.config.new_data)
+            reporter.total_steps = trainer.total_steps
             self.saved_at = trainer.steps_done
             if trainer.history:
                 reporter.history = trainer.history

@@ -654,15 +654,16 @@ def test_only_one_epoch_by_default():
     assert len(records("step")) == 10
 
 
-def test_epochs_end_with_the_data_whatever_a_step_took_before():
+def test_epochs_end_with_the_data_whatever_a_step_took_before(capsys):
     """Of 20 sequences an epoch: steps of 4, then after the second one steps of 2 or of 6."""
     assert train(epochs=2, ckpt_interval=2) == 0
     for accumulation, more in ((1, 6 + 10), (3, 2 + 3)):
         again = {"grad_accumulation": accumulation, "log_file": f"{accumulation}.json"}
         assert train(epochs=2, **again, **{"continue": "2"}) == 0
         assert sorted(measured(f"{accumulation}.json")) == list(range(2, 2 + more))
-        message = f"Starting training for {2 + more} steps (2.00 epochs in total)"
-        assert message in [r["message"] for r in records("info", f"{accumulation}.json")]
+        out = capsys.readouterr().out
+        assert f"Starting training for {2 + more} steps (2.00 epochs in total)\n" in out
+        assert f"[T] step {1 + more:5} [{100 * (1 + more) / (2 + more):4.1f}%]" in out
 
 
 def test_files_that_are_too_short_for_all_ranks_are_said(capsys):
