@@ -133,8 +133,7 @@ def _allocations(trainer: Trainer) -> list[str]:
 def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -> None:
     """What begins now."""
     steps, done = trainer.total_steps, trainer.steps_done
-    given = trainer.config.epochs if trainer.config.steps < 0 else None
-    epochs = given or steps / trainer.steps_per_epoch
+    epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     if done < steps:
         reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
         if done > 0:

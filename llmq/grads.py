@@ -217,21 +217,24 @@ class Gradients:
             self.dev.wait(self._computed)
             work(self.slabs[block])
 
+    def _exchange(self, slab: Slab, buffer: Tensor) -> list[Tensor]:
+        """What all ranks have for this one's shard; data may leave once they are computed."""
+        spare = self._spare.rows(0, slab.shard_size)
+        return self.dev.comm.all_to_all(buffer, spare, self._computed)
+
     def _reduce_whole(self, slab: Slab) -> None:
         whole = self._whole[slab.name]
         if self._spare is None:
             self.dev.comm.reduce_scatter(whole)
         else:
-            spare = self._spare.rows(0, slab.shard_size)
-            parts = self.dev.comm.all_to_all(whole, spare, self._computed)
+            parts = self._exchange(slab, whole)
             self._add(slab, self.shard[slab.name], parts, accumulate=False)
 
     def _add_to_shard(self, slab: Slab) -> None:
         slot = self._slot_of[slab.name]
         full, target = slot.full.rows(0, slab.size), self.shard[slab.name]
         if self._spare is not None:
-            spare = self._spare.rows(0, slab.shard_size)
-            parts = self.dev.comm.all_to_all(full, spare, self._computed)
+            parts = self._exchange(slab, full)
         else:
             self.dev.comm.reduce_scatter(full)
             parts = [slab.shard(full, self.dev.rank)]

@@ -96,7 +96,7 @@ def run_verify(
     steps: int,
     synthetic: bool = False,
     json: bool = False,
-    given: frozenset[str] = frozenset(),
+    given: frozenset[str],
 ) -> bool:
     """`llmq verify`: print the comparison; returns whether everything is equal.
 
