@@ -17,7 +17,7 @@ def _quiet_interrupt() -> Iterator[None]:
 def main() -> None:
     """Entry point of `llmq`."""
     with _quiet_interrupt():
-        from llmq import cli
+        from llmq.commands import cli
 
         cli.main()
 
@@ -25,7 +25,7 @@ def main() -> None:
 def train_main() -> None:
     """Entry point of `llmq-train`, the same as `llmq train`."""
     with _quiet_interrupt():
-        from llmq import cli
+        from llmq.commands import cli
 
         cli.train_main()
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, DType
-from llmq.ops.common import Fp8Out
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.operand import Fp8Out
 from llmq.runtime.device import Device
 from tests.abs_max import bits, largest
 from tests.fp8_out import LARGEST, check_codes, outputs

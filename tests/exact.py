@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmq.dtypes import DType
+from llmq.base.dtypes import DType
 from llmq.runtime.device import Device
 from tests.harness import host_device, run
 

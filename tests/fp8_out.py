@@ -1,4 +1,4 @@
-"""Checks of kernels with an optional FP8 result (llmq.ops.common.Fp8Out)."""
+"""Checks of kernels with an optional FP8 result (llmq.base.operand.Fp8Out)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmq.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType
-from llmq.ops.common import Fp8Out
+from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType
+from llmq.base.operand import Fp8Out
 from llmq.ref.common import FP8_NAN
 from llmq.runtime.device import Device
 from tests.abs_max import bits, largest

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmq.dtypes import DTYPES, STEP_SCALARS, DType
+from llmq.base.dtypes import DTYPES, STEP_SCALARS, DType
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.host_device import HostDevice
 

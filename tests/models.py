@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers
 
-from llmq.trainer import Trainer
+from llmq.train.trainer import Trainer
 
 VOCAB = 131
 _SHARED = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.cli import _run
-from llmq.tokens import TokenWriter
-from llmq.training import _Run
+from llmq.commands.cli import _run
+from llmq.data.tokens import TokenWriter
+from llmq.train.loop import _Run
 
 VOCAB = 257
 CONFIG = {

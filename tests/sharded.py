@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.config import ModelConfig
-from llmq.linear import Fp8, Operand
-from llmq.options import TrainConfig
-from llmq.options_io import make_config
-from llmq.plan import Usage, comm_options, make_plan, step_options
-from llmq.presets import preset
+from llmq.base.operand import Fp8, Operand
+from llmq.comm.connect import connect
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.model.step import Batch, Result, Step
+from llmq.plan.plan import Usage, comm_options, make_plan, step_options
 from llmq.ref import quantize
-from llmq.runtime.comm import connect
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.workers import Workers, run_ranks
-from llmq.step import Batch, Result, Step
 
 SEQUENCES = 12
 T = 16
@@ -159,7 +159,7 @@ def run(
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
     make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
-    connect: as llmq.runtime.comm's.
+    connect: as llmq.comm.collectives's.
     """
     cfg = config(world, accum, **options)
     plan = make_plan(cfg, of, spec, world_size=world)

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.advice import CAREFUL, check_fits, savings, spelled
-from llmq.cards import find_card, spec_of
-from llmq.config import ModelConfig
-from llmq.estimate import Planner
-from llmq.machine import MIB, choose_machine
-from llmq.options import TrainConfig
-from llmq.options_io import make_config
-from llmq.plan import OutOfMemory, make_plan, needed_bytes
-from llmq.presets import preset
+from llmq.base.dtypes import MIB
+from llmq.config.cards import find_card, spec_of
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
+from llmq.plan.estimate import Planner
+from llmq.plan.plan import OutOfMemory, make_plan, needed_bytes
+from llmq.plan.shrink import Limits, memory_limit, smaller_batch
 from llmq.runtime.device import HOST_SPEC
-from llmq.shrink import Limits, memory_limit, smaller_batch
+from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
 
 GIB = 1 << 30
@@ -193,7 +194,7 @@ def test_what_is_needed_is_more_than_what_is_there(short):
 
 
 def test_limits_of_a_run(monkeypatch):
-    monkeypatch.setattr("llmq.shrink.available_host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("llmq.plan.shrink.available_host_memory", lambda: 6 * GIB)
     machine = choose_machine("cpu", 1)
     assert memory_limit(options(), machine) == Limits(device=6 * GIB)
     assert memory_limit(options(memory_limit="1GiB"), machine) == Limits(device=GIB)
@@ -218,7 +219,7 @@ def test_host_memory_holds_the_pinned_part_too():
 def test_a_run_is_refused_before_it_allocates(tmp_path, monkeypatch):
     hf_model("qwen2").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        "llmq.machine._open_host", lambda *_: pytest.fail("something was allocated")
+        "llmq.runtime.machine._open_host", lambda *_: pytest.fail("something was allocated")
     )
     with pytest.raises(
         OutOfMemory, match=r"out of memory: \d+ MiB are needed, 0 MiB are available"

@@ -14,14 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq import bench, measure
-from llmq.bench import describe, markdown, read_runs, run_bench, run_child
-from llmq.cli import _run
-from llmq.dtypes import F32
-from llmq.errors import ConfigError, LlmqError
-from llmq.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.base.dtypes import F32
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.bench import bench, measure
+from llmq.bench.bench import describe, markdown, read_runs, run_bench, run_child
+from llmq.bench.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.commands.cli import _run
+from llmq.config.options_io import make_config
 from llmq.ops import fill
-from llmq.options_io import make_config
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
@@ -205,7 +205,7 @@ def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(measure.signal, "signal", lambda *_: None)  # Ctrl-C still ends the tests
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
     files = [str(tmp_path / "result.json"), str(tmp_path / "alive")]
-    monkeypatch.setattr(sys, "argv", ["llmq.measure", *files])
+    monkeypatch.setattr(sys, "argv", ["llmq.bench.measure", *files])
     measure.main()
     outcome = json.loads((tmp_path / "result.json").read_text())
     message = "RuntimeError: rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS (rank 0, grid 7)"
@@ -618,7 +618,7 @@ def test_report_without_any_result():
 def test_command_line(monkeypatch, tmp_path):
     calls = []
     stub = SimpleNamespace(run_bench=lambda *args, **kwargs: calls.append((args, kwargs)))
-    monkeypatch.setitem(sys.modules, "llmq.bench", stub)
+    monkeypatch.setitem(sys.modules, "llmq.bench.bench", stub)
     file = tmp_path / "x.yaml"
     args = ["--config", str(file), "--timed-steps", "2", "--out", "there", "--batch", "8"]
     assert _run(["bench", *args]) == 0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmq.cards import (
+from llmq.base.errors import ConfigError
+from llmq.config.cards import (
     _SCALED,
     _SHEETS,
     CARDS,
@@ -19,7 +20,6 @@ from llmq.cards import (
     find_card,
     spec_of,
 )
-from llmq.errors import ConfigError
 from llmq.runtime.device import DeviceSpec
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from llmq import checkpoint as checkpoint_module
-from llmq.checkpoint import (
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
+from llmq.checkpoint import checkpoint as checkpoint_module
+from llmq.checkpoint.checkpoint import (
     GROUPS,
     MANIFEST,
     CheckpointReader,
@@ -24,20 +26,18 @@ from llmq.checkpoint import (
     Manifest,
     slab_ranges,
 )
-from llmq.checkpoint_store import (
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.store import (
     checkpoint_at,
     clean_old,
     export_checkpoint,
     find_checkpoint,
     list_checkpoints,
 )
-from llmq.dtypes import BF16, F32
-from llmq.errors import LlmqError
-from llmq.hf import HfWeights
-from llmq.option_types import NEWEST
-from llmq.params import weight_table
-from llmq.presets import preset
-from llmq.tokenizer import ByteTokenizer
+from llmq.config.option_types import NEWEST
+from llmq.config.presets import preset
+from llmq.data.tokenizer import ByteTokenizer
+from llmq.state.params import weight_table
 
 MODEL = dataclasses.replace(
     preset("tiny"),

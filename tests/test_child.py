@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llmq.child import run_watched
+from llmq.bench.child import run_watched
 
 TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
 
@@ -57,7 +57,7 @@ def test_no_child_outlives_an_interrupted_parent(tmp_path, capfd, monkeypatch):
         raise KeyboardInterrupt
 
     pids: list[int] = []
-    monkeypatch.setattr("llmq.child.subprocess.Popen.wait", interrupted)
+    monkeypatch.setattr("llmq.bench.child.subprocess.Popen.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)", 60)
     with pytest.raises(ProcessLookupError):

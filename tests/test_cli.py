@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-import llmq.cli
-import llmq.tokenize
+import llmq.commands.cli
+import llmq.data.tokenize
 from llmq import __version__
-from llmq.cli import _run, app
-from llmq.errors import LlmqError
-from llmq.option_types import NEWEST
-from llmq.options_io import make_config
-from llmq.presets import preset
+from llmq.base.errors import LlmqError
+from llmq.commands.cli import _run, app
+from llmq.config.option_types import NEWEST
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 TINY = ["--model", "tiny", "--from-scratch"]
@@ -44,10 +44,10 @@ class Recorder:
 
 @pytest.fixture
 def stub(monkeypatch):
-    """stub("training.run_training") replaces a function where the commands import it from."""
+    """stub("train.loop.run_training") replaces a function where the commands import it from."""
 
     def replace(name, **outcome):
-        module, function = name.split(".")
+        module, function = name.rsplit(".", 1)
         recorder = Recorder(**outcome)
         monkeypatch.setitem(sys.modules, f"llmq.{module}", SimpleNamespace(**{function: recorder}))
         return recorder
@@ -57,7 +57,7 @@ def stub(monkeypatch):
 
 def run_train(stub, *args):
     """The TrainConfig that `llmq train` with these arguments starts."""
-    training = stub("training.run_training")
+    training = stub("train.loop.run_training")
     assert _run(["train", *TINY, *args]) == 0
     return training.args[0]
 
@@ -99,7 +99,7 @@ def test_help_is_quick_and_loads_nothing_heavy(args):
         "import sys, atexit\n"
         "heavy = {'numpy', 'ml_dtypes', 'cupy', 'cuda.bindings', 'yaml', 'torch', 'matplotlib'}\n"
         "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
-        "from llmq.cli import main\n"
+        "from llmq.commands.cli import main\n"
         "main()\n"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -118,7 +118,7 @@ def test_version(capsys):
 
 
 def test_train_passes_config_model_and_arguments(stub, monkeypatch):
-    training = stub("training.run_training")
+    training = stub("train.loop.run_training")
     monkeypatch.setattr(sys, "argv", ["llmq", "train", "..."])
     assert _run(["train", *TINY, "--batch=2", "--lr", "1e-3", "--name", "x"]) == 0
     config, model, model_dir, argv = training.args
@@ -184,7 +184,7 @@ def test_config_file(stub, tmp_path):
 
 
 def test_dry_run_plans(stub):
-    planning = stub("plan_command.run_plan")
+    planning = stub("commands.plan.run_plan")
     assert _run(["train", *TINY, "--dry-run", "--gpus", "2"]) == 0
     config, model = planning.args
     assert (config.gpus, model) == (2, preset("tiny"))
@@ -192,7 +192,7 @@ def test_dry_run_plans(stub):
 
 
 def test_plan(stub, capsys):
-    planning = stub("plan_command.run_plan")
+    planning = stub("commands.plan.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
     assert planning.kwargs == {**sizes, "card": None, "fit": None, "json": True}
@@ -203,7 +203,7 @@ def test_plan(stub, capsys):
 
 def test_what_a_search_leaves_alone(stub, tmp_path):
     (tmp_path / "run.yaml").write_text("lmhead-chunks: 2\nbatch: 2\n")
-    planning, args = stub("plan_command.run_plan"), ["--no-recompute-att", "--card=4090"]
+    planning, args = stub("commands.plan.run_plan"), ["--no-recompute-att", "--card=4090"]
     assert _run(["plan", *TINY, "--fit", "--config", str(tmp_path / "run.yaml"), *args]) == 0
     given = {"model", "from_scratch", "lmhead_chunks", "batch_size", "recompute_att"}
     assert (planning.kwargs["card"], planning.kwargs["fit"]) == ("4090", given)
@@ -211,7 +211,10 @@ def test_what_a_search_leaves_alone(stub, tmp_path):
 
 def test_auto_trains_what_it_has_chosen(stub):
     chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
-    choosing, training = stub("plan_command.choose", result=chosen), stub("training.run_training")
+    choosing, training = (
+        stub("commands.plan.choose", result=chosen),
+        stub("train.loop.run_training"),
+    )
     assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0
     config, model, given = choosing.args
     assert (config.batch_size, model) == (8, preset("tiny"))
@@ -222,7 +225,7 @@ def test_auto_trains_what_it_has_chosen(stub):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_verify(stub, equal):
-    verifying = stub("verify.run_verify", result=equal)
+    verifying = stub("bench.verify.run_verify", result=equal)
     args = ["--verify-steps", "3", "--synthetic", "--json", "--recompute-att"]
     assert _run(["verify", *TINY, *args]) == (0 if equal else 1)
     config, model, model_dir = verifying.args
@@ -234,14 +237,14 @@ def test_verify(stub, equal):
 COMMANDS = [
     (
         "train --model tiny --from-scratch",
-        "training.run_training",
+        "train.loop.run_training",
         None,  # its arguments have a test of their own
     ),
-    ("plan --model tiny --from-scratch", "plan_command.run_plan", None),
-    ("verify --model tiny --from-scratch", "verify.run_verify", None),
+    ("plan --model tiny --from-scratch", "commands.plan.run_plan", None),
+    ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
-        "tokenize.tokenize",
+        "data.tokenize.tokenize",
         (
             (["a.txt", "b.txt"],),
             {
@@ -255,11 +258,11 @@ COMMANDS = [
             },
         ),
     ),
-    ("demo", "demo.run_demo", ((Path("demo"), "auto", None), {})),
-    ("demo --out d --device CPU --steps 9", "demo.run_demo", ((Path("d"), "cpu", 9), {})),
+    ("demo", "commands.demo.run_demo", ((Path("demo"), "auto", None), {})),
+    ("demo --out d --device CPU --steps 9", "commands.demo.run_demo", ((Path("d"), "cpu", 9), {})),
     (
         "sample model --prompt Hi --top-k 5 --model-dtype float32",
-        "sample.run_sample",
+        "commands.sample.run_sample",
         (
             ("model",),
             {
@@ -277,17 +280,17 @@ COMMANDS = [
     ),
     (
         "export --out-dir o --checkpoint-dir c",
-        "checkpoint_store.export_checkpoint",
+        "checkpoint.store.export_checkpoint",
         ((Path("c"), Path("o"), "bf16"), {}),
     ),
     (
         "plot a.json b.json",
-        "plot.run_plot",
+        "commands.plot.run_plot",
         (([Path("a.json"), Path("b.json")], Path("loss.png")), {}),
     ),
     (
         "watch a.json --tensorboard t --wandb p --interval 0",
-        "watch.run_watch",
+        "commands.watch.run_watch",
         (
             (Path("a.json"),),
             {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
@@ -298,7 +301,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("args", "target", "expected"), COMMANDS)
 def test_commands_call_their_implementation(stub, args, target, expected):
-    module, function = target.split(".")
+    module, function = target.rsplit(".", 1)
     real = inspect.signature(getattr(importlib.import_module(f"llmq.{module}"), function))
     result = SimpleNamespace(describe=lambda: "") if function == "tokenize" else ["config.json"]
     call = stub(target, result=result)
@@ -311,7 +314,7 @@ def test_tokenize_has_the_defaults_of_its_implementation():
     def defaults(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
-    command, real = defaults(llmq.cli.tokenize), defaults(llmq.tokenize.tokenize)
+    command, real = defaults(llmq.commands.cli.tokenize), defaults(llmq.data.tokenize.tokenize)
     assert command == {name: real[name] for name in command}
 
 
@@ -322,9 +325,12 @@ def test_help_of_verify_promises_what_it_does():
 
 
 def test_results_are_printed(stub, capsys):
-    stub("tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
+    stub("data.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
     assert _run("tokenize a --tokenizer bytes --out d".split()) == 0
-    stub("checkpoint_store.export_checkpoint", result=["config.json", "model.safetensors"])
+    stub(
+        "checkpoint.store.export_checkpoint",
+        result=["config.json", "model.safetensors"],
+    )
     assert _run("export --out-dir o".split()) == 0
     assert capsys.readouterr().out == "7 documents\nwrote config.json, model.safetensors to o\n"
 
@@ -349,8 +355,8 @@ def test_results_are_printed(stub, capsys):
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(stub, capsys, args, message):
-    stub("training.run_training")
-    stub("sample.run_sample")
+    stub("train.loop.run_training")
+    stub("commands.sample.run_sample")
     assert _run(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -388,7 +394,7 @@ def _of_rank(error):
 )
 def test_errors_of_a_run(stub, capsys, monkeypatch, error, message):
     monkeypatch.delenv("LLMQ_DEBUG", raising=False)
-    stub("training.run_training", error=error)
+    stub("train.loop.run_training", error=error)
     assert _run(["train", *TINY]) == 2
     assert capsys.readouterr().err.startswith(message)
     monkeypatch.setenv("LLMQ_DEBUG", "1")
@@ -409,8 +415,8 @@ def test_consoles_that_are_not_utf8(monkeypatch):
     code = (
         "import sys; from types import SimpleNamespace\n"
         "show = lambda *args, **kwargs: print(kwargs['prompt'])\n"
-        "sys.modules['llmq.sample'] = SimpleNamespace(run_sample=show)\n"
-        "from llmq.cli import main\n"
+        "sys.modules['llmq.commands.sample'] = SimpleNamespace(run_sample=show)\n"
+        "from llmq.commands.cli import main\n"
         "main()\n"
     )
     done = python(code, "sample", "model", "--prompt=日本")
@@ -418,13 +424,13 @@ def test_consoles_that_are_not_utf8(monkeypatch):
 
 
 def test_bugs_keep_their_traceback(stub):
-    stub("training.run_training", error=ValueError("a bug"))
+    stub("train.loop.run_training", error=ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         _run(["train", *TINY])
 
 
 def test_interrupt_exits_130(stub, capsys):
-    stub("training.run_training", error=KeyboardInterrupt())
+    stub("train.loop.run_training", error=KeyboardInterrupt())
     assert _run(["train", *TINY]) == 130
     assert "error" not in capsys.readouterr().err
 
@@ -432,9 +438,9 @@ def test_interrupt_exits_130(stub, capsys):
 @pytest.mark.parametrize(
     ("args", "target"),
     [
-        (["bench"], "bench.run_bench"),
-        ("tokenize x --tokenizer bytes --out o".split(), "tokenize.tokenize"),
-        ("watch a.json --wandb p".split(), "watch.run_watch"),
+        (["bench"], "bench.bench.run_bench"),
+        ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
+        ("watch a.json --wandb p".split(), "commands.watch.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
@@ -448,7 +454,7 @@ def test_what_has_child_processes_cleans_up_after_a_signal(monkeypatch, args, ta
         finally:
             cleaned_up.append(True)
 
-    module, function = target.split(".")
+    module, function = target.rsplit(".", 1)
     stand_in = SimpleNamespace(**{function: terminated})
     monkeypatch.setitem(sys.modules, f"llmq.{module}", stand_in)
 

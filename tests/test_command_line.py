@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from llmq.cli import _run
-from llmq.command_line import command_line, flag
-from llmq.options import OPTIONS
-from llmq.options_io import make_config
+from llmq.commands.cli import _run
+from llmq.config.command_line import command_line, flag
+from llmq.config.options import OPTIONS
+from llmq.config.options_io import make_config
 
 TINY = {"model": "tiny", "from-scratch": True}
 CONFIGS = {
@@ -29,7 +29,7 @@ def test_back_through_the_command_line(name, monkeypatch):
     line = command_line(config)
     assert line[:2] == ["llmq", "train"]
     started = []
-    monkeypatch.setattr("llmq.training.run_training", lambda config, *_: started.append(config))
+    monkeypatch.setattr("llmq.train.loop.run_training", lambda config, *_: started.append(config))
     assert _run(shlex.split(shlex.join(line))[1:]) == 0
     (again,) = started
     different = {n for n in OPTIONS if getattr(again, n) != getattr(config, n)}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import llmq
+from llmq.model.step import Step
 from llmq.runtime.host_device import HostDevice
-from llmq.step import Step
-from llmq.weights import Weights
+from llmq.state.weights import Weights
 from tests.runs import VOCAB, B, T, make_workplace, options, records, train
 from tests.sharded import FP32, assert_same_run, run
 

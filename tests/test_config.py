@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.config import ModelConfig
-from llmq.errors import ConfigError
-from llmq.hf_config import RopeScaling, ignored_fields
-from llmq.presets import preset
+from llmq.base.errors import ConfigError
+from llmq.config.hf import RopeScaling, ignored_fields
+from llmq.config.model import ModelConfig
+from llmq.config.presets import preset
 
 QWEN25_05B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.cards import CARDS, find_card, spec_of
-from llmq.cost import (
+from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.config.cards import CARDS, find_card, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
     HOST_SHARE,
@@ -18,10 +21,7 @@ from llmq.cost import (
     replay,
     step_time,
 )
-from llmq.dtypes import BF16, E4M3, F32
-from llmq.options_io import make_config
-from llmq.plan import make_plan
-from llmq.presets import preset
+from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostEvent
 from llmq.runtime.plan_device import Mark, PlanDevice, Work

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from llmq.errors import LlmqError
+from llmq.base.errors import LlmqError
+from llmq.model.step import Step
 from llmq.runtime.gpu_info import gpu_count
-from llmq.step import Step
 from tests.conftest import gpu_problem
 from tests.models import hf_model, random_batch, trainer_for
 

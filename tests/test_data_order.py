@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from llmq.loader import _FILE_ORDER, epoch_order, philox_4x32, shuffled
+from llmq.data.loader import _FILE_ORDER, epoch_order, philox_4x32, shuffled
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
 

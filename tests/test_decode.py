@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.decode import Decoder
-from llmq.dtypes import BF16, F32
-from llmq.hf import HfWeights
-from llmq.machine import choose_machine
-from llmq.params import weight_table
-from llmq.presets import resolve_model
+from llmq.base.dtypes import BF16, F32
+from llmq.checkpoint.hf import HfWeights
+from llmq.commands.sample import Sampler
+from llmq.config.presets import resolve_model
+from llmq.model.decode import Decoder
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.sample import Sampler
-from llmq.weights import WeightOptions, Weights
+from llmq.runtime.machine import choose_machine
+from llmq.state.params import weight_table
+from llmq.state.weights import WeightOptions, Weights
 from tests.models import CONFIGS, VOCAB, hf_model, trainer_for
 
 LENGTH = 24

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from llmq import demo
-from llmq.cli import _run
-from llmq.demo import PROMPT, demo_config, python_sources
-from llmq.errors import DataError
-from llmq.params import parameter_count
-from llmq.presets import preset
+from llmq.base.errors import DataError
+from llmq.commands import demo
+from llmq.commands.cli import _run
+from llmq.commands.demo import PROMPT, demo_config, python_sources
+from llmq.config.presets import preset
+from llmq.state.params import parameter_count
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import llmq
-from llmq import diagnose
-from llmq.diagnose import MAX_SKIPPED, Origin, find_origin
+from llmq.base.tensor import Tensor
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.tensor import Tensor
+from llmq.train import diagnose
+from llmq.train.diagnose import MAX_SKIPPED, Origin, find_origin
 from tests.conftest import gpu_problem
 from tests.runs import T, make_workplace, options, records, train
 

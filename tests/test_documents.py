@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-import llmq.documents
-import llmq.records
-from llmq.documents import find_cut, find_sources
-from llmq.errors import DataError
-from llmq.loader import DataLoader
-from llmq.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
-from llmq.tokens import TokenFile
+import llmq.base.records
+import llmq.data.documents
+from llmq.base.errors import DataError
+from llmq.data.documents import find_cut, find_sources
+from llmq.data.loader import DataLoader
+from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from llmq.data.tokens import TokenFile
 from tests.text_data import (
     EOS,
     documents,
@@ -142,7 +142,7 @@ def test_jsonl_oddities(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
 def test_json_array(tmp_path, monkeypatch, name, indent, read_bytes):
     """As `datasets.load_dataset("json")` reads it, however much of it is in memory."""
-    monkeypatch.setattr(llmq.records, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(llmq.base.records, "READ_BYTES", read_bytes)
     texts = ['a "{[" \\', "]}\\\\", "\\", '"', "漢字", *documents(10)]
     summary = run(write_array(tmp_path / name, texts, indent), out=tmp_path / "out")
     assert ids(tmp_path / "out") == encoded(*texts)
@@ -182,7 +182,7 @@ def test_byte_order_mark_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("piece", [7, 50, 333])
 def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", max(piece, 20))
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", max(piece, 20))
     text = mixed_text(5000)
     (tmp_path / "a.txt").write_bytes(text.encode())
     run(tmp_path / "a.txt", out=tmp_path / "out")
@@ -190,7 +190,7 @@ def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
 
 
 def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, monkeypatch, bpe):
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
     text = "".join(f"{text.strip()}\n" for text in documents(200))
     (tmp_path / "a.txt").write_bytes(text.encode())
     run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe))
@@ -375,7 +375,7 @@ def test_bad_inputs(tmp_path):
 
 
 def test_binary_without_boundaries_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 100)
     (tmp_path / "a.txt").write_bytes(b"\x80" * 300)
     with pytest.raises(DataError, match="not UTF-8 text at byte 0"):
         run(tmp_path / "a.txt", out=tmp_path / "out")

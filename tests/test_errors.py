@@ -121,7 +121,7 @@ def test_options(capsys, changes, message):
 
 
 def test_no_gpu(capsys, monkeypatch):
-    from llmq.errors import LlmqError
+    from llmq.base.errors import LlmqError
     from llmq.runtime import cuda_device
 
     def missing(index):
@@ -228,7 +228,7 @@ def test_full_disk_at_the_export(capsys, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("llmq.hf.write_safetensors", full)
+    monkeypatch.setattr("llmq.checkpoint.hf.write_safetensors", full)
     assert train(steps=2) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: the disk is full, writing '")

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from llmq.cards import find_card, spec_of
-from llmq.estimate import Planner
-from llmq.options_io import make_config
-from llmq.presets import preset
+from llmq.config.cards import find_card, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.estimate import Planner
 
 CARD = find_card("4090")
 EVERYTHING = {

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from llmq import files
-from llmq.errors import LlmqError
-from llmq.files import (
+from llmq.base import files
+from llmq.base.errors import LlmqError
+from llmq.base.files import (
     check_writable,
     locked,
     publish_directory,
@@ -79,8 +79,8 @@ def test_a_file_size_limit_is_reported(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from llmq.errors import LlmqError
-from llmq.files import write_file
+from llmq.base.errors import LlmqError
+from llmq.base.files import write_file
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     write_file(Path(sys.argv[1]), "x" * 2000)
@@ -186,7 +186,7 @@ def test_leftovers_of_a_killed_run_are_not_published(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from llmq.files import locked
+from llmq.base.files import locked
 with locked(Path(sys.argv[1]), "--x", Path("there")):
     print(flush=True)
     time.sleep(60)

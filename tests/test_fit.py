@@ -11,19 +11,20 @@ from unittest.mock import patch
 
 import pytest
 
-from llmq import advice, estimate
-from llmq.cards import GIB, find_card, spec_of
-from llmq.cli import _run
-from llmq.estimate import Planner
-from llmq.fit import Fit
-from llmq.machine import MIB, Machine
-from llmq.options import TrainConfig
-from llmq.options_io import make_config
-from llmq.plan import OutOfMemory, make_plan, needed_bytes
-from llmq.plan_command import choose
-from llmq.presets import preset, resolve_model
+from llmq.base.dtypes import MIB
+from llmq.commands.cli import _run
+from llmq.commands.plan import choose
+from llmq.config.cards import GIB, find_card, spec_of
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset, resolve_model
+from llmq.plan import advice, estimate
+from llmq.plan.estimate import Planner
+from llmq.plan.fit import Fit
+from llmq.plan.plan import OutOfMemory, make_plan, needed_bytes
+from llmq.plan.shrink import REARRANGING, Limits, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
-from llmq.shrink import REARRANGING, Limits, Shrinker, having
+from llmq.runtime.machine import Machine
 from tests.runs import make_workplace
 
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
@@ -353,9 +354,9 @@ def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):
 def test_choice_for_a_gpu(monkeypatch, capsys):
     card = find_card("4090")
     machine = Machine(kind="cuda", spec=spec_of(card), note=None)
-    monkeypatch.setattr("llmq.plan_command.choose_machine", lambda *_: machine)
-    monkeypatch.setattr("llmq.plan_command.attention_backend", lambda *_: "cudnn")
-    monkeypatch.setattr("llmq.shrink.available_host_memory", lambda: 9 * GIB)
+    monkeypatch.setattr("llmq.commands.plan.choose_machine", lambda *_: machine)
+    monkeypatch.setattr("llmq.commands.plan.attention_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("llmq.plan.shrink.available_host_memory", lambda: 9 * GIB)
     config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
     sizes = []
     for free in (20 * GIB, 5 * GIB):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import transformers
 
-from llmq.config import ModelConfig
-from llmq.errors import ConfigError
-from llmq.head import gradient_scale
-from llmq.options import TrainConfig
-from llmq.plan import step_options
-from llmq.presets import preset
+from llmq.base.errors import ConfigError
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.presets import preset
+from llmq.model.head import gradient_scale
+from llmq.model.step import Step
+from llmq.plan.plan import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.step import Step
 from tests.models import CONFIGS, hf_model, random_batch, trainer_for
 
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmq.dtypes import E4M3_MAX
-from llmq.operands import NAMES
-from llmq.options import TrainConfig
-from llmq.plan import make_plan, step_options
-from llmq.presets import preset
+from llmq.base.dtypes import E4M3_MAX
+from llmq.config.options import TrainConfig
+from llmq.config.presets import preset
+from llmq.model.operands import NAMES
+from llmq.model.scales import HISTORY, MARGIN
+from llmq.model.step import Step
+from llmq.plan.plan import make_plan, step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.scales import HISTORY, MARGIN
-from llmq.step import Step
 from tests.models import hf_model, random_batch, trainer_for
 
 T = 32

@@ -15,13 +15,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from llmq import hf
-from llmq.config import ModelConfig
-from llmq.dtypes import BF16, F32
-from llmq.errors import LlmqError
-from llmq.hf import HfWeights, copy_tokenizer_files, export_model
-from llmq.params import weight_table
-from llmq.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
+from llmq.checkpoint import hf
+from llmq.checkpoint.hf import HfWeights, copy_tokenizer_files, export_model
+from llmq.config.model import ModelConfig
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.state.params import weight_table
 
 ROPE = {
     "vocab_size": 301,  # padded to 320

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmq.errors import LlmqError
+from llmq.base.errors import LlmqError
 from llmq.runtime.compile import Resources, target
 from llmq.runtime.kernel import Source
 from tools.compile_all import (

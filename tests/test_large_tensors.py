@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, F32, I32, DType
+from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
+from llmq.base.tensor import Tensor
 from llmq.ops import (
     attention,
     convert,
@@ -24,7 +25,6 @@ from llmq.ops import (
 )
 from llmq.ops.fill import constant
 from llmq.runtime.device import Device, MemorySizes
-from llmq.runtime.tensor import Tensor
 from tests.conftest import gpu_problem
 from tests.emulator import device as emulator
 

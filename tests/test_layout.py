@@ -14,40 +14,14 @@ LIBRARY_OPS = {"matmul"}  # no .cu of their own: cuBLASLt
 CU_LABELS = ("Data", "Launch", "Cost", "Needs", "Same name")
 GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 
-# A module may import modules of a lower rank; of its own rank only where the package allows it.
-RANKS: list[set[str]] = [
-    {"errors", "dtypes", "schedule"},
-    {"hf_config", "option_types", "option_file", "files", "records", "child"},
-    {"config", "tokens"},
-    {"presets", "option_fields", "tokenizer", "documents"},
-    {"option_warnings"},
-    {"options"},
-    {"command_line"},
-    {"runtime", "ref", "safetensors_file", "options_io", "loader", "token_shards", "json_log"},
-    {"ops", "params", "tokenize", "cards"},
-    {"linear", "hf", "machine", "sol"},
-    {"mirrors", "norm", "scales", "quants", "residuals"},
-    {"operands", "activations"},
-    {"embedding", "block", "weights", "grads", "checkpoint"},
-    {"head", "optimizer", "decode", "checkpoint_store"},
-    {"model", "sample"},
-    {"step"},
-    {"plan", "metrics", "monitor", "shards"},
-    {"live", "plot", "watch", "ranks", "cost"},
-    {"estimate"},
-    {"shrink"},
-    {"advice"},
-    {"trainer", "diagnose", "fit"},
-    {"announce", "scaling", "plan_command"},
-    {"training", "measure"},
-    {"demo", "bench", "verify"},
-    {"cli_options"},
-    {"cli"},
-    {"__init__"},
-    {"__main__"},
-]
-RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
-INSIDE = {"runtime", "ops", "ref"}  # packages whose modules may import `common` or each other
+# Packages from the lowest to the highest: a module imports only from its own one and those before.
+# Operations do not import each other, and neither do their references: only `common`.
+ROOMS = [
+    "base", "runtime", "comm", "ref", "ops", "config", "data", "state", "model",
+    "checkpoint", "plan", "train", "bench", "commands",
+]  # fmt: skip
+TOP = {"__init__", "__main__"}
+SINGLE = {"ops", "ref"}
 
 
 def stems(folder: str, pattern: str) -> set[str]:
@@ -58,24 +32,38 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def unit(path: Path) -> str:
-    """The name under which a module has its rank: its package, or itself at the top level."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return parts[0]
+def room(name: str) -> str:
+    """The package of a module, whose dotted name below llmq is given, or of a package itself."""
+    first, *inner = name.split(".")
+    return f"{first}.{inner[0]}" if inner and f"{first}.{inner[0]}" in ROOMS else first
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module below llmq."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imports(path: Path) -> list[str]:
-    """Dotted names that a module imports, anywhere in it."""
+    """Dotted names that a module imports, anywhere in it; of `from a import b` it is a.b."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.module == "llmq":
-                names += [f"llmq.{alias.name}" for alias in node.names]
-            else:
-                names.append(node.module)
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
     return names
+
+
+def graph() -> dict[str, set[str]]:
+    """The modules of llmq that each of its modules imports, both below llmq."""
+    there = {name_of(path).removesuffix(".__init__") for path in modules()}
+    found = {}
+    for path in modules():
+        inner = [n.removeprefix("llmq.") for n in imports(path) if n.startswith("llmq.")]
+        both = {n if n in there else n.rpartition(".")[0] for n in inner}
+        found[name_of(path).removesuffix(".__init__")] = both & there
+    return found
 
 
 def test_every_operation_has_its_five_files():
@@ -88,34 +76,45 @@ def test_every_operation_has_its_five_files():
     assert ops == tests
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_downward(path):
-    own = unit(path)
-    assert own in RANK, f"{own} has no rank: add it to RANKS"
-    for name in imports(path):
-        top = name.split(".")[0]
-        if top in GPU_MODULES:
-            assert own == "runtime", f"only llmq/runtime imports {top}"
-        if top != "llmq" or name == "llmq":
-            continue
-        other = name.split(".")[1]
-        if other == "__version__":
-            continue
-        if other == own and own in INSIDE:
-            inner = name.split(".")[2] if name.count(".") > 1 else ""
-            assert own == "runtime" or inner == "common", f"{path}: {name} is a sibling"
-        else:
-            assert RANK[other] < RANK[own], f"{own} may not import {other}"
+def test_imports_point_downward():
+    for path in modules():
+        own = room(name_of(path))
+        assert own in ROOMS or own in TOP, f"{own} has no place in ROOMS"
+        for name in imports(path):
+            top, _, inner = name.partition(".")
+            if top in GPU_MODULES:
+                assert own in {"runtime", "comm"}, f"{path}: only runtime and comm import {top}"
+            if top != "llmq" or own in TOP or inner == "__version__":
+                continue
+            other = room(inner)
+            if other == own and own in SINGLE:
+                assert inner.split(".")[1] == "common", f"{path}: {name} is a sibling"
+            assert ROOMS.index(other) <= ROOMS.index(own), f"{path} may not import {name}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_sizes_of_python(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 400
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= 60, f"{node.name} has {length} lines"
+def test_no_import_circles():
+    left = graph()
+    while free := {name for name, needs in left.items() if not needs & left.keys() - {name}}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left, f"these modules import each other in circles: {sorted(left)}"
+
+
+def test_packages_say_what_they_are_for():
+    for name in ROOMS:
+        lines = ast.get_docstring(
+            ast.parse((PACKAGE / name.replace(".", "/") / "__init__.py").read_text())
+        )
+        assert lines is not None and len(lines.splitlines()) >= 3, name
+
+
+def test_sizes_of_python():
+    for path in modules():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{path}: {node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("cu/*.cu*")), ids=lambda p: p.name)
@@ -139,13 +138,12 @@ def test_gpu_libraries_are_not_imported_at_the_top_level():
                 assert not GPU_MODULES & {n.split(".")[0] for n in names}, path
 
 
-def test_readme_tree_lists_what_exists():
+def test_readme_lists_the_packages():
     readme = (ROOT / "README.md").read_text()
-    tree = readme[readme.index("llmq/\n") : readme.index("```", readme.index("llmq/\n"))]
-    listed = set(re.findall(r"[\w-]+\.py\b", tree))
-    top = {p.name for p in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"}
-    runtime = {p.name for p in PACKAGE.glob("runtime/*.py")} - {"__init__.py"}
-    assert listed == top | runtime
+    section = readme[readme.index("## Reading the code") :]
+    listed = set(re.findall(r"`([\w./]+)/`", section))
+    packages = {name.replace(".", "/") for name in ROOMS} | {"cu"}
+    assert packages <= listed, packages - listed
 
 
 def test_nothing_names_a_machine_of_ours():

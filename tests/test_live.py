@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from llmq.live import BARS, WIDTH, LiveView, LossCurve, time_left
+from llmq.train.live import BARS, WIDTH, LiveView, LossCurve, time_left
 
 
 def curve(values):

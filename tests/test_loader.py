@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from llmq.errors import DataError
-from llmq.loader import _FILE_ORDER, DataLoader, epoch_order
-from llmq.tokens import MASKED_TARGET, TokenFile, TokenWriter
+from llmq.base.errors import DataError
+from llmq.data.loader import _FILE_ORDER, DataLoader, epoch_order
+from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
 T = 4

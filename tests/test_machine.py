@@ -7,19 +7,14 @@ import sys
 
 import pytest
 
-from llmq import machine
-from llmq.errors import ConfigError, LlmqError
-from llmq.machine import (
-    Machine,
-    attention_backend,
-    available_host_memory,
-    choose_machine,
-    host_memory,
-)
-from llmq.options_io import make_config
-from llmq.presets import preset
-from llmq.runtime import compile, cuda_device
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan import checks
+from llmq.plan.checks import attention_backend
+from llmq.runtime import compile, cuda_device, host_memory, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
+from llmq.runtime.machine import Machine, choose_machine
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
 
 GPU = DeviceSpec(name="GPU", capability=90, num_sms=132, memory=80 << 30, library_workspace=0)
@@ -124,9 +119,9 @@ def cudnn(monkeypatch):
     library = FakeCudnn()
     monkeypatch.setitem(sys.modules, "cudnn", library)
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
-    machine._warn_once.cache_clear()
+    checks._warn_once.cache_clear()
     yield library
-    machine._warn_once.cache_clear()
+    checks._warn_once.cache_clear()
     assert library.open == 0
 
 
@@ -210,9 +205,9 @@ def test_host_memory_that_is_not_there(monkeypatch):
 
 
 def test_host_memory():
-    available, total = host_memory()
+    available, total = host_memory.host_memory()
     assert 0 < available <= total
-    assert 0 < available_host_memory() <= available
+    assert 0 < host_memory.available_host_memory() <= available
 
 
 GIB = 1 << 30
@@ -236,20 +231,20 @@ def test_limits_of_all_groups_above_count(tmp_path):
     membership.write_text("0::/outer/inner\n")
     group(mount / "outer" / "inner", "max", GIB, 0)
     group(mount / "outer", 4 * GIB, 3 * GIB, GIB)
-    assert list(machine._cgroup_headrooms(membership, mount)) == [2 * GIB]
+    assert list(host_memory._cgroup_headrooms(membership, mount)) == [2 * GIB]
     group(mount / "outer" / "inner", 2 * GIB, 3 * GIB, 0)
-    assert list(machine._cgroup_headrooms(membership, mount)) == [0, 2 * GIB]
+    assert list(host_memory._cgroup_headrooms(membership, mount)) == [0, 2 * GIB]
 
 
 def test_container_that_knows_its_group_by_the_name_outside(tmp_path):
     mount, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("4:memory:/docker/0123\n3:cpu,cpuacct:/docker/0123\n0::/\n")
     group(mount / "memory", 8 * GIB, 5 * GIB, GIB, version=1)
-    assert list(machine._cgroup_headrooms(membership, mount)) == [4 * GIB]
+    assert list(host_memory._cgroup_headrooms(membership, mount)) == [4 * GIB]
 
 
 def test_no_groups(tmp_path):
-    assert list(machine._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
+    assert list(host_memory._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
 
 
 def test_kernels_are_compiled_ahead_on_gpus_only(monkeypatch):

@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq.errors import LlmqError
-from llmq.json_log import JsonLog
-from llmq.metrics import (
+from llmq.base.errors import LlmqError
+from llmq.model.step import Result
+from llmq.train.json_log import JsonLog
+from llmq.train.metrics import (
     Outliers,
     PlainView,
     Reporter,
@@ -27,7 +28,6 @@ from llmq.metrics import (
     duration,
     tokens_per_second,
 )
-from llmq.step import Result
 
 RESULT = Result(
     loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
@@ -185,7 +185,7 @@ def test_what_the_disk_refused_is_written_at_the_end_or_said_to_be_missing(tmp_p
 KILLED = """
 import sys
 from pathlib import Path
-from llmq.json_log import JsonLog
+from llmq.train.json_log import JsonLog
 log = JsonLog(Path(sys.argv[1]))
 for step in range(10**9):
     log.write("step", step, text="x" * (step % 20000))
@@ -352,7 +352,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
 
 def test_sections_blocks_and_messages(reporter, monkeypatch):
     clock = iter([10.0, 11.9994, 20.0, 22.7])
-    monkeypatch.setattr("llmq.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("llmq.train.metrics.time.perf_counter", lambda: next(clock))
     with reporter.section("Loading", 3):
         pass
     with reporter.section("Saving"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.params import weight_table
-from llmq.trainer import Trainer
+from llmq.state.params import weight_table
+from llmq.train.trainer import Trainer
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, hf_model, random_batch, torch_loss, trainer_for
 

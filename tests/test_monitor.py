@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq import monitor as monitor_module
-from llmq.announce import announce_machine
-from llmq.errors import LlmqError
-from llmq.monitor import (
+from llmq.base.errors import LlmqError
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.runtime import gpu_info as gpu_info_module
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
+from llmq.runtime.host_device import HostDevice
+from llmq.train import monitor as monitor_module
+from llmq.train.announce import announce_machine
+from llmq.train.monitor import (
     GpuMonitor,
     load_nvml,
     measured_peak,
@@ -20,12 +26,6 @@ from llmq.monitor import (
     system_lines,
     system_record,
 )
-from llmq.options_io import make_config
-from llmq.presets import preset
-from llmq.runtime import gpu_info as gpu_info_module
-from llmq.runtime.device import MemorySizes
-from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
-from llmq.runtime.host_device import HostDevice
 
 H100 = "NVIDIA H100 80GB HBM3"
 MIB = 1 << 20
@@ -419,7 +419,7 @@ def test_a_run_says_that_its_card_is_unknown():
         announce_machine(trainer, reporter, [], None)
         return said
 
-    unknown = "No speed of light: of NVIDIA X the peak is not known (llmq/cards.py)"
+    unknown = "No speed of light: of NVIDIA X the peak is not known (llmq/config/cards.py)"
     assert messages("cuda", "NVIDIA X") == [unknown]
     assert messages("cuda", H100) == messages("host", "CPU") == []
 

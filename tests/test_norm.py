@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from llmq import norm
-from llmq.dtypes import BF16, E4M3, F32
-from llmq.linear import Target
-from llmq.norm import Stats
-from llmq.ops.common import Fp8Out
-from llmq.presets import preset
-from llmq.runtime.tensor import Accumulator
+from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.operand import Fp8Out, Target
+from llmq.base.tensor import Accumulator
+from llmq.config.presets import preset
+from llmq.model import norm
+from llmq.model.norm import Stats
 from tests.exact import coarse, nan
 from tests.fp8_out import LAYOUTS, check_codes, outputs
 from tests.harness import run, step_scalars

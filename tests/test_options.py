@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.errors import ConfigError
-from llmq.machine import PLAN_SPEC
-from llmq.option_types import (
+from llmq.base.errors import ConfigError
+from llmq.config.option_types import (
     NEWEST,
     layer_set,
     parse_dtype_name,
@@ -20,10 +19,11 @@ from llmq.option_types import (
     parse_layers,
     parse_size,
 )
-from llmq.options import OPTIONS, TrainConfig
-from llmq.options_io import make_config, option_rows
-from llmq.plan import make_plan
-from llmq.presets import preset
+from llmq.config.options import OPTIONS, TrainConfig
+from llmq.config.options_io import make_config, option_rows
+from llmq.config.presets import preset
+from llmq.plan.plan import make_plan
+from llmq.runtime.machine import PLAN_SPEC
 
 # Defaults of the program whose command lines must run unchanged.
 LLMQ_DEFAULTS = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 
-from llmq.config import ModelConfig
-from llmq.dtypes import BF16, F32
-from llmq.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
-from llmq.presets import PRESETS, preset
-from llmq.runtime.tensor import Storage, Tensor
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Storage, Tensor
+from llmq.config.model import ModelConfig
+from llmq.config.presets import PRESETS, preset
+from llmq.state.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
 
 TINY = {
     "tiny": ("qwen2", preset("tiny")),

@@ -14,18 +14,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.cards import CARDS, find_card, spec_of
-from llmq.cli import _run
-from llmq.config import ModelConfig
-from llmq.machine import MIB
-from llmq.option_types import parse_size
-from llmq.options import TrainConfig
-from llmq.options_io import make_config
-from llmq.plan import Usage, allocator_table, fewest_attention_parts, make_plan, needed_bytes
-from llmq.plan_command import run_plan
-from llmq.presets import preset
+from llmq.base.dtypes import MIB
+from llmq.commands.cli import _run
+from llmq.commands.plan import run_plan
+from llmq.config.cards import CARDS, find_card, spec_of
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import parse_size
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.plan import Usage, allocator_table, fewest_attention_parts, make_plan, needed_bytes
+from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes
-from llmq.sol import flops_per_token
 from tests.kept import kept_runs
 from tests.models import hf_model, random_batch, trainer_for
 from tests.without_cuda import WITHOUT_CUDA

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from llmq.cli import _run
-from llmq.plot import curve, read_log, smoothed
+from llmq.commands.cli import _run
+from llmq.commands.plot import curve, read_log, smoothed
 
 
 def write_log(path, steps, evals=()):

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from llmq.errors import ConfigError
-from llmq.hf_config import ARCHITECTURES
-from llmq.params import parameter_count
-from llmq.presets import PRESETS, model_warnings, preset, resolve_model
+from llmq.base.errors import ConfigError
+from llmq.config.hf import ARCHITECTURES
+from llmq.config.presets import PRESETS, model_warnings, preset, resolve_model
+from llmq.state.params import parameter_count
 
 QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
 GPT2 = {**preset("gpt2").to_hf(), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq.cli import _run
+from llmq.commands.cli import _run
 
 # Those that all of them have, less --gpus and what the table says.
 COMMON = (
@@ -127,7 +127,7 @@ def test_published_command_lines(monkeypatch, capsys, row, dtype):
     options = [spelled(word) for word in words]
     runs = []
     stub = SimpleNamespace(run_training=lambda *args: runs.append(args))
-    monkeypatch.setitem(sys.modules, "llmq.training", stub)
+    monkeypatch.setitem(sys.modules, "llmq.train.loop", stub)
     command = ["train", f"--model=Qwen2.5-{size}", *COMMON, f"--gpus={gpus}"]
     command += [f"--matmul-dtype={dtype}", *options]
     assert _run(command) == 0

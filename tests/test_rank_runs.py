@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from llmq import announce, scaling, training
-from llmq.errors import LlmqError
-from llmq.options_io import make_config
-from llmq.runtime.host_comm import connect_host
-from llmq.runtime.links import Link, LinkTable
-from llmq.sol import peaks
-from llmq.step import Step
+from llmq.base.errors import LlmqError
+from llmq.comm.host import connect_host
+from llmq.comm.links import Link, LinkTable
+from llmq.config.options_io import make_config
+from llmq.model.step import Step
+from llmq.plan.sol import peaks
+from llmq.train import announce, scaling
+from llmq.train import loop as training
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, Sensors, digests, measured
 
@@ -172,8 +173,8 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     class Gpu(GpuLike):
         index = property(lambda self: self.rank)
 
-    monkeypatch.setattr("llmq.machine._open_host", Gpu)
-    monkeypatch.setattr("llmq.ranks.connect", connect)
+    monkeypatch.setattr("llmq.runtime.machine._open_host", Gpu)
+    monkeypatch.setattr("llmq.train.ranks.connect", connect)
     monkeypatch.setattr(training, "open_monitor", lambda dev: sensors[dev.index])
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     monkeypatch.setattr(announce, "gpu_info", gpu_info)
@@ -229,7 +230,7 @@ def test_second_signal_ends_the_ranks_at_once(monkeypatch):
     real = Step.micro_step
 
     def impatient(self, micro_step, *args):
-        if self.dev.rank == 1 and self.dev.comm.last_operation != "none":
+        if self.dev.rank == 1 and self.dev.last_operation != "none":
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)

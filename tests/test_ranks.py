@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 import llmq
-from llmq.dtypes import BF16
-from llmq.errors import LlmqError
-from llmq.hf import HfWeights
-from llmq.loader import DataLoader
-from llmq.machine import Machine
-from llmq.params import weight_table
-from llmq.plan import step_options
-from llmq.ranks import Rank, Ranks
-from llmq.runtime.comm import SingleComm
+from llmq.base.dtypes import BF16
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.shards import write_group
+from llmq.comm.collectives import SingleComm
+from llmq.data.loader import DataLoader
+from llmq.model.step import Step
+from llmq.plan.plan import step_options
 from llmq.runtime.host_device import HostDevice
-from llmq.scaling import time_alone
-from llmq.shards import write_group
-from llmq.step import Step
-from llmq.weights import Weights
+from llmq.runtime.machine import Machine
+from llmq.state.params import weight_table
+from llmq.state.weights import Weights
+from llmq.train.ranks import Rank, Ranks
+from llmq.train.scaling import time_alone
 from tests.runs import VOCAB, B, T, make_workplace, options, write_tokens
 
 MICRO_BATCHES = 12  # of all ranks in a step
@@ -338,7 +338,7 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
             failed.set()
             time.sleep(0.3)  # in which the other rank writes on
 
-    monkeypatch.setattr("llmq.ranks.write_group", write)
+    monkeypatch.setattr("llmq.train.ranks.write_group", write)
     with trainer(2) as t:
         t.step()
         with pytest.raises(LlmqError, match=r"^rank 1: the disk is full$"):
@@ -521,7 +521,7 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
         monkeypatch.setattr(Step, "micro_step", slow)
         t.step()  # 1.5 s
         monkeypatch.setattr(
-            "llmq.ranks.write_group",
+            "llmq.train.ranks.write_group",
             lambda dev, writer, group, pieces, beat: (
                 [(time.sleep(0.25), beat()) for _ in range(2)]
                 and write_group(dev, writer, group, pieces, beat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmq.tokenize import tokenize
+from llmq.data.tokenize import tokenize
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

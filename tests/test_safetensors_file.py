@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from llmq import safetensors_file
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.errors import LlmqError
-from llmq.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.errors import LlmqError
+from llmq.checkpoint import safetensors_file
+from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 
 TORCH = {
     "F32": torch.float32,

@@ -13,13 +13,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from llmq.cli import _run
-from llmq.errors import LlmqError
-from llmq.machine import Machine, choose_machine
-from llmq.presets import preset
+from llmq.base.errors import LlmqError
+from llmq.commands.cli import _run
+from llmq.commands.sample import (
+    Sampler,
+    choose_token,
+    continuation,
+    first_token,
+    open_model,
+    printable,
+)
+from llmq.config.presets import preset
+from llmq.data.tokenizer import HfTokenizer
 from llmq.runtime.device import DeviceSpec
-from llmq.sample import Sampler, choose_token, continuation, first_token, open_model, printable
-from llmq.tokenizer import HfTokenizer
+from llmq.runtime.machine import Machine, choose_machine
 from tests.models import hf_model
 from tests.runs import make_workplace, train
 
@@ -135,7 +142,7 @@ def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, mon
         assert len(generate(sampler, [1, 3, 4], 99, temperature=0)) <= 7
         assert len(generate(sampler, [1, 3, 4], 4, temperature=0)) <= 4
         chosen = iter([7, 8, 2, 9])
-        monkeypatch.setattr("llmq.sample.choose_token", lambda *_, **__: next(chosen))
+        monkeypatch.setattr("llmq.commands.sample.choose_token", lambda *_, **__: next(chosen))
         assert generate(sampler, [1], 9, temperature=0) == [7, 8]
 
 
@@ -277,7 +284,7 @@ def test_tokenizer_of_another_model(trained, tmp_path, capsys):
 
 
 def test_memory_that_is_not_there(trained, capsys, monkeypatch):
-    monkeypatch.setattr("llmq.machine.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("llmq.runtime.machine.available_host_memory", lambda: 1000)
     assert sample(trained / "out") == 2
     assert capsys.readouterr().err.startswith("error: out of memory: ")
 
@@ -286,9 +293,9 @@ def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
     """Found before the device is opened."""
     spec = DeviceSpec(name="GPU", capability=90, num_sms=1, memory=0, library_workspace=0)
     machine = Machine(kind="cuda", spec=spec, note=None)
-    monkeypatch.setattr("llmq.sample.choose_machine", lambda device, gpus: machine)
+    monkeypatch.setattr("llmq.commands.sample.choose_machine", lambda device, gpus: machine)
     monkeypatch.setattr(Machine, "open", lambda *args, **kwargs: pytest.fail("it was opened"))
-    monkeypatch.setattr("llmq.machine.HEAD_DIM_MULTIPLE", 256)
+    monkeypatch.setattr("llmq.plan.checks.HEAD_DIM_MULTIPLE", 256)
     assert _run(["sample", str(trained / "out"), "--device=cuda"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: the model's head_dim is 16; on a GPU it must be a multiple")

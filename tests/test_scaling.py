@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import llmq
-from llmq.dtypes import F32
-from llmq.ranks import Rank
-from llmq.runtime.comm import SilentComm
+from llmq.base.dtypes import F32
+from llmq.comm.collectives import SilentComm
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.scaling import COMPARED, Scaling, alone, time_alone
+from llmq.train.ranks import Rank
+from llmq.train.scaling import COMPARED, Scaling, alone, time_alone
 from tests.runs import make_workplace, options
 
 SIZES = MemorySizes(device=1 << 12, stack=0, pinned=0)

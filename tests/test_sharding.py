@@ -10,10 +10,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from llmq.dtypes import STEP_SCALARS
-from llmq.params import weight_table
-from llmq.plan import make_plan
+from llmq.base.dtypes import STEP_SCALARS
+from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
+from llmq.state.params import weight_table
 from tests.sharded import (
     DELAYED,
     FP8,
@@ -46,8 +46,8 @@ MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that a slab in host memory is updated in several."""
-    monkeypatch.setattr("llmq.optimizer.PIECE", 1024)
-    monkeypatch.setattr("llmq.grads.PIECE", 1024)
+    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1024)
+    monkeypatch.setattr("llmq.state.grads.PIECE", 1024)
 
 
 def flags(options: dict) -> str:
@@ -192,8 +192,8 @@ def test_bits(world, accum, base, options):
 @pytest.mark.parametrize("piece", [512, 1536, 17664, 17664 + 128, 1 << 20])
 def test_pieces_of_any_size(monkeypatch, piece, base):
     """Shards have 15360, 17664 and 1664 elements: multiples or not, longer and shorter."""
-    monkeypatch.setattr("llmq.optimizer.PIECE", piece)
-    monkeypatch.setattr("llmq.grads.PIECE", piece)
+    monkeypatch.setattr("llmq.state.optimizer.PIECE", piece)
+    monkeypatch.setattr("llmq.state.grads.PIECE", piece)
     against_plain(1, 2, MOMENTS | HOST | STREAMED, base)
 
 

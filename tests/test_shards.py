@@ -7,16 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmq.checkpoint import SCALES, CheckpointReader, CheckpointWriter, Manifest
-from llmq.dtypes import BF16, E4M3, F32
-from llmq.errors import ConfigError
+from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.errors import ConfigError
+from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWriter, Manifest
+from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
+from llmq.config.presets import preset
+from llmq.model.step import Piece
 from llmq.ops.adamw import SCALE_BLOCK
-from llmq.params import weight_table
-from llmq.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.shards import assemble, check_formats, parts_of, read_group, write_group
-from llmq.step import Piece
+from llmq.state.params import weight_table
 
 MODEL = dataclasses.replace(
     preset("tiny"),

@@ -8,7 +8,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from llmq.runtime import comm
 from llmq.runtime.device import HOST_SPEC
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
@@ -59,9 +58,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(comm, "STAGING_CHUNK", 4096)
-    monkeypatch.setattr("llmq.optimizer.PIECE", 1024)
-    monkeypatch.setattr("llmq.grads.PIECE", 1024)
+    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 4096)
+    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1024)
+    monkeypatch.setattr("llmq.state.grads.PIECE", 1024)
 
 
 def program(session: Session) -> list:
@@ -105,8 +104,8 @@ def test_step(name, graphs):
 @pytest.mark.parametrize("name", ["one rank, quants", "one rank, codes", "nccl, codes"])
 def test_slabs_of_one_piece(monkeypatch, name):
     """As small models have them: then pieces hold up next to nothing."""
-    monkeypatch.setattr("llmq.optimizer.PIECE", 1 << 20)
-    monkeypatch.setattr("llmq.grads.PIECE", 1 << 20)
+    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1 << 20)
+    monkeypatch.setattr("llmq.state.grads.PIECE", 1 << 20)
     world, accum, options = CASES[name]
     assert_same_run(on_streams(world, accum, options, pause=1e-4), wanted(name))
 
@@ -143,7 +142,7 @@ def test_weights_that_are_made_anew_while_steps_are_enqueued(name):
 def test_steps_of_more_micro_steps_than_slots(monkeypatch, world):
     """The host waits before it writes what the device has not taken yet."""
     wanted = run(world, 3, program, of=MODEL)
-    monkeypatch.setattr("llmq.step.MOST_SLOTS", 2)
+    monkeypatch.setattr("llmq.model.step.MOST_SLOTS", 2)
     assert_same_run(on_streams(world, 3, {}, pause=1e-4), wanted)
 
 

@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
-import llmq.documents
-import llmq.tokenize
-import llmq.tokens
-from llmq.errors import DataError, LlmqError
-from llmq.files import locked
-from llmq.token_shards import Manifest
-from llmq.tokenizer import load_tokenizer
+import llmq.data.documents
+import llmq.data.tokenize
+import llmq.data.tokens
+from llmq.base.errors import DataError, LlmqError
+from llmq.base.files import locked
+from llmq.data.token_shards import Manifest
+from llmq.data.tokenizer import load_tokenizer
 from tests.text_data import (
     contents,
     documents,
@@ -29,9 +29,9 @@ from tests.text_data import (
 @pytest.fixture
 def all_inputs(tmp_path, monkeypatch):
     """One of each kind, in small blocks; the state is saved after each."""
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.documents, "BLOCK_PIECES", 4)
-    monkeypatch.setattr(llmq.tokenize, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     return write_inputs(tmp_path / "in")
 
 
@@ -48,9 +48,9 @@ def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_s
     monkeypatch.setattr(Manifest, "discard_if_empty", lambda self: None)
     options = {**OPTIONS, "tokenizer": str(bpe)}
     whole = run(all_inputs, out=tmp_path / "whole", **options)
-    monkeypatch.setattr(llmq.tokenize, "SAVE_SECONDS", save_seconds)
+    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", save_seconds)
     blocks_done, interruptions = 0, 0
-    update = llmq.tokenize._Report.update
+    update = llmq.data.tokenize._Report.update
 
     def interrupt(report, *args):
         nonlocal blocks_done
@@ -59,7 +59,7 @@ def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_s
             raise StopError
         update(report, *args)
 
-    monkeypatch.setattr(llmq.tokenize._Report, "update", interrupt)
+    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
     limit = 0
     while True:
         # The state is saved after the report: 2 blocks a run are 1 block of progress. Without
@@ -84,17 +84,17 @@ def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_s
 def test_interrupted_while_finishing(tmp_path, all_inputs, monkeypatch):
     """All files have their names, but the manifest does not say so yet."""
     run(all_inputs, out=tmp_path / "whole", **OPTIONS)
-    save = llmq.tokenize.Manifest.save
+    save = llmq.data.tokenize.Manifest.save
 
     def stop_at_the_end(manifest, position, shards, complete=False):
         if complete:
             raise KeyboardInterrupt
         save(manifest, position, shards)
 
-    monkeypatch.setattr(llmq.tokenize.Manifest, "save", stop_at_the_end)
+    monkeypatch.setattr(llmq.data.tokenize.Manifest, "save", stop_at_the_end)
     with pytest.raises(KeyboardInterrupt):
         run(all_inputs, out=tmp_path / "out", **OPTIONS)
-    monkeypatch.setattr(llmq.tokenize.Manifest, "save", save)
+    monkeypatch.setattr(llmq.data.tokenize.Manifest, "save", save)
     assert run(all_inputs, out=tmp_path / "out", **OPTIONS).was_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -201,7 +201,7 @@ def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_pa
     (tmp_path / "a.txt").write_text("some text")
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "discard_if_empty", lambda self: None)
-        patch.setattr(llmq.tokenize._Report, "update", Mock(side_effect=StopError))
+        patch.setattr(llmq.data.tokenize._Report, "update", Mock(side_effect=StopError))
         with pytest.raises(StopError):
             run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=5)
     assert {"tokenize.json", "train-001.bin"} <= set(os.listdir(tmp_path / "out"))
@@ -211,18 +211,18 @@ def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_pa
 
 def test_full_disk_can_be_resumed(tmp_path, all_inputs, monkeypatch):
     run(all_inputs, out=tmp_path / "whole", **OPTIONS)
-    write, calls = llmq.tokens.TokenWriter.write, 0
+    write, calls = llmq.data.tokens.TokenWriter.write, 0
 
     def full(writer, tokens):
         nonlocal calls
         calls += 1
         if calls == 20:
             writer._file.close()  # what was buffered is lost
-            with llmq.tokens.disk_errors(writer.path):
+            with llmq.data.tokens.disk_errors(writer.path):
                 raise OSError(28, "No space left on device")
         write(writer, tokens)
 
-    monkeypatch.setattr(llmq.tokens.TokenWriter, "write", full)
+    monkeypatch.setattr(llmq.data.tokens.TokenWriter, "write", full)
     with pytest.raises(LlmqError, match="disk is full"):
         run(all_inputs, out=tmp_path / "out", **OPTIONS)
     assert run(all_inputs, out=tmp_path / "out", **OPTIONS).was_resumed

@@ -9,12 +9,12 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.documents
-import llmq.tokenize
-from llmq.documents import EvalSplit, Source
-from llmq.errors import ConfigError, DataError
-from llmq.tokenizer import ByteTokenizer, load_tokenizer
-from llmq.tokens import TokenFile, open_token_files
+import llmq.data.documents
+import llmq.data.tokenize
+from llmq.base.errors import ConfigError, DataError
+from llmq.data.documents import EvalSplit, Source
+from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokens import TokenFile, open_token_files
 from tests.text_data import (
     EOS,
     contents,
@@ -87,7 +87,7 @@ def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 1000)
     text = "".join(f"line {i} of the text\n" for i in range(500))
     (tmp_path / "a.txt").write_text(text)
     summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction)
@@ -110,7 +110,7 @@ def test_too_few_documents_for_an_eval_split(tmp_path):
 
 
 def test_workers_do_not_change_the_result(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(llmq.documents, "BLOCK_PIECES", 7)
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 7)
     write_jsonl(tmp_path / "a.jsonl", documents(100))
     (tmp_path / "b.txt").write_text(mixed_text(3000))
     for workers in (1, 2):
@@ -144,7 +144,7 @@ def test_number_of_workers(monkeypatch, bpe):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)
     small, large = (Source("a", "text", size, 0, False) for size in (1000, 10**9))
-    choose = llmq.tokenize._default_workers
+    choose = llmq.data.tokenize._default_workers
     assert choose([large], load_tokenizer(bpe)) == 16
     assert choose([small, small], load_tokenizer(bpe)) == 1
     assert choose([large], ByteTokenizer()) == 1
@@ -173,9 +173,9 @@ def test_tokenizer_without_an_end(tmp_path):
 
 
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llmq.documents, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.documents, "BLOCK_PIECES", 4)
-    monkeypatch.setattr(llmq.tokenize, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.data.tokenize, "REPORT_SECONDS", 0.0)
     summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 10

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.errors import DataError
-from llmq.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer, load_tokenizer
+from llmq.base.errors import DataError
+from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

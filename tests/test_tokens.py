@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from llmq.errors import DataError, LlmqError
-from llmq.tokens import TokenFile, TokenWriter, expand_pattern, open_token_files, partial_path
+from llmq.base.errors import DataError, LlmqError
+from llmq.data.tokens import TokenFile, TokenWriter, expand_pattern, open_token_files, partial_path
 
 
 def write(path, tokens, vocab_size=100, mask=None):
@@ -204,7 +204,7 @@ def test_bad_writes(tmp_path, monkeypatch):
                 writer.write(ids)
         with pytest.raises(ValueError, match="mask"):
             writer.write([1], np.array([True]))
-        monkeypatch.setattr("llmq.tokens.MAX_TOKENS", 3)
+        monkeypatch.setattr("llmq.data.tokens.MAX_TOKENS", 3)
         writer.write([1, 2, 3])
         with pytest.raises(DataError, match="would exceed 3 tokens"):
             writer.write([4])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from llmq.machine import choose_machine
+from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 
 TOOLS = Path(__file__).parents[1] / "tools"

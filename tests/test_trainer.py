@@ -13,15 +13,15 @@ import torch
 import transformers
 
 import llmq
-from llmq.cli import _run
-from llmq.errors import ConfigError, DataError, LlmqError
-from llmq.hf import HfWeights
-from llmq.loader import DataLoader
-from llmq.machine import Machine
-from llmq.options_io import make_config
-from llmq.params import weight_table
-from llmq.presets import preset
-from llmq.trainer import check_machine
+from llmq.base.errors import ConfigError, DataError, LlmqError
+from llmq.checkpoint.hf import HfWeights
+from llmq.commands.cli import _run
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.data.loader import DataLoader
+from llmq.plan.checks import check_machine
+from llmq.runtime.machine import Machine
+from llmq.state.params import weight_table
 from tests.harness import GPU_SPEC
 from tests.runs import CONFIG, VOCAB, B, T, make_workplace, options, write_tokens
 
@@ -346,7 +346,7 @@ def _change_vocabulary(size):
 
 
 def test_wrong_options_raise_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("llmq.machine._open_host", None)
+    monkeypatch.setattr("llmq.runtime.machine._open_host", None)
     for changes, message in (
         ({"stepz": 3}, "unknown option stepz, did you mean steps"),
         ({"seq_len": 128}, "exceeds the model's 64 positions"),

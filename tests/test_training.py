@@ -20,16 +20,17 @@ import pytest
 import transformers
 from rich.console import Console
 
-from llmq import announce, training
-from llmq.checkpoint import GROUPS
-from llmq.diagnose import MAX_SKIPPED
-from llmq.files import locked
-from llmq.json_log import JsonLog
-from llmq.ranks import Rounds
+from llmq.base.files import locked
+from llmq.checkpoint.checkpoint import GROUPS
+from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
-from llmq.sol import peaks
-from llmq.trainer import Trainer
+from llmq.train import announce
+from llmq.train import loop as training
+from llmq.train.diagnose import MAX_SKIPPED
+from llmq.train.json_log import JsonLog
+from llmq.train.ranks import Rounds
+from llmq.train.trainer import Trainer
 from tests.runs import T, flags, make_workplace, records, signal_after, train, write_tokens
 from tests.without_cuda import WITHOUT_CUDA
 
@@ -580,7 +581,7 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     assert train(**options, log_file="cpu.json") == 0
     capsys.readouterr()
     sensors = Sensors()
-    monkeypatch.setattr("llmq.machine._open_host", GpuLike)
+    monkeypatch.setattr("llmq.runtime.machine._open_host", GpuLike)
     monkeypatch.setattr(training, "open_monitor", lambda dev: sensors)
     monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
@@ -774,7 +775,7 @@ def test_full_disk_while_saving(monkeypatch, capsys):
         def full(descriptor):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        patch.setattr("llmq.files.os.fsync", full)
+        patch.setattr("llmq.base.files.os.fsync", full)
         assert train(steps=6, ckpt_interval=5, **{"continue": ""}) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: the disk is full, writing 'ckpt/step_00000005.tmp/")

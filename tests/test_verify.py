@@ -9,15 +9,15 @@ import re
 import numpy as np
 import pytest
 
-from llmq import verify
-from llmq.cli import _run
-from llmq.errors import LlmqError
-from llmq.machine import HOST_SPEC
-from llmq.options_io import make_config
-from llmq.plan import make_plan, needed_bytes
-from llmq.presets import resolve_model
+from llmq.base.errors import LlmqError
+from llmq.bench import verify
+from llmq.commands.cli import _run
+from llmq.config.options_io import make_config
+from llmq.config.presets import resolve_model
+from llmq.plan.plan import make_plan, needed_bytes
+from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
-from llmq.trainer import Trainer
+from llmq.train.trainer import Trainer
 from tests.conftest import gpu_problem
 from tests.runs import flags, make_workplace, options
 

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-from llmq import json_log, watch
-from llmq.cli import _run
-from llmq.errors import DataError, LlmqError
-from llmq.json_log import JsonLog, LogReader
-from llmq.watch import numbers, text
+from llmq.base.errors import DataError, LlmqError
+from llmq.commands import watch
+from llmq.commands.cli import _run
+from llmq.commands.watch import numbers, text
+from llmq.train import json_log
+from llmq.train.json_log import JsonLog, LogReader
 from tests.runs import make_workplace, train
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -501,7 +502,7 @@ def test_libraries_are_loaded_only_where_they_are_used(log, library):
     code = (
         "import sys\n"
         "sys.modules['tensorboard'] = sys.modules['wandb'] = None\n"
-        "from llmq.cli import _run\n"
+        "from llmq.commands.cli import _run\n"
         "assert _run(['watch', '--help']) == 0\n"
         "sys.exit(_run(sys.argv[1:]))\n"
     )

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.tokenize import tokenize
-from llmq.tokenizer import END_OF_TEXT
-from llmq.tokens import TokenFile
+from llmq.data.tokenize import tokenize
+from llmq.data.tokenizer import END_OF_TEXT
+from llmq.data.tokens import TokenFile
 
 EOS = 256
 

@@ -7,6 +7,6 @@ class Blocker:
         if name.split(".")[0] in {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn", "pynvml"}:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocker())
-from llmq.cli import main
+from llmq.commands.cli import main
 main()
 """

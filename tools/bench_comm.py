@@ -19,14 +19,16 @@ from typing import Annotated
 
 import typer
 
-from llmq.dtypes import BF16
-from llmq.machine import PLAN_SPEC
-from llmq.runtime.comm import CommOptions, connect, part, silenced
+from llmq.base.dtypes import BF16
+from llmq.base.tensor import Tensor
+from llmq.comm.collectives import part, silenced
+from llmq.comm.connect import connect
+from llmq.comm.links import LinkTable
+from llmq.comm.options import CommOptions
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.links import LinkTable
+from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Tensor
 from llmq.runtime.workers import Workers, run_ranks
 
 MIB = 1 << 20
@@ -64,7 +66,7 @@ def seconds(dev: Device, workers: Workers, key: tuple, call: Callable[[], None])
             for _ in range(CALLS):
                 call()
 
-    with silenced(dev), dev.without_graphs():  # as llmq.ranks.Rank.warm_up does it
+    with silenced(dev), dev.without_graphs():  # as llmq.train.ranks.Rank.warm_up does it
         several()
         dev.synchronize()
     with dev.capture_only():

@@ -30,7 +30,7 @@ def median_seconds(step: Callable[[], object], steps: int) -> float:
 
 def ours(model: str, batch_size: int, seq_len: int, steps: int) -> float:
     """Seconds of our step."""
-    from llmq.measure import open_trainer, random_batches
+    from llmq.bench.measure import open_trainer, random_batches
 
     options = {"model": model, "from-scratch": True, "device": "cpu", "model-dtype": "fp32"}
     options |= {"batch-size": batch_size, "seq-len": seq_len, "grad-accumulation": 1}
@@ -44,7 +44,7 @@ def torchs(model: str, batch_size: int, seq_len: int, steps: int, threads: int) 
     import torch
     import transformers
 
-    from llmq.presets import preset
+    from llmq.config.presets import preset
 
     torch.set_num_threads(threads)
     config = preset(model)

@@ -27,18 +27,18 @@ import numpy as np
 import typer
 from op_calls import OPS, SEED, Call, Spec, cases, scalars
 
-from llmq.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS, U8
-from llmq.errors import LlmqError
-from llmq.machine import choose_machine
-from llmq.monitor import PRODUCT_SIZES, measured_peak
+from llmq.base.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS, U8
+from llmq.base.errors import LlmqError
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import abs_max, fill, quantize, random
-from llmq.ops.common import Fp8Out
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
+from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Accumulator, Tensor
 from llmq.runtime.timing import Marks
+from llmq.train.monitor import PRODUCT_SIZES, measured_peak
 
 MIB = 1 << 20
 LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests

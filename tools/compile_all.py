@@ -20,19 +20,19 @@ import numpy as np
 import typer
 
 import llmq.ops
-from llmq.config import ModelConfig
-from llmq.decode import Decoder
-from llmq.dtypes import BF16, DTYPES, F32, DType
-from llmq.options import TrainConfig
-from llmq.params import weight_table
-from llmq.plan import step_options
-from llmq.presets import PRESETS
+from llmq.base.dtypes import BF16, DTYPES, F32, DType
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.presets import PRESETS
+from llmq.model.decode import Decoder
+from llmq.model.step import Step
+from llmq.plan.plan import step_options
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
-from llmq.step import Step
-from llmq.weights import WeightOptions, Weights
+from llmq.state.params import weight_table
+from llmq.state.weights import WeightOptions, Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}

@@ -11,8 +11,8 @@ import torch
 import transformers
 import typer
 
-from llmq.loader import DataLoader
-from llmq.options import TrainConfig
+from llmq.config.options import TrainConfig
+from llmq.data.loader import DataLoader
 
 SEED = TrainConfig.__dataclass_fields__["eval_seed"].default
 

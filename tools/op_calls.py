@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.dtypes import (
+from llmq.base.dtypes import (
     BF16,
     E4M3,
     E5M2,
@@ -26,6 +26,8 @@ from llmq.dtypes import (
     STEP_SCALARS_WORDS,
     DType,
 )
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
 from llmq.ops import (
     abs_max,
     adamw,
@@ -49,9 +51,8 @@ from llmq.ops import (
     rope,
     swiglu,
 )
-from llmq.ops.common import FP8_MULTIPLE, Fp8Out
+from llmq.ops.common import FP8_MULTIPLE
 from llmq.runtime.device import Device
-from llmq.runtime.tensor import Tensor
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}

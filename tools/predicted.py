@@ -3,7 +3,8 @@
 
     PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
 
-Reads the JSON reports of `llmq bench`; runs on cards that llmq/cards.py does not know are left out.
+Reads the JSON reports of `llmq bench`; runs on cards that llmq/config/cards.py does not know are
+left out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmq.cards import CARDS, Card, spec_of
-from llmq.cost import step_time
-from llmq.options_io import make_config
-from llmq.plan import fewest_attention_parts, make_plan
-from llmq.presets import preset
+from llmq.config.cards import CARDS, Card, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.cost import step_time
+from llmq.plan.plan import fewest_attention_parts, make_plan
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
 PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.cli_options import TrainCommand, train_options
-from llmq.errors import LlmqError
-from llmq.measure import (
+from llmq.base.errors import LlmqError
+from llmq.bench.measure import (
     EXTRA_STEPS,
     WARM_UP,
     host_work,
@@ -26,6 +25,7 @@ from llmq.measure import (
     random_batches,
     timed_steps,
 )
+from llmq.commands.cli_options import TrainCommand, train_options
 from llmq.runtime.timing import LaunchTime
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,6 +1,6 @@
 // common.cuh -- what every kernel file shares: types, 16-byte vectors, reductions, random bits.
 //
-// The Python side of StepScalars is STEP_SCALARS in llmq/dtypes.py; of the random functions,
+// The Python side of StepScalars is STEP_SCALARS in llmq/base/dtypes.py; of the random functions,
 // llmq/ref/common.py. Both must stay bit-identical: tests compare them exactly.
 // Compiled with -fmad=false: a fused multiply-add appears only where fmaf() is written, so that
 // results do not depend on the compiler's choice and match NumPy.
@@ -370,7 +370,7 @@ template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
 
-// The FP8 formats. MAX: their largest finite value, as in llmq/dtypes.py.
+// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py.
 template <class F> struct Fp8;
 template <> struct Fp8<e4m3> {
     static constexpr float MAX = 448.0f;

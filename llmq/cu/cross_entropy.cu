@@ -8,7 +8,7 @@
 //          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
 //          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. codes: Q as
 //          logits, which are then BF16 and stay as they are; else null. stats: F64 (9),
-//          llmq.dtypes.STATS.
+//          llmq.base.dtypes.STATS.
 // Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,

@@ -16,7 +16,7 @@
 // Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
-constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;  // llmq.dtypes.STAT
+constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;  // llmq.base.dtypes.STAT
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(256)

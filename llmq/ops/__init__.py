@@ -1,1 +1,5 @@
-"""Operations: check shapes and dtypes, choose the grid, launch."""
+"""One module an operation: checks, grid and launch. Kernels are in `cu/`, their meaning in `ref/`.
+
+Imports base and runtime.
+Start with `fill.py`, then `rmsnorm.py`.
+"""

@@ -6,11 +6,11 @@ own for the others.
 
 from __future__ import annotations
 
-from llmq.dtypes import F32
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread

@@ -20,10 +20,10 @@ m 9 % of m's own.
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.dtypes import BF16, F32, U8, DType
+from llmq.base.dtypes import BF16, F32, U8, DType
+from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_head_dim
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, backward_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 BACKENDS = ("native", "cudnn")
 HEAD_DIM_MULTIPLE = 16  # one step of the tensor cores' inner dimension

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS, VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 THREADS = 256
 LANES = 16  # threads side by side, 16 bytes each: the width of a tile; LANES in cu/bias.cu

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import F64, I64
+from llmq.base.dtypes import F64, I64
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
-from llmq.runtime.tensor import Tensor
 
 START = Kernel("clock.cu", "clock_start", args="i64* at")
 STOP = Kernel("clock.cu", "clock_stop", args="inout f64* total, const i64* at")

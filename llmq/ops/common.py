@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, DType
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 WARP = 32
 VECTOR_BYTES = 16  # of one load or store
@@ -123,24 +123,6 @@ def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
 
 
 FP8_MULTIPLE = 16  # of the rows and features of FP8 matrices: one 16-byte access
-
-
-class Fp8Out(NamedTuple):
-    """Where an operation writes its result as FP8, with a scale that is known beforehand.
-
-    A value x, as the BF16 or F32 result holds it, becomes x * (1 / scale), rounded to nearest even
-    and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
-
-        codes       out    E4M3, E5M2 (rows, features)  or None; at least one of the two
-        transposed  out    the same   (features, rows)  or None
-        scale       in     F32        (1,)              positive
-        saturated   inout  I32        (1,)              += the number of |x| > MAX * scale
-    """
-
-    codes: Tensor | None
-    transposed: Tensor | None
-    scale: Tensor
-    saturated: Tensor
 
 
 # The end of the arguments of a kernel with an optional FP8 result; fp8_args() are the values.

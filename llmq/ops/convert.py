@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_THREAD = 8  # elements

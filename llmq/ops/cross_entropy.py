@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS
+from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 512
 STATS_THREADS = 1024
@@ -130,7 +130,7 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
     the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
     Args:
-        stats    inout  F64 (10,)    entries llmq.dtypes.STAT
+        stats    inout  F64 (10,)    entries llmq.base.dtypes.STAT
         losses   in     F32 (B, T)   0 where masked
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked

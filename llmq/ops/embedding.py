@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 THREADS = 256
 SORT_THREADS = 1024

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmq.dtypes import F32, F64, I32, STATS
+from llmq.base.dtypes import F32, F64, I32, STATS
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 STRIDE = 4  # elements from one tensor's scale to the next one's: products need 16-byte alignment
@@ -66,7 +66,7 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
     The norm becomes NaN where a largest value is not finite: codes do not show an infinity.
 
     Args (of each row of four only the first element is used):
-        stats      inout  F64 (10,)   entries llmq.dtypes.STAT
+        stats      inout  F64 (10,)   entries llmq.base.dtypes.STAT
         saturated  in     I32 (n, 4)  counts of 32 bits, no sign
         abs_maxes  in     F32 (n, 4)  of the step
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     AGAIN_ARGS,
     FP8_ARGS,
     NOT_AGAIN,
     VECTOR_BYTES,
-    Fp8Out,
     abs_max_consts,
     again_args,
     again_consts,
@@ -18,7 +19,6 @@ from llmq.ops.common import (
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 VECTORS = 2  # 16-byte vectors per thread; VECTORS in cu/gelu.cu

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from llmq.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
@@ -63,7 +63,7 @@ def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
     """stats[norm_squared] += sum(sums), in a fixed order.
 
     Args:
-        stats  inout  F64 (10,)  llmq.dtypes.STAT
+        stats  inout  F64 (10,)  llmq.base.dtypes.STAT
         sums   in     F64 (n,)   of all tensors
 
     Cost:    one launch of one block.
@@ -78,7 +78,7 @@ def combine(dev: Device, stats: Tensor, gathered: Tensor) -> None:
     """The statistics of all ranks: sums, added in the order of the ranks; of lse_max the largest.
 
     Args:
-        stats     out  F64 (10,)             llmq.dtypes.STAT
+        stats     out  F64 (10,)             llmq.base.dtypes.STAT
         gathered  in   F64 (world_size, 10)  each rank's own
 
     Cost:    one launch of 10 threads.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     ANY_ROWS,
     BACKWARD_WARPS,
     FORWARD_WARPS,
     ROW_ARGS,
-    Fp8Out,
     expect_rows,
     finish_column_sum,
     out_consts,
@@ -17,7 +18,6 @@ from llmq.ops.common import (
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 LAYERNORM_FORWARD = Kernel(
     "layernorm.cu",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
-from llmq.runtime.tensor import Tensor
 
 _REST = "u8* workspace, i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate"
 MATMUL = Kernel("matmul", "matmul", args=f"D* out, const S* a, const S* b, const D*? bias, {_REST}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, finish_column_sum
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 QK_NORM_FORWARD = Kernel(
     "qk_norm.cu",

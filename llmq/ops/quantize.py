@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llmq.dtypes import E4M3, E5M2, F32
+from llmq.base.dtypes import E4M3, E5M2, F32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     FP8_ARGS,
-    Fp8Out,
     abs_max_consts,
     expect_float,
     fp8_args,
@@ -14,7 +15,6 @@ from llmq.ops.common import (
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Tensor
 
 THREADS = 256
 PER_BLOCK = 4 * 8 * THREADS  # elements: four times eight per thread; OCTETS in cu/quantize.cu

@@ -8,11 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from llmq.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     FP8_ARGS,
     VECTOR_BYTES,
-    Fp8Out,
     abs_max_consts,
     expect_float,
     expect_fp8_multiples,
@@ -23,7 +24,6 @@ from llmq.ops.common import (
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.tensor import Accumulator, Tensor
 
 ROPE_FORWARD = Kernel(
     "rope.cu",
@@ -62,7 +62,7 @@ ANY_CONSTS = {"HEAD_DIM": 64, "HEADS_PER_THREAD": HEADS_PER_THREAD, "ABS_MAX": 0
 
 
 class Scaling(Protocol):
-    """What make_table reads of a llmq.hf_config.RopeScaling; see there for the meanings."""
+    """What make_table reads of a llmq.config.hf.RopeScaling; see there for the meanings."""
 
     kind: str
     factor: float

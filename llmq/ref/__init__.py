@@ -1,1 +1,5 @@
-"""NumPy references: the specification of every kernel, and the CPU device's arithmetic."""
+"""The NumPy reference of each operation: its specification, and the CPU device's arithmetic.
+
+Imports base.
+Start with `rmsnorm.py`.
+"""

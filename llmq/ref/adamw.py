@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.dtypes import E4M3
+from llmq.base.dtypes import E4M3
 from llmq.ref.common import BF16, mix_seed, random_bits, round_stochastic, step_scalars
 
 # name: ends of the parameters in the slab, in elements; every second one decays.

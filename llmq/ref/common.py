@@ -7,7 +7,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from llmq.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, STEP_SCALARS
+from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, STEP_SCALARS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8_MAX = {E4M3.numpy: np.float32(E4M3_MAX), E5M2.numpy: np.float32(E5M2_MAX)}
@@ -73,7 +73,7 @@ def gradient_seed(scalars: np.ndarray, salt: int) -> int:
 def store_gradient(
     d_weight: np.ndarray, value: np.ndarray, scalars: np.ndarray, accumulate: bool, salt: int
 ) -> None:
-    """Write or add a parameter gradient, as llmq.runtime.tensor.Accumulator describes."""
+    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes."""
     if not accumulate:
         d_weight[...] = value.astype(d_weight.dtype, copy=False)
     elif d_weight.dtype == BF16:
@@ -139,7 +139,7 @@ def emit_fp8(
     saturated: np.ndarray | None,
     x: np.ndarray,
 ) -> None:
-    """The FP8 results of x (rows, features), as llmq.ops.common.Fp8Out describes them.
+    """The FP8 results of x (rows, features), as llmq.base.operand.Fp8Out describes them.
 
     Nothing if codes and transposed are None.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.dtypes import STAT
+from llmq.base.dtypes import STAT
 from llmq.ref.common import compute, encode_fp8, row_blocks
 
 # rows, V, Vp

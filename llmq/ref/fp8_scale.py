@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.dtypes import STAT
+from llmq.base.dtypes import STAT
 
 # steps in the history, tensors
 CASES = {"one": (1, 1), "short": (2, 300), "qwen05b": (16, 193), "qwen7b": (16, 225)}

@@ -1,1 +1,5 @@
-"""Mechanism: devices, memory, kernels, threads. Nothing here knows what a transformer is."""
+"""The machine: devices, memory, kernels, graphs, streams and threads. It knows nothing of models.
+
+Imports base.
+Start with `device.py`, the interface that the training step sees.
+"""

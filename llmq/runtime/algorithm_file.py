@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmq.errors import warn
+from llmq.base.errors import warn
 from llmq.runtime.compile import write_file
 
 FORMAT = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from llmq.dtypes import DType
-from llmq.runtime.tensor import Storage, Tensor
+from llmq.base.dtypes import DType
+from llmq.base.tensor import Storage, Tensor
 
 ALIGN = 256  # bytes; cuBLASLt, cuDNN and 16-byte vector accesses are all satisfied
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 
+from llmq.base.tensor import Tensor
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.tensor import Tensor
 
 # One 8-byte slot per argument, whatever its type. Neither CuPy nor the driver converts values.
 _POINTER = "Q"

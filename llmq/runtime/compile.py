@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmq.dtypes import DTYPES, DType
-from llmq.errors import LlmqError
+from llmq.base.dtypes import DTYPES, DType
+from llmq.base.errors import LlmqError
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"

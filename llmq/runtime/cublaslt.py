@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, DType
-from llmq.errors import LlmqError
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Tensor
 from llmq.runtime.algorithm_file import algorithm_file
 from llmq.runtime.kernel import POINTER_ALIGN
-from llmq.runtime.tensor import Tensor
 from llmq.runtime.tuning import fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic

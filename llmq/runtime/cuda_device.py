@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from llmq.dtypes import DType
-from llmq.errors import LlmqError
+from llmq.base.dtypes import DType
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import align_up
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import cache_dir, compile_kernels
@@ -24,7 +25,6 @@ from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspa
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
-from llmq.runtime.tensor import Storage, Tensor
 
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
@@ -337,7 +337,7 @@ class CudaDevice(Device):
         if self.stream_name != "main":
             raise RuntimeError(f"graph {key}: graphs run on the main stream only")
         if self.use_graphs:
-            self.comm.last_operation = f"one of graph {key[0]}"  # a replay does not call it
+            self.last_operation = f"one of graph {key[0]}"  # a replay does not call it
             enqueue = self._graphs.prepare if self._capture_only else self._graphs.run
             enqueue(key, fn, self.stack.used)
         elif not self._capture_only:
@@ -381,10 +381,9 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._runtime.setDevice(self.index)
         self._runtime.deviceSynchronize()
-        for library in self._libraries.values():
-            library.close()
-        self._graphs.close()
-        self.comm.close()
+        for held in (*self._libraries.values(), self._graphs, self.comm):
+            if held is not None:
+                held.close()
         for module in self._modules.values():
             self._driver.moduleUnload(module)
         for event in self._events:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmq.dtypes import BF16, DType
-from llmq.errors import LlmqError
+from llmq.base.dtypes import BF16, DType
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Tensor
 from llmq.runtime.kernel import ceil_div
-from llmq.runtime.tensor import Tensor
 
 MIN_CAPABILITY = 80
 MAX_BACKWARD_HEAD_DIM = 128

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.dtypes import DType
+from llmq.base.dtypes import DType
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
-from llmq.runtime.comm import Comm, SingleComm
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.tensor import Storage, Tensor
 
 PLACES = ("device", "pinned", "write_combined")
 
@@ -88,11 +87,15 @@ class Clock(NamedTuple):
 class Device(ABC):
     """Memory, launches, copies and order on one rank's machine.
 
-    clock: measures how long the main stream waits for other ranks; None with one rank. stream_name:
-    the current stream.
+    comm: this rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
+    was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
+    how long the main stream waits for other ranks; None with one rank. stream_name: the current
+    stream.
     """
 
     kind: str  # "cuda", "host" or "plan"
+    comm: Any = None
+    last_operation = "none"
     clock: Clock | None = None
     stream_name = "main"
 
@@ -113,7 +116,6 @@ class Device(ABC):
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))
         self._capture_only = False
-        self.comm: Comm = SingleComm(self)  # comm.connect replaces it
 
     @property
     def num_sms(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmq.errors import LlmqError
+from llmq.base.errors import LlmqError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from llmq.dtypes import DType
+from llmq.base.dtypes import DType
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, MemorySizes
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.tensor import Storage, Tensor
 
 
 class HostEvent(Event):

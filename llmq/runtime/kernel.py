@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from llmq.dtypes import DTYPES, DType
-from llmq.runtime.tensor import Tensor
+from llmq.base.dtypes import DTYPES, DType
+from llmq.base.tensor import Tensor
 
 # What Python values of scalar types may be.
 SCALARS: dict[str, type | tuple[type, ...]] = {

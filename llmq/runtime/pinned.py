@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llmq.errors import LlmqError
-from llmq.runtime.tensor import Storage, Tensor
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Storage, Tensor
 
 PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every GPU
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU

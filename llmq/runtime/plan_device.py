@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import PLACES, Device, DeviceSpec, Event
 from llmq.runtime.host_device import HostEvent
 from llmq.runtime.kernel import Kernel, Source
-from llmq.runtime.tensor import Storage, Tensor
 
 
 class Work(NamedTuple):

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.tensor import Tensor
 
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 

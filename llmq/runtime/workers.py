@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from llmq.errors import LlmqError
+from llmq.base.errors import LlmqError
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
 PATIENCE = 4.0  # seconds that ranks have to end what they do when they are stopped

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.dtypes import DTYPES, DType
+from llmq.base.dtypes import DTYPES, DType
 from llmq.runtime import compile
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.device import MemorySizes

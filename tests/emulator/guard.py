@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from llmq.runtime.tensor import Storage, Tensor
+from llmq.base.tensor import Storage, Tensor
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 16  # bytes of the widest access; addresses keep their remainder, so that this much of

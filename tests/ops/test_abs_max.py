@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
 from llmq.ops import abs_max
 from llmq.ref.abs_max import CASES
 from llmq.ref.quantize import quantize

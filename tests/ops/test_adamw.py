@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, F32, I32, I64
+from llmq.base.dtypes import BF16, E4M3, F32, I32, I64
 from llmq.ops import adamw
 from llmq.ref.adamw import CASES
 from llmq.runtime.device import HOST_SPEC

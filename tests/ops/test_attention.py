@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
 from llmq.ops import attention
 from llmq.ref.attention import CASES
 from llmq.runtime.cudnn import backward_workspace_bytes

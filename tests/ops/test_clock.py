@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from llmq.dtypes import F64, I32, I64
+from llmq.base.dtypes import F64, I32, I64
 from llmq.ops import clock
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice

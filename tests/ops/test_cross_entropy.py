@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, STATS
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, STATS
 from llmq.ops import cross_entropy as op
 from llmq.ref.cross_entropy import CASES
 from llmq.runtime.device import HOST_SPEC

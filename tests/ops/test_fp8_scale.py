@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import F32, F64, I32, STAT, STATS
+from llmq.base.dtypes import F32, F64, I32, STAT, STATS
 from llmq.ops import fp8_scale
 from llmq.ref.fp8_scale import CASES
 from llmq.runtime.device import HOST_SPEC

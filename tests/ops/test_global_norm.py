@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, F64, I32, STAT, STATS
+from llmq.base.dtypes import BF16, F32, F64, I32, STAT, STATS
 from llmq.ops import global_norm
 from llmq.ref.global_norm import CASES
 from llmq.runtime.device import HOST_SPEC

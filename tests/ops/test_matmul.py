@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Accumulator
 from llmq.ops import qk_norm
 from llmq.ref.qk_norm import CASES
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Accumulator
 from tests.exact import coarse, nan, run_exact
 from tests.harness import GPU_SPEC, host_device, run, step_scalars
 

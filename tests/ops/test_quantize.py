@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, I32
+from llmq.base.operand import Fp8Out
 from llmq.ops import quantize
-from llmq.ops.common import Fp8Out
 from llmq.ref.common import FP8_NAN as NAN
 from llmq.ref.quantize import CASES
 from llmq.runtime.device import HOST_SPEC

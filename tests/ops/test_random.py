@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import random
 from llmq.ref.random import CASES
 from llmq.runtime.device import HOST_SPEC

@@ -5,12 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Accumulator
 from llmq.ops import reduce
 from llmq.ref.reduce import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Accumulator
 from tests.harness import host_device, run, step_scalars
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}

@@ -6,13 +6,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator
 from llmq.ops import rmsnorm
-from llmq.ops.common import Fp8Out, RowLayout, row_layout
+from llmq.ops.common import RowLayout, row_layout
 from llmq.ref.rmsnorm import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Accumulator
 from tests.abs_max import check_abs_max
 from tests.exact import coarse, nan, run_exact
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Accumulator
 from llmq.ops import bias, rope
-from llmq.ops.common import Fp8Out
 from llmq.ref.rope import CASES
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.tensor import Accumulator
 from tests.abs_max import bits, check_abs_max
 from tests.exact import coarse, run_exact
 from tests.fp8_out import LARGEST, check_codes, outputs, with_fp8

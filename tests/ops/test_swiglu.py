@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.operand import Fp8Out
 from llmq.ops import swiglu
-from llmq.ops.common import Fp8Out
 from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
 from llmq.ref.abs_max import abs_max
 
 

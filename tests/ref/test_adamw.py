@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, E4M3
+from llmq.base.dtypes import BF16, E4M3
 from llmq.ref.adamw import NUMBERS, adamw
 from tests.harness import step_scalars
 

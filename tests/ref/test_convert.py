@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmq.dtypes import BF16
+from llmq.base.dtypes import BF16
 from llmq.ref.convert import convert
 
 

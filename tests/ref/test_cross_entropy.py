@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, E4M3, E5M2, STAT
+from llmq.base.dtypes import BF16, E4M3, E5M2, STAT
 from llmq.ref import cross_entropy as ref
 
 

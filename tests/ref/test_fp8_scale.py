@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.dtypes import STAT, STATS
+from llmq.base.dtypes import STAT, STATS
 from llmq.ref import fp8_scale as ref
 
 

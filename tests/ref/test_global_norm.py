@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, STAT, STATS
+from llmq.base.dtypes import BF16, STAT, STATS
 from llmq.ref import global_norm as ref
 from tests.harness import step_scalars
 

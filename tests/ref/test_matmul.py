@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.ref import matmul as ref
 
 CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}

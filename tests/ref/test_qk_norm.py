@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16
+from llmq.base.dtypes import BF16
 from llmq.ref import qk_norm as ref
 from llmq.ref import rmsnorm
 from tests.harness import step_scalars

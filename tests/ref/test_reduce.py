@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.dtypes import BF16
+from llmq.base.dtypes import BF16
 from llmq.ref.reduce import reduce_sum
 from tests.harness import step_scalars
 

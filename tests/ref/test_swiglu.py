@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.dtypes import BF16
+from llmq.base.dtypes import BF16
 from llmq.ref import swiglu as ref
 
 

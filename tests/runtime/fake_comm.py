@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from llmq.runtime import comm
-from llmq.runtime.comm import CommOptions, part, storages
-from llmq.runtime.copies import Copies, Memories
-from llmq.runtime.cuda_comm import CudaComm, Watch
+from llmq.base.tensor import Storage, Tensor
+from llmq.comm.collectives import part, same_memory, storages
+from llmq.comm.copies import Copies, Memories
+from llmq.comm.cuda import CudaComm, Watch
+from llmq.comm.flags import Flags
+from llmq.comm.options import STAGING_CHUNKS, CommOptions, allocate
+from llmq.comm.staged import Rings
 from llmq.runtime.device import Event
-from llmq.runtime.flags import Flags
-from llmq.runtime.staged import Rings
-from llmq.runtime.tensor import Storage, Tensor
 from llmq.runtime.workers import Workers
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
 from tests.runtime.races import Span
@@ -70,7 +70,7 @@ class StreamComm(CudaComm):
         start = self._places.ctypes.data
         first = start if one or gathers else start + 16
         last = start + 32 if one or exchanges else start + 16
-        self._dev.call(lambda: None, self.last_operation, writes=[Span(first, last)])
+        self._dev.call(lambda: None, self._dev.last_operation, writes=[Span(first, last)])
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         self._note(exchanges=not src.on_host and mirror is None)
@@ -86,7 +86,7 @@ class StreamComm(CudaComm):
 
 
 class StreamNccl:
-    """Like llmq.runtime.nccl.Nccl: a call waits for the peers that it gets something from, and ends
+    """Like llmq.comm.nccl.Nccl: a call waits for the peers that it gets something from, and ends
     when its sources have been read."""
 
     def __init__(self, dev: StreamDevice, ranks: list[StreamNccl], barrier: threading.Barrier):
@@ -126,7 +126,7 @@ class StreamNccl:
                 source = self._part(dst, rank) if in_place else src
                 self._peer(self._dev.rank, target)[:] = self._peer(rank, source)
 
-        in_place = comm.same_memory(self._part(dst, self._dev.rank), src)
+        in_place = same_memory(self._part(dst, self._dev.rank), src)
         self._enqueue(f"all_gather {dst.name}", [src], [dst], self._all, work)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
@@ -175,11 +175,11 @@ def connect_streams(
     """As connect_cuda does it; returns the flags of copies."""
     if len(devices) == 1:
         return None
-    memory = [comm.allocate(dev, options) for dev in devices]
+    memory = [allocate(dev, options) for dev in devices]
     memories = flags = None
     if options.copies:
-        chunk = memory[0].staging.nbytes // comm.STAGING_CHUNKS
-        rings = Rings([m.staging.ptr for m in memory], chunk, comm.STAGING_CHUNKS)
+        chunk = memory[0].staging.nbytes // STAGING_CHUNKS
+        rings = Rings([m.staging.ptr for m in memory], chunk, STAGING_CHUNKS)
         flags = Flags([m.flags for m in memory])
         direct = [[kind != "staged" for kind in row] for row in kinds]
         beside_bus = [[kind == "beside" for kind in row] for row in kinds]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES
 from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.dtypes import DType
-from llmq.runtime.comm import storages
+from llmq.base.dtypes import DType
+from llmq.base.tensor import Tensor
+from llmq.comm.collectives import storages
 from llmq.runtime.device import Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.tensor import Tensor
 from tests.runtime.races import Races, Span
 
 PATIENCE = 20.0  # seconds of waiting after which a test has hung
@@ -175,7 +175,7 @@ class StreamDevice(HostDevice):
             if self._closed.is_set() or time.monotonic() > deadline:
                 raise TimeoutError(f"rank {self.rank}: {what}")
 
-    # -- Queue of llmq.runtime.staged --
+    # -- Queue of llmq.comm.staged --
 
     def copy_bytes(self, dst: int, src: int, nbytes: int) -> None:
         def work() -> None:

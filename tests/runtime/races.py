@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.runtime.tensor import Storage, Tensor
+from llmq.base.tensor import Storage, Tensor
 
 GRANULE = 8  # bytes that count as one place
 MAX_QUEUES = 24  # six streams of four ranks

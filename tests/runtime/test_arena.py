@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import ALIGN, Arena, Stack, align_up
-from llmq.runtime.tensor import Storage, Tensor
 
 
 def host_storage(nbytes):

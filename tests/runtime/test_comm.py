@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import typer
 
-from llmq.dtypes import BF16, E4M3, F32, I32
-from llmq.runtime import comm
+from llmq.base.dtypes import BF16, E4M3, F32, I32
+from llmq.comm.collectives import part
+from llmq.comm.connect import connect
+from llmq.comm.flags import KINDS
+from llmq.comm.options import STAGING_CHUNKS, CommOptions
 from llmq.runtime.arena import align_up
-from llmq.runtime.comm import CommOptions, connect
 from llmq.runtime.device import HOST_SPEC, MemorySizes
-from llmq.runtime.flags import KINDS
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import Stopped, run_ranks
@@ -84,7 +85,7 @@ def test_all_gather_in_place(rng, world):
     def fn(dev, workers):
         dst = dev.alloc("dst", (world * N,), F32, "Weights")
         for step in range(3):
-            src = comm.part(dst, dev.rank, world)
+            src = part(dst, dev.rank, world)
             dev.upload(src, sources[dev.rank] + np.float32(step))
             dev.comm.all_gather(dst, src)
         return dev.download(dst)
@@ -159,6 +160,7 @@ def test_all_to_all(rng, world):
 
 def test_arguments_are_checked():
     dev = HostDevice(SIZES)
+    connect([dev], CommOptions())
     x, y = (dev.alloc(n, (8,), F32, "Weights") for n in "xy")
     z, i = dev.alloc("z", (8,), BF16, "Weights"), dev.alloc("i", (8,), I32, "Weights")
     with pytest.raises(TypeError, match="all_gather: dst is F32, src is BF16"):
@@ -199,7 +201,7 @@ def test_a_rank_that_fails_ends_the_others(waiting):
                 case "all_to_all":
                     dev.comm.all_to_all(buffer, spare)
         except Stopped:
-            ended.append((dev.rank, dev.comm.last_operation))
+            ended.append((dev.rank, dev.last_operation))
             raise
 
     with pytest.raises(ValueError, match="broken"):
@@ -227,7 +229,7 @@ def every_call(dev):
     buffer = dev.alloc("buffer", (world * N,), F32, "Gradients")
     spare, src = (dev.alloc(name, (N,), F32, "Gradients") for name in ("spare", "src"))
     dev.comm.all_gather(buffer, src)
-    dev.comm.all_gather(buffer, comm.part(buffer, dev.rank, world))
+    dev.comm.all_gather(buffer, part(buffer, dev.rank, world))
     dev.comm.reduce_scatter(buffer)
     dev.comm.all_to_all(buffer, spare)
 
@@ -247,7 +249,7 @@ def test_a_plan_counts_bytes():
         "all_to_all": 2 * received,
     }
     assert plan.launches == {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 1}
-    assert plan.comm.last_operation == "all_to_all buffer"
+    assert plan.last_operation == "all_to_all buffer"
 
 
 @pytest.mark.parametrize(
@@ -262,10 +264,10 @@ def test_a_plan_counts_bytes():
     ],
 )
 def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
-    monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
+    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 1 << 10)
     gpu = PlanDevice(replace(HOST_SPEC, name="a GPU"), world_size=2)
     connect([gpu], options)
-    expected = flags * align_up(4 * 2 * KINDS) + staging * comm.STAGING_CHUNKS * 1024
+    expected = flags * align_up(4 * 2 * KINDS) + staging * STAGING_CHUNKS * 1024
     assert gpu.arenas["pinned"].used == expected
     plan = PlanDevice(HOST_SPEC, world_size=2)
     connect([plan], options)

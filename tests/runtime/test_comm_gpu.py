@@ -7,12 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, F32, F64, U8
-from llmq.runtime import probe
-from llmq.runtime.comm import CommOptions, connect, part, silenced
+from llmq.base.dtypes import BF16, E4M3, F32, F64, U8
+from llmq.comm import probe
+from llmq.comm.collectives import part, silenced
+from llmq.comm.connect import connect
+from llmq.comm.links import Link
+from llmq.comm.options import CommOptions
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.links import Link
 from llmq.runtime.workers import run_ranks
 from tests.conftest import gpu_problem
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from llmq.dtypes import BF16, F32
-from llmq.errors import LlmqError
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
 from llmq.runtime import compile
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.kernel import Kernel, Source

@@ -6,12 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from llmq.dtypes import F32, I32, U8
-from llmq.runtime import comm, copies
-from llmq.runtime.comm import CommOptions, part
+from llmq.base.dtypes import F32, I32, U8
+from llmq.comm import copies
+from llmq.comm.collectives import part
+from llmq.comm.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGET, Flags
+from llmq.comm.options import STAGING_CHUNKS, CommOptions
+from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGET, Flags
-from llmq.runtime.staged import Rings, Staging
 from llmq.runtime.workers import Stopped, Workers, run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
@@ -28,7 +29,7 @@ REPEATS = 6
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(comm, "STAGING_CHUNK", CHUNK)
+    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", CHUNK)
     monkeypatch.setattr(copies, "PIECE", CHUNK)
 
 
@@ -213,7 +214,7 @@ def test_buffers_are_used_again_at_once(count, kind):
 
 def test_what_is_staged_leaves_before_its_turn(monkeypatch):
     """The peer has it while the stream of the exchanges is still busy."""
-    monkeypatch.setattr(comm, "STAGING_CHUNK", 4 * N)
+    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 4 * N)
     arrived, in_time = threading.Event(), []
 
     def program(dev, workers):
@@ -396,7 +397,7 @@ def test_stopped_ranks_stop_waiting():
         ended.append(dev.rank)
         with pytest.raises(Stopped):
             dev.comm.all_gather(buffer, spare)
-        assert dev.comm.last_operation == "all_gather x"
+        assert dev.last_operation == "all_gather x"
 
     with pytest.raises(ValueError, match="broken"):
         run(3, link_kinds(3, "mixed"), program)
@@ -411,10 +412,10 @@ def test_flags():
         states = tensor.numpy().reshape(KINDS, 3)
         targets = [TARGET, EXCHANGED]
         assert (states[targets] == FULL).all() and (np.delete(states, targets, 0) == EMPTY).all()
-    kinds = (TARGET, RING + comm.STAGING_CHUNKS - 1)
+    kinds = (TARGET, RING + STAGING_CHUNKS - 1)
     addresses = {flags.address(k, s, r) for k in kinds for s in range(3) for r in range(3)}
     assert len(addresses) == 18
-    assert RING + comm.STAGING_CHUNKS <= KINDS
+    assert RING + STAGING_CHUNKS <= KINDS
     assert flags.address(1, 2, 1) == tensors[1].ptr + 4 * (3 + 2)
     flags.release([1])
     assert (tensors[1].numpy() == RELEASED).all() and not (tensors[0].numpy() == RELEASED).any()

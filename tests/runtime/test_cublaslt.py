@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
 from llmq.ref.matmul import CASES, FP8_CASES, matmul, matmul_fp8
 from llmq.runtime import algorithm_file as files
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES, AlgorithmFile, algorithm_file

@@ -10,15 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
-from llmq.errors import LlmqError
-from llmq.runtime import comm, cuda_device, nccl, stream_memory
-from llmq.runtime.comm import CommOptions, connect, part
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
+from llmq.comm import nccl, stream_memory
+from llmq.comm.collectives import part
+from llmq.comm.connect import connect
+from llmq.comm.flags import EMPTY, FULL
+from llmq.comm.links import Link, LinkTable, Measured, choose
+from llmq.comm.options import CommOptions
+from llmq.comm.probe import ALREADY_ENABLED, probe
+from llmq.runtime import cuda_device
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.flags import EMPTY, FULL
-from llmq.runtime.links import Link, LinkTable, Measured, choose
-from llmq.runtime.probe import ALREADY_ENABLED, probe
 from llmq.runtime.workers import Stopped, Workers
 from tests.runtime.fake_cuda import CudaError, fake_api
 
@@ -251,7 +254,7 @@ def open_devices(world=2):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(comm, "STAGING_CHUNK", 1 << 10)
+    monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 1 << 10)
 
 
 def make(dev, n, dtype=F32, place="device"):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, E4M3, F32
-from llmq.errors import LlmqError
+from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.errors import LlmqError
 from llmq.ops import fill
 from llmq.runtime import cublaslt, cuda_device
 from llmq.runtime.compile import Cubin
@@ -347,13 +347,13 @@ def test_eager_then_captured_then_replayed(api, dev):
 
     def fn():
         calls.append(api.runtime.capture is not None)
-        dev.comm.last_operation = "all_gather x"
+        dev.last_operation = "all_gather x"
         dev.launch(OTHER, 1, 32, (x,))
 
     for run in range(4):
         dev.graph(("step",), fn)
         assert len(api.driver.launches) == run + 1
-        assert dev.comm.last_operation == ("all_gather x" if run < 2 else "one of graph step")
+        assert dev.last_operation == ("all_gather x" if run < 2 else "one of graph step")
     assert calls == [False, True]  # eager, captured
     assert api.runtime.calls.count("graphLaunch") == 3
     dev.graph(("other key",), fn)

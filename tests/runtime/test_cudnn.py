@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
-from llmq.errors import LlmqError
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
 from llmq.ops import attention
 from llmq.runtime.cudnn import (
     FORWARD_WORKSPACE_BYTES,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32
 from llmq.ops import fill
 from llmq.runtime.device import HOST_SPEC, Device, MemorySizes
 from llmq.runtime.host_device import HostDevice

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.runtime import compile
 from llmq.runtime.kernel import Kernel
 from tests.emulator import device as emulator

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from llmq.dtypes import F32
-from llmq.runtime.comm import CommOptions
+from llmq.base.dtypes import F32
+from llmq.comm.options import CommOptions
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.workers import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds

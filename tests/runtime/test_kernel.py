@@ -4,10 +4,10 @@ import struct
 
 import pytest
 
-from llmq.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.kernel import TYPE_VARIABLES, Kernel, ceil_div, expect
-from llmq.runtime.tensor import Storage, Tensor
 
 STORAGE = Storage("device", base=1 << 12)
 KERNEL = Kernel(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from llmq.dtypes import F32
+from llmq.base.dtypes import F32
+from llmq.comm.collectives import silenced
 from llmq.runtime import cuda_device
-from llmq.runtime.comm import silenced
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Clock, MemorySizes
 from llmq.runtime.host_device import HostDevice

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import workers as module
 from llmq.runtime.workers import QUEUE, RankPool, Stopped, run_ranks
 

@@ -1,0 +1,84 @@
+"""Number formats: what a tensor's elements are, and the constants that belong to each format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+MIB = 1 << 20
+
+E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
+E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # one object each, compared in every launch
+class DType:
+    """One element type.
+
+    name: how kernels and options spell it; label: how llm.q-style reports print it.
+    """
+
+    name: str
+    label: str
+    numpy: np.dtype
+    itemsize: int
+
+    def __repr__(self) -> str:
+        return self.label
+
+
+def _dtype(name: str, label: str, numpy: object) -> DType:
+    numpy = np.dtype(numpy)
+    return DType(name, label, numpy, numpy.itemsize)
+
+
+F64 = _dtype("f64", "F64", np.float64)
+F32 = _dtype("f32", "F32", np.float32)
+BF16 = _dtype("bf16", "BF16", ml_dtypes.bfloat16)
+E4M3 = _dtype("e4m3", "F8_E4M3", ml_dtypes.float8_e4m3fn)
+E5M2 = _dtype("e5m2", "F8_E5M2", ml_dtypes.float8_e5m2)
+I32 = _dtype("i32", "I32", np.int32)
+I64 = _dtype("i64", "I64", np.int64)
+U8 = _dtype("u8", "U8", np.uint8)
+
+DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, U8)}
+
+# The option spelling ("fp32", "bf16", ...) of the formats that a user may choose.
+OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2}
+
+
+def parse_dtype(option: str) -> DType:
+    """The format that a canonical option value names; KeyError for anything else."""
+    return OPTION_DTYPES[option]
+
+
+# Values that change from launch to launch live in device memory, so that captured graphs can be
+# replayed: 16 words, written by the host before each micro-step, except the last two, which
+# global_norm writes. The CUDA side of this layout is `struct StepScalars` in cu/common.cuh.
+STEP_SCALARS_WORDS = 16
+STEP_SCALARS = np.dtype(
+    [
+        ("lr", np.float32),
+        ("beta1_correction", np.float32),  # 1 / (1 - beta1^t)
+        ("beta2_correction", np.float32),  # 1 / (1 - beta2^t)
+        ("grad_clip", np.float32),  # 0: off
+        ("seed", np.uint32),
+        ("step", np.uint32),
+        ("micro_step", np.uint32),
+        ("reserved", np.uint32, 7),
+        ("grad_scale", np.float32),  # clip factor / number of target tokens
+        ("skip_update", np.uint32),  # 1 when the gradient norm is not finite
+    ]
+)
+assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
+
+# Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
+# add, the trainer reads them one step late. exposed: milliseconds in which the main stream stood
+# still for other ranks.
+STATS = (
+    "loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm",
+    "saturated", "exposed",
+)  # fmt: skip
+STAT = {name: index for index, name in enumerate(STATS)}

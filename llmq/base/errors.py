@@ -1,0 +1,30 @@
+"""Errors that a user can cause and can fix. Everything else is a bug and keeps its traceback."""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+
+class LlmqError(Exception):
+    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits 2."""
+
+
+class ConfigError(LlmqError):
+    """An option, a preset name or a model's config.json that cannot be used as it is."""
+
+
+class DataError(LlmqError):
+    """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
+
+
+def warn(lines: Iterable[str]) -> None:
+    """Tell the user of what may not be as meant, without stopping: one line each."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Let all that is written to it from now on succeed, also what Python flushes at exit."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())

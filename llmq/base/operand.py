@@ -1,0 +1,51 @@
+"""How a tensor is written and read in more than one form: as it is, and as fp8 codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmq.base.tensor import Tensor
+
+
+class Fp8Out(NamedTuple):
+    """Where an operation writes its result as FP8, with a scale that is known beforehand.
+
+    A value x, as the BF16 or F32 result holds it, becomes x * (1 / scale), rounded to nearest even
+    and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
+
+        codes       out    E4M3, E5M2 (rows, features)  or None; at least one of the two
+        transposed  out    the same   (features, rows)  or None
+        scale       in     F32        (1,)              positive
+        saturated   inout  I32        (1,)              += the number of |x| > MAX * scale
+    """
+
+    codes: Tensor | None
+    transposed: Tensor | None
+    scale: Tensor
+    saturated: Tensor
+
+
+class Target(NamedTuple):
+    """Where a kernel writes a tensor: as it is, its largest absolute value F32 (1,), as fp8."""
+
+    out: Tensor | None
+    abs_max: Tensor | None = None
+    fp8: Fp8Out | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for.
+
+    codes: (rows, features). transposed: (features, rows). source: what was quantized, None where
+    it is gone.
+    """
+
+    source: Tensor | None
+    codes: Tensor | None
+    transposed: Tensor | None
+    scale: Tensor
+
+
+Operand = Tensor | Fp8

@@ -1,0 +1,38 @@
+"""Signals that ask a run to end, and how they end what is going on."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Ctrl-C, SIGTERM, and a lost terminal unless that is ignored already, as nohup has it."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end; its state is saved. signum: which one.
+
+    No KeyboardInterrupt: the command-line parser would turn that into the status of Ctrl-C.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise Interrupted(signum)
+
+    signals = [s for s in ending_signals() if s != signal.SIGINT]
+    before = {signum: signal.signal(signum, stop) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

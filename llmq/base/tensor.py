@@ -1,0 +1,94 @@
+"""Tensors: a typed, contiguous, named piece of an arena."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import DType
+
+
+class Storage:
+    """One allocation: where it starts, and its bytes where the host can read them.
+
+    place: "device", "stack", "pinned" or "write_combined". base: address of the first byte (0 on
+    the plan device). bytes: uint8 view of the whole allocation, None where the host has no access.
+    on_host: whether it is host memory that the GPUs work with, not a device's own.
+    """
+
+    __slots__ = ("base", "bytes", "on_host", "place")
+
+    def __init__(self, place: str, base: int = 0, data: np.ndarray | None = None):
+        self.place = place
+        self.base = base
+        self.bytes = data
+        self.on_host = place in ("pinned", "write_combined")
+
+
+class Tensor:
+    """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
+
+    ptr: address of the first element. on_host: as its storage's.
+    """
+
+    __slots__ = (
+        "_array", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size", "storage",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: DType, storage: Storage, offset: int
+    ):
+        self.name = name
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.storage = storage
+        self.offset = offset
+        self.ptr = storage.base + offset
+        self.on_host = storage.on_host
+        self.size = prod(self.shape)
+        self.nbytes = self.size * dtype.itemsize
+        self._array: np.ndarray | None = None
+
+    def numpy(self) -> np.ndarray:
+        """The elements as a NumPy view in place; only where the host can read the storage."""
+        if self._array is None:
+            if self.storage.bytes is None:
+                raise RuntimeError(f"{self!r} is not readable by the host")
+            raw = self.storage.bytes[self.offset : self.offset + self.nbytes]
+            self._array = raw.view(self.dtype.numpy).reshape(self.shape)
+        return self._array
+
+    def view(self, *shape: int) -> Tensor:
+        """The same elements under another shape of equal size."""
+        if prod(shape) != self.size:
+            raise ValueError(
+                f"view: {self!r} has {self.size} elements, {shape} needs {prod(shape)}"
+            )
+        return Tensor(self.name, shape, self.dtype, self.storage, self.offset)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the first dimension."""
+        if not 0 <= start < stop <= self.shape[0]:
+            raise ValueError(f"rows: [{start}, {stop}) is outside of {self!r}")
+        row_bytes = self.nbytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return Tensor(self.name, shape, self.dtype, self.storage, self.offset + start * row_bytes)
+
+    def __repr__(self) -> str:
+        return f"{self.name} {self.dtype.label} {list(self.shape)}"
+
+
+class Accumulator(NamedTuple):
+    """Where a parameter gradient goes.
+
+    tensor: the gradient, F32 or BF16. accumulate: add to what is there, else overwrite.
+    scalars: I32 (16,), the step's StepScalars. salt: distinguishes this tensor's random numbers.
+    Adding to a BF16 gradient rounds stochastically, per element; everything else rounds to nearest.
+    """
+
+    tensor: Tensor
+    accumulate: bool
+    scalars: Tensor
+    salt: int

@@ -1,0 +1,5 @@
+"""Measurements: how fast configurations are, and whether options change any bit.
+
+Imports everything below: base to train.
+Start with `measure.py`.
+"""

@@ -1,0 +1,239 @@
+"""How fast the real step is: one configuration on random tokens, timed in a process of its own.
+
+`python -m llmq.bench.measure RESULT ALIVE` reads a job as JSON from standard input: `options` by
+flag name, `steps` and `repeats` to time, and `started`, the time at which the process was asked
+for. It writes JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or
+`result`, `machine` and `gpus`, how many were used. While the ranks make progress it touches the
+file ALIVE, and at SIGUSR1 it prints where all threads are.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import platform
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq import __version__
+from llmq.base.errors import LlmqError, warn
+from llmq.base.files import write_file
+from llmq.config.options_io import make_config
+from llmq.config.presets import model_warnings, resolve_model
+from llmq.model.step import Batch, Result
+from llmq.plan.plan import OutOfMemory, needed_bytes
+from llmq.plan.sol import flops_per_token
+from llmq.runtime.gpu_info import gpu_info, library_versions
+from llmq.runtime.timing import LaunchTime, time_launches
+from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
+from llmq.train.trainer import Trainer
+
+WARM_UP = 3  # steps: launched one by one, captured, replayed
+EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
+
+
+def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
+    """A trainer with its weights. options: by flag name; steps: how many will be run.
+
+    alive: a file to touch, from then on, whenever the ranks make progress.
+    """
+    config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
+    model, model_dir = resolve_model(config.model, config.from_scratch)
+    trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
+    on_cpu = trainer.dev.kind == "host"
+    idle = config.rank_warnings(trainer.world_size, on_cpu=on_cpu)
+    warn(make_config(options).warnings() + idle + model_warnings(model_dir))
+    if alive is not None:
+        threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
+    trainer.load_weights()
+    return trainer
+
+
+def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
+    """The micro-batches of one step: int32 inputs and targets (B, T), all tokens equally likely."""
+    rng = np.random.default_rng(seed)
+    shape = (2, trainer.config.batch_size, trainer.config.seq_len)
+    return [
+        tuple(rng.integers(0, trainer.model.vocab_size, shape, np.int32))
+        for _ in range(trainer.micro_batches)
+    ]
+
+
+def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:
+    """Seconds a step, results read one step late as in training; and the last result."""
+    trainer.dev.synchronize()
+    start, ticket = time.perf_counter(), None
+    for _ in range(count):
+        previous, ticket = ticket, trainer.enqueue_step(batches)
+        if previous is not None:
+            trainer.result(previous)
+    result = trainer.result(ticket)
+    return (time.perf_counter() - start) / count, result
+
+
+def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
+    """Seconds that rank 0 needs to enqueue a step; how often it waited for its GPU in it.
+
+    Waits: None where there is no GPU. The step is enqueued one graph at a time, each into an empty
+    queue: the driver's queue holds about one micro-step of kernels, and in a step of several the
+    host blocks in whichever call finds it full, which is no work. Time of the driver's calls does
+    count, as no replay begins without it.
+    """
+    dev, step = trainer.dev, trainer.ranks.first.step
+    enqueue, train = dev.graph, step.train
+    seconds, syncs, waits = 0.0, 0, 0
+
+    def into_an_empty_queue(key: tuple, fn: Callable[[], Any]) -> None:
+        nonlocal seconds, syncs
+        start = time.perf_counter()
+        dev.synchronize()
+        seconds, syncs = seconds - (time.perf_counter() - start), syncs + 1
+        enqueue(key, fn)
+
+    def timed(*args: Any) -> int:
+        nonlocal seconds, waits
+        dev.synchronize()
+        before, start = getattr(dev, "sync_calls", 0), time.perf_counter()
+        ticket = train(*args)
+        seconds += time.perf_counter() - start
+        waits = getattr(dev, "sync_calls", 0) - before - syncs
+        return ticket
+
+    dev.graph, step.train = into_an_empty_queue, timed
+    try:
+        trainer.result(trainer.enqueue_step(batches))
+    finally:
+        del dev.graph, step.train  # what the classes define is seen again
+    return seconds, waits if dev.kind == "cuda" else None
+
+
+def launch_times(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
+    """Every launch of a step, timed by itself."""
+    trainer.enqueue_step(batches)  # so that the host is ahead of the device
+    return time_launches(trainer.dev, lambda: trainer.step(batches))
+
+
+def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:
+    """The part of a step in which none of the main stream's launches runs."""
+    return 1 - sum(launch.ms for launch in launches if launch.main) / 1e3 / step_seconds
+
+
+def measure(
+    options: dict[str, Any], steps: int, repeats: int, started: float, alive: Path
+) -> dict[str, Any]:
+    """`result`, `machine`, `gpus` of one run; see llmq/bench/bench.py for what the numbers mean."""
+    with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS, alive) as trainer:
+        config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
+        batches = random_batches(trainer)
+        trainer.step(batches)
+        first_step = time.time() - started
+        for _ in range(WARM_UP - 1):
+            trainer.step(batches)
+        monitors = [open_monitor(device) for device in trainer.ranks.devices]
+        energy = _joules(monitors)
+        timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
+        used = None if energy is None else _joules(monitors) - energy
+        gpu = None if monitors[0] is None else monitors[0].sample()
+        seconds = [pair[0] for pair in timed]
+        step, loss = statistics.median(seconds), timed[-1][1].loss
+        if not np.isfinite(loss):
+            raise LlmqError(f"the loss became {loss}, so its speed means nothing")
+        light = speed_of_light(config, trainer.model, dev.spec.name, trainer.world_size)
+        flops = sum(asdict(flops_per_token(trainer.model, config.seq_len)).values())
+        python = waits = idle = None
+        if dev.kind == "cuda":  # on the CPU the host's work is all there is
+            python, waits = host_work(trainer, batches)
+            if trainer.world_size == 1:  # launches of collectives wait for other ranks
+                idle = idle_share(launch_times(trainer, batches), step)
+        result = {
+            "tokens_per_second": tokens / step,
+            "spread": (max(seconds) - min(seconds)) / step,
+            "step_seconds": seconds,
+            "sol_percent": None if light is None else light.percent(tokens, step * 1e3),
+            "tflops": flops * tokens / step / 1e12,
+            "memory": _memory(trainer),
+            "joules_per_token": None if used is None else used / (tokens * steps * repeats),
+            "kernel_idle": idle,
+            "python_busy": None if python is None else python / step,
+            "waits_per_step": waits,
+            "first_step_seconds": first_step,
+            "loss": loss,
+            "gpu": gpu,
+        }
+        machine = _machine(trainer, monitors[0])
+        for monitor in monitors:
+            if monitor is not None:
+                monitor.close()
+    return {"result": result, "machine": machine, "gpus": trainer.world_size}
+
+
+def _joules(monitors: list[GpuMonitor | None]) -> float | None:
+    """What all GPUs have used so far; None where one of them does not say."""
+    readings = [None if monitor is None else monitor.joules() for monitor in monitors]
+    return None if None in readings else sum(readings)
+
+
+def _memory(trainer: Trainer) -> dict[str, Any]:
+    """Bytes: planned, and in use on the whole GPU; whether arenas and stack are as planned."""
+    memory = {
+        "planned": needed_bytes(trainer.plan, trainer.dev.spec),
+        "as_planned": trainer.usage.sizes == trainer.plan.usage.sizes,
+        "used": None,
+    }
+    if trainer.dev.kind == "cuda":
+        info = gpu_info(trainer.dev.index)
+        memory["used"] = info.memory - info.free
+    return memory
+
+
+def _machine(trainer: Trainer, monitor: GpuMonitor | None) -> dict[str, Any]:
+    """What the run depended on besides the options."""
+    versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    dev = trainer.dev
+    if dev.kind != "cuda":
+        return {"device": dev.spec.name, "gpu": None, "versions": versions}
+    gpu = system_record(dev.index, gpu_info(dev.index), monitor)
+    return {"device": dev.spec.name, "gpu": gpu, "versions": versions | library_versions()}
+
+
+def _show_progress(trainer: Trainer, alive: Path) -> None:
+    """A thread's work until the process ends; where Python hangs it hangs, too."""
+    shown = None
+    while True:
+        if trainer.ranks.pool.progress != shown:
+            shown = trainer.ranks.pool.progress
+            alive.touch()
+        time.sleep(1)
+
+
+def main() -> None:
+    """The child: see the top of this file."""
+    # Ctrl-C in a terminal is sent to us, too: our parent, who gets it as well, ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    job = json.load(sys.stdin)
+    try:
+        outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
+    except OutOfMemory as error:
+        outcome = {"status": "does not fit", "message": str(error)}
+    except LlmqError as error:
+        outcome = {"status": "failed", "message": str(error)}
+    except Exception as error:  # of CUDA, say: the report says why, and the traceback where
+        traceback.print_exc()
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        outcome = {"status": "failed", "message": message}
+    write_file(Path(sys.argv[1]), json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

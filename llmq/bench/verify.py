@@ -1,0 +1,217 @@
+"""`llmq verify`: whether the options that save memory change any number.
+
+The same steps are run twice, from the same weights and on the same data: without these options,
+then with them. Losses, gradient norms and log-sum-exps must be the same bits.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.errors import ConfigError, warn
+from llmq.bench.measure import random_batches
+from llmq.config.command_line import flag
+from llmq.config.model import ModelConfig
+from llmq.config.options import OPTIONS, TrainConfig
+from llmq.model.step import Result
+from llmq.plan.plan import OutOfMemory
+from llmq.runtime.machine import Machine, choose_machine
+from llmq.train.trainer import Trainer
+
+# What the first run does without. Not among them: --lmhead-chunks, which changes the order in which
+# the gradient of the LM head is summed, and, for the same reason, what several ranks share and
+# --all-to-all-reduce; but by what way data get from rank to rank must not matter.
+_OFF: dict[str, Any] = {
+    "recompute_swiglu": False,
+    "recompute_norm": False,
+    "recompute_ffn": False,
+    "recompute_qkv": False,
+    "recompute_att": False,
+    "recompute_block": False,
+    "recompute_layers": "all",
+    "attn_bwd_chunks": 1,
+    "offload_residual": False,
+    "offload_master": False,
+    "offload_opt_m": False,
+    "offload_opt_v": False,
+    "offload_gradients": False,
+    "offload_quants": False,
+    "persistent_quants": False,
+    "keep_transposed": True,
+    "use_zero_copy": False,
+    "write_combined": False,
+    "memcpy_all_gather": False,
+    "memcpy_send_recv": False,
+    "mirror_weights": False,
+}
+# What a run measures, and nothing here. That no files are written needs no warning.
+_IDLE = {"debug_log_abs_max", "debug_log_allocations", "debug_time_breakdown", "measure_scaling"}
+_OFF_ON_A_GPU = {"use_cuda_graphs": False}
+_OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the two runs measured.
+
+    options: flags under test. without, having: results of each step, then of an evaluation on the
+    last step's first batches, which shows the weights after it.
+    """
+
+    options: tuple[str, ...]
+    without: tuple[Result, ...]
+    having: tuple[Result, ...]
+
+    @property
+    def equal(self) -> list[bool]:
+        """For each result whether both are the same."""
+        return [
+            np.array_equal([*numbers(one).values()], [*numbers(other).values()], equal_nan=True)
+            for one, other in zip(self.without, self.having, strict=True)
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the results."""
+        return [*(f"step {i}" for i in range(len(self.without) - 1)), "evaluation"]
+
+
+def numbers(result: Result) -> dict[str, float]:
+    """What a result is compared by: all but times."""
+    return {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
+
+
+def run_verify(
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    *,
+    steps: int,
+    synthetic: bool = False,
+    json: bool = False,
+    given: frozenset[str],
+) -> bool:
+    """`llmq verify`: print the comparison; returns whether everything is equal.
+
+    given: fields that are set on the command line, of which some mean nothing here.
+    """
+    idle = sorted(given & _IDLE)
+    if idle:
+        flags = ", ".join(OPTIONS[name].flag for name in idle)
+        warn([f"{flags}: without effect on a verification"])
+    for name, unset in (("steps", (-1,)), ("epochs", (1, None))):
+        if getattr(config, name) not in unset:
+            length = flag(name, getattr(config, name))
+            warn([f"{length} has no effect on a verification, which takes --verify-steps {steps}"])
+    found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)
+    if json:
+        print(json_module.dumps(record(found), indent=1, allow_nan=False))
+    else:
+        print("\n".join(report(found)))
+    return all(found.equal)
+
+
+def compare(
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    *,
+    steps: int,
+    synthetic: bool = False,
+) -> Comparison:
+    """Make both runs, one after the other. synthetic: on random tokens, without token files.
+
+    The learning rate takes the course of a run of so many steps. Raises LlmqError as training does,
+    OutOfMemory if the steps do not fit without the options.
+    """
+    if config.continue_from is not None:
+        raise ConfigError(
+            "--continue: a verification starts with the model's weights: leave it out"
+        )
+    config = replace(config, steps=steps, epochs=None)
+    machine = choose_machine(config.device, config.gpus)
+    warn(config.rank_warnings(machine.world_size, on_cpu=machine.kind == "host"))
+    plain = without_options(config, machine)
+    try:
+        without = _results(plain, model, model_dir, synthetic)
+    except OutOfMemory:  # whose advice is to add the options
+        raise OutOfMemory(
+            "without the options that are to be verified the run does not fit into memory or "
+            "--memory-limit: verify them with a smaller --model, --batch-size or --seq-len"
+        ) from None
+    having = _results(config, model, model_dir, synthetic)
+    tested = [name for name in OPTIONS if getattr(config, name) != getattr(plain, name)]
+    return Comparison(
+        options=tuple(flag(name, getattr(config, name)) for name in tested),
+        without=tuple(without),
+        having=tuple(having),
+    )
+
+
+def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
+    """The same run without what saves memory and must change nothing."""
+    off = _OFF | (_OFF_ON_A_GPU if machine.kind == "cuda" else {})
+    return replace(config, **off | (_OFF_WITH_ONE_RANK if machine.world_size == 1 else {}))
+
+
+def _results(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, synthetic: bool
+) -> list[Result]:
+    """All steps, each enqueued before the result of the one before is read, as in training."""
+    with Trainer.from_config(config, model, model_dir) as trainer:
+        trainer.load_weights()
+        results, ticket = [], None
+        for step in range(config.steps):
+            batches = random_batches(trainer, seed=step) if synthetic else None
+            previous, ticket = ticket, trainer.enqueue_step(batches)
+            if previous is not None:
+                results.append(trainer.result(previous))
+        results.append(trainer.result(ticket))
+        firsts = [of_rank[:1] for of_rank in trainer.ranks.batches_of(ticket)]
+        results.append(trainer.ranks.evaluate(firsts))
+    return results
+
+
+def report(found: Comparison) -> list[str]:
+    """For people: one line a result, with all digits where it differs."""
+    options = " ".join(found.options) or "none, the same run twice"
+    lines = ["[Verify]", f"  Options: {options}", ""]
+    rows = zip(found.names, found.equal, found.without, found.having, strict=True)
+    for name, equal, one, other in rows:
+        if equal:
+            lines.append(f"{name:>10} | loss {one.loss:10f} | norm {one.norm:10f} | equal")
+            continue
+        pairs = zip(numbers(one).items(), numbers(other).values(), strict=True)
+        changes = [f"{key} {a!r} -> {b!r}" for (key, a), b in pairs if a != b]
+        lines.append(f"{name:>10} | DIFFERENT: {', '.join(changes)}")
+    return [*lines, "", _verdict(found.names, found.equal)]
+
+
+def _verdict(names: Sequence[str], equal: Sequence[bool]) -> str:
+    if all(equal):
+        return f"Bitwise equal: {names[0]} to {names[-1]}."
+    return f"Different: {equal.count(False)} of {len(equal)}, from {names[equal.index(False)]} on."
+
+
+def record(found: Comparison) -> dict[str, Any]:
+    """For programs; numbers that are not finite are null."""
+
+    def finite(result: Result) -> dict[str, float | None]:
+        return {k: v if math.isfinite(v) else None for k, v in numbers(result).items()}
+
+    rows = zip(found.names, found.equal, found.without, found.having, strict=True)
+    return {
+        "equal": all(found.equal),
+        "options": list(found.options),
+        "results": [
+            {"name": name, "equal": equal, "without": finite(one), "with": finite(other)}
+            for name, equal, one, other in rows
+        ],
+    }

@@ -1,0 +1,392 @@
+"""Checkpoints: everything a run needs to go on, in a directory that does not depend on the ranks.
+
+    step_00000100/
+        weights.shard_000_of_002.safetensors    master weights, one file per rank
+        adam.m.shard_… adam.v.shard_…           moments
+        adam.m.scales.shard_… adam.v.scales…    of 8-bit moments
+        checkpoint.json                         the rest, with sizes and SHA-256 of those files
+
+Each rank stores ranges [start, stop) of the values of parameters, wherever its shard happens to
+begin and end, so that any number of ranks can read them. A range that is the whole parameter keeps
+its shape. Padding is not stored and reads as zero. Scales are values of a parameter as well, flat:
+one for each 128 of its elements. Until it is complete the directory is called step_00000100.tmp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import DType
+from llmq.base.errors import LlmqError
+from llmq.base.files import disk_errors, publish_directory, replacing, write_file
+from llmq.checkpoint.safetensors_file import (
+    NUMPY_DTYPES,
+    SafetensorsFile,
+    TensorSpec,
+    write_safetensors,
+)
+from llmq.config.model import ModelConfig
+from llmq.ops.adamw import SCALE_BLOCK
+from llmq.state.params import Param, Slab
+
+VERSION = 1
+GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
+SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
+MANIFEST = "checkpoint.json"
+HASH_THREADS = 8
+
+Range = tuple[Param, int, int]
+"""Values [start, stop) of a parameter: elements of its padded shape, or their scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds beside tensors. Dictionaries contain JSON types only."""
+
+    model: ModelConfig
+    loader: dict[str, Any]
+    """Where the training data goes on: DataLoader.state()."""
+    state: dict[str, Any]
+    """The trainer's own: random seeds, counters, histories. Opaque here."""
+    options: dict[str, Any]
+    """The options of the run, to be shown and compared."""
+    tokenizer: str | None
+    """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
+
+
+class FileEntry(NamedTuple):
+    """A finished file of one group and rank."""
+
+    name: str
+    group: str
+    rank: int
+    bytes: int
+    sha256: str
+
+
+def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
+    """What of a group belongs to elements [start, stop) of a slab, gaps left out.
+
+    Where the group is one of scales, start and stop are multiples of SCALE_BLOCK.
+    """
+    block, ranges = elements_per_value(group), []
+    for param in slab.params:
+        first, last = max(start - param.offset, 0), min(stop - param.offset, param.size)
+        if first < last:
+            ranges.append((param, first // block, -(-last // block)))
+    return ranges
+
+
+def padded_size(group: str, param: Param) -> int:
+    """Values that a group has of a parameter, padding included."""
+    return -(-param.size // elements_per_value(group))
+
+
+def elements_per_value(group: str) -> int:
+    """How many neighbours in a slab share one value of a group. Parameters begin at multiples."""
+    return SCALE_BLOCK if group in SCALES else 1
+
+
+def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
+    shape, block = (param.rows, *param.shape[1:]), elements_per_value(group)
+    return shape if block == 1 else (-(-prod(shape) // block),)
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+
+
+class CheckpointWriter:
+    """Writes one checkpoint; each rank has its own writer.
+
+    Every rank calls `write` once per group. When all have, rank 0 calls `commit` with the entries
+    of all. Nothing under the final name changes before that.
+    """
+
+    def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
+        self.path = directory / f"step_{step:08d}"
+        self.step, self.rank, self.world = step, rank, world
+        self._temporary = self.path.with_name(self.path.name + ".tmp")
+        with disk_errors(self._temporary):
+            self._temporary.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self,
+        group: str,
+        dtype: DType,
+        ranges: Sequence[Range],
+        read: Callable[[Param, int, int], np.ndarray],
+    ) -> FileEntry:
+        """Write this rank's file of a group, one of GROUPS or SCALES.
+
+        ranges: each parameter at most once. read(param, start, stop): these values, (stop -
+        start,) of dtype, valid until the next call; called once per range, in order, so one range
+        is in memory at a time. LlmqError if the disk is full or refuses; a single rank's unfinished
+        checkpoint is gone then, of several ranks one calls `discard` when none writes any more.
+        """
+        pieces = []
+        for param, start, stop in ranges:
+            size = prod(_stored_shape(group, param))
+            if start < min(stop, size):
+                pieces.append((param, start, min(stop, size), size))
+        specs = [
+            TensorSpec(p.name, dtype, _stored_shape(group, p) if b - a == size else (b - a,))
+            for p, a, b, size in pieces
+        ]
+        arrays = (
+            read(p, a, b).reshape(spec.shape)
+            for (p, a, b, _), spec in zip(pieces, specs, strict=True)
+        )
+        index = {p.name: [a, b, size] for p, a, b, size in pieces}
+        if len(index) < len(pieces):
+            raise ValueError(f"CheckpointWriter.write: {group}: a parameter is given twice")
+        name = f"{group}.shard_{self.rank:03d}_of_{self.world:03d}.safetensors"
+        metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
+        try:
+            with replacing(self._temporary / name) as file:
+                sink = _HashingSink(file)
+                write_safetensors(sink, specs, arrays, metadata)
+        except BaseException:
+            if self.world == 1:  # else a peer might miss the directory before this is known
+                self.discard()
+            raise
+        return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
+
+    def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
+        """Make the checkpoint visible, in place of one of the same step; returns its path.
+
+        Rank 0 only. entries: what every `write` of every rank returned. Raises like `write`.
+        """
+        entries = sorted(entries)
+        for group in {e.group for e in entries} | set(GROUPS):
+            if [e.rank for e in entries if e.group == group] != list(range(self.world)):
+                raise ValueError(f"CheckpointWriter.commit: not every rank has written {group}")
+        document = {
+            "version": VERSION,
+            "distributed": {"world": self.world},
+            "run": {"step": self.step, "state": manifest.state},
+            "data-loader": manifest.loader,
+            "model": manifest.model.to_hf(),
+            "options": manifest.options,
+            "tokenizer": manifest.tokenizer,
+            "files": [e._asdict() for e in entries],
+        }
+        names = {e.name for e in entries}
+        try:
+            with disk_errors(self._temporary):
+                for path in self._temporary.iterdir():
+                    if path.name not in names:  # of a killed run, perhaps with other ranks
+                        path.unlink()
+            document["sha256"] = _digest(document)
+            write_file(self._temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
+            with disk_errors(self.path):
+                publish_directory(self._temporary, self.path)
+        except BaseException:
+            self.discard()
+            raise
+        return self.path
+
+    def discard(self) -> None:
+        """Give up: remove what was written by any rank."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class _HashingSink:
+    """Passes bytes on to a file; counts and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.bytes += len(data)
+        self.digest.update(data)
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's content, however it is formatted."""
+    content = {key: value for key, value in document.items() if key != "sha256"}
+    content = json.loads(json.dumps(content))  # what a reader gets, e.g. text for every key
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+class _Piece(NamedTuple):
+    start: int
+    stop: int
+    size: int
+    file: SafetensorsFile
+
+
+class CheckpointReader:
+    """A verified checkpoint. All ranks share one reader.
+
+    path; step; world: ranks that wrote it; manifest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Check every file's size and checksum; LlmqError names the one that is damaged."""
+        self.path = path
+        document = _read_manifest(path / MANIFEST)
+        self.step: int = document["run"]["step"]
+        self.world: int = document["distributed"]["world"]
+        self.manifest = Manifest(
+            model=ModelConfig.from_hf(document["model"]),
+            loader=document["data-loader"],
+            state=document["run"]["state"],
+            options=document["options"],
+            tokenizer=document["tokenizer"],
+        )
+        entries = [FileEntry(**entry) for entry in document["files"]]
+        _verify(path, entries)
+        self._files: list[SafetensorsFile] = []
+        self._pieces: dict[str, dict[str, list[_Piece]]] = {}
+        for entry in entries:
+            file = SafetensorsFile(path / entry.name)
+            self._files.append(file)
+            group = self._pieces.setdefault(entry.group, {})
+            for name, (start, stop, size) in json.loads(file.metadata["ranges"]).items():
+                group.setdefault(name, []).append(_Piece(start, stop, size, file))
+        for group in self._pieces.values():
+            for pieces in group.values():
+                pieces.sort(key=lambda piece: piece.start)
+
+    @property
+    def groups(self) -> set[str]:
+        """Those that the checkpoint has."""
+        return set(self._pieces)
+
+    def check(self, table: tuple[Slab, ...]) -> None:
+        """LlmqError unless every group holds exactly this model's parameters, all of each."""
+        params = [param for slab in table for param in slab.params]
+        for group in (*GROUPS, *sorted(self.groups.difference(GROUPS))):
+            for param in params:
+                self._cover(group, param, 0, padded_size(group, param))
+            unknown = self._pieces[group].keys() - {param.name for param in params}
+            if unknown:
+                raise LlmqError(
+                    f"checkpoint '{self.path}' is of another model: its {group} holds "
+                    f"{min(unknown)}, which this model does not have"
+                )
+
+    def read(self, group: str, param: Param, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Values [start, stop) of a parameter, padding included, flat, in the stored dtype.
+
+        LlmqError if the checkpoint does not hold all of them, or another shape.
+        """
+        stop = padded_size(group, param) if stop is None else stop
+        cover = self._cover(group, param, start, stop)
+        out = np.zeros(stop - start, self.dtype(group))
+        for piece, first, last in cover:
+            at = first - piece.start
+            values = piece.file.read(param.name, at, at + last - first)
+            out[first - start : last - start] = values
+        return out
+
+    def dtype(self, group: str) -> np.dtype:
+        """Of every tensor of a group."""
+        name, pieces = next(iter(self._pieces[group].items()))
+        return NUMPY_DTYPES[pieces[0].file.tensors[name].dtype]
+
+    def _cover(
+        self, group: str, param: Param, start: int, stop: int
+    ) -> list[tuple[_Piece, int, int]]:
+        """The pieces that hold values [start, stop) without padding, and which of them each."""
+        size = prod(_stored_shape(group, param))
+        cover, position, stop = [], start, min(stop, size)
+        if group in GROUPS and param.name not in self._pieces[group]:
+            raise LlmqError(
+                f"checkpoint '{self.path}' is of another model: its {group} has no {param.name}, "
+                "which this model has"
+            )
+        for piece in self._pieces[group].get(param.name, []):
+            if piece.size != size:
+                raise LlmqError(
+                    f"checkpoint '{self.path}' is of another model: {param.name} has {piece.size} "
+                    f"elements, this model's {size}"
+                )
+            if piece.start <= position < min(piece.stop, stop):
+                cover.append((piece, position, min(piece.stop, stop)))
+                position = min(piece.stop, stop)
+        if position < stop:
+            raise LlmqError(
+                f"checkpoint '{self.path}' is incomplete: {group} lacks {param.name} from element "
+                f"{position} on"
+            )
+        return cover
+
+    def close(self) -> None:
+        """Give the file descriptors back."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise LlmqError(
+            f"'{path.parent}' is not a complete checkpoint: it has no {MANIFEST}"
+        ) from None
+    except OSError as error:
+        raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise LlmqError(f"'{path}' is damaged ({error}): use another checkpoint") from error
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        version = document.get("version") if isinstance(document, dict) else None
+        raise LlmqError(
+            f"'{path}' has version {version!r}; only {VERSION} can be read: use the program that "
+            "wrote it"
+        )
+    if document.get("sha256") != _digest(document):
+        raise LlmqError(f"'{path}' is damaged: wrong checksum; use another checkpoint")
+    return document
+
+
+def _verify(directory: Path, entries: list[FileEntry]) -> None:
+    for entry in entries:
+        path = directory / entry.name
+        if not path.exists():
+            raise LlmqError(f"checkpoint file '{path}' is missing; use another checkpoint")
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.bytes:
+            raise LlmqError(
+                f"checkpoint file '{path}' has {num_bytes} bytes instead of {entry.bytes}; use "
+                "another checkpoint"
+            )
+
+    def check(entry: FileEntry) -> None:
+        path = directory / entry.name
+        try:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
+        if digest != entry.sha256:
+            raise LlmqError(
+                f"checkpoint file '{path}' is damaged: wrong checksum; use another checkpoint"
+            )
+
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        list(pool.map(check, entries))

@@ -1,0 +1,316 @@
+"""Weights and model directories in Hugging Face's format: import and export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
+from llmq.base.errors import LlmqError
+from llmq.base.files import disk_errors, staged_directory
+from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
+from llmq.config.model import ModelConfig
+from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.state.params import HfPart, Param, Slab, weight_table
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+IMPORTED_DTYPES = ("BF16", "F16", "F32")
+MAX_SHARD_BYTES = 5_000_000_000
+"""Larger exports are split into several files, so that readers need not map one huge file."""
+
+# Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
+_BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
+_COMPARE_ELEMENTS = 1 << 24
+_CONFIG_FILE = "config.json"
+
+
+# ------------------------------------------------------------------------------------------------
+# Import
+
+
+class HfWeights:
+    """The tensors of a model directory: model.safetensors, else the files its index names.
+
+    Tensors are read one by one when they are asked for. A checkpoint whose names lack their first
+    component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
+    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Threads may share it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """LlmqError if files are missing or damaged."""
+        self.directory = directory
+        self._files: dict[str, SafetensorsFile] = {}
+        try:
+            self._where = self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> dict[str, SafetensorsFile]:
+        """The file of every tensor."""
+        if (self.directory / SINGLE_FILE).exists():
+            file = self._file(SINGLE_FILE)
+            return dict.fromkeys(file.tensors, file)
+        index = self.directory / INDEX_FILE
+        if not index.exists():
+            raise LlmqError(
+                f"'{self.directory}' has neither {SINGLE_FILE} nor {INDEX_FILE}: give a directory "
+                "with safetensors weights, or train a new model with --from-scratch"
+            )
+        try:
+            weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+            where = {name: self._file(file) for name, file in weight_map.items()}
+        except OSError as error:
+            raise LlmqError(f"cannot read '{index}': {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LlmqError(f"'{index}' is damaged ({error!r}): copy it again") from error
+        for name, file in where.items():
+            if name not in file.tensors:
+                raise LlmqError(f"'{index}' says that '{file.path}' holds {name}, but it does not")
+        return where
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            self._files[name] = SafetensorsFile(self.directory / name)
+        return self._files[name]
+
+    def _name(self, name: str) -> str | None:
+        """The name under which a tensor is stored, None if it is not."""
+        short = name.partition(".")[2]
+        return next((n for n in (name, short) if n in self._where), None)
+
+    def _parts(self, param: Param) -> tuple[HfPart, ...]:
+        """The stored tensors that make up a parameter: Hugging Face's, or llm.q's one matrix."""
+        if len(param.hf) > 1 and self._name(param.name) is not None:
+            return (HfPart(name=param.name, start=0, stop=param.rows),)
+        return param.hf
+
+    def check(self, table: tuple[Slab, ...]) -> None:
+        """LlmqError unless the files hold this model's tensors in the right shapes and no others.
+
+        Reads no weights, except where a tied checkpoint also stores an LM head: it must be equal.
+        """
+        missing, used = [], set()
+        for param in (p for slab in table for p in slab.params):
+            for part in self._parts(param):
+                stored = self._name(part.name)
+                if stored is None:
+                    missing.append(part.name)
+                else:
+                    used.add(stored)
+                    self._check_part(stored, param, part)
+        if missing:
+            hint = ""
+            if missing == ["lm_head.weight"]:
+                hint = "; if the LM head is the embedding, set tie_word_embeddings in config.json"
+            raise LlmqError(
+                f"'{self._path}' lacks {_list(missing)}, which config.json asks for{hint}"
+            )
+        unexpected = [n for n in self._where if n not in used and not _BUFFERS.search(n)]
+        if "lm_head.weight" in unexpected:  # the table has none: tied
+            embed = table[0].params[0]
+            self._check_part("lm_head.weight", embed, embed.hf[0])
+            self._check_tied_head(self._name(embed.hf[0].name))
+            unexpected.remove("lm_head.weight")
+        if unexpected:
+            raise LlmqError(
+                f"'{self._path}' holds {_list(unexpected)}, which a model of this config.json does "
+                "not have: the two do not belong together, or this kind of model is not supported"
+            )
+
+    @property
+    def _path(self) -> Path:
+        """The file that stands for the whole in messages."""
+        return self.directory / (SINGLE_FILE if SINGLE_FILE in self._files else INDEX_FILE)
+
+    def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
+        file = self._where[stored]
+        tensor = file.tensors[stored]
+        expected = _part_shape(param, part)
+        if tensor.shape != expected:
+            raise LlmqError(
+                f"'{file.path}': {stored} has shape {list(tensor.shape)}, but config.json asks for "
+                f"{list(expected)}: the two do not belong together"
+            )
+        if tensor.dtype not in IMPORTED_DTYPES:
+            raise LlmqError(
+                f"'{file.path}': {stored} is {tensor.dtype}; only {', '.join(IMPORTED_DTYPES)} can "
+                "be imported: use the unquantized model"
+            )
+
+    def _check_tied_head(self, embed: str) -> None:
+        file, head = self._where[embed], self._where["lm_head.weight"]
+        size = prod(file.tensors[embed].shape)
+        for start in range(0, size, _COMPARE_ELEMENTS):
+            stop = min(start + _COMPARE_ELEMENTS, size)
+            a = file.read(embed, start, stop).astype(np.float32)
+            b = head.read("lm_head.weight", start, stop).astype(np.float32)
+            if not np.array_equal(a, b, equal_nan=True):
+                raise LlmqError(
+                    f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
+                    "tie_word_embeddings: true; set it to false to train both"
+                )
+
+    def read(self, param: Param) -> np.ndarray:
+        """One parameter in its shape, padding zero; BF16 where stored so, else F32.
+
+        LlmqError for a NaN or an infinity.
+        """
+        parts = [(part, self._name(part.name)) for part in self._parts(param)]
+        bf16 = all(self._where[name].tensors[name].dtype == "BF16" for _, name in parts)
+        out = np.zeros(param.shape, (BF16 if bf16 else F32).numpy)
+        for part, name in parts:
+            file = self._where[name]
+            values = file.read(name)
+            if not _all_finite(values):
+                raise LlmqError(
+                    f"'{file.path}': {name} holds NaN or infinity: the model is damaged, copy it "
+                    "again or use another one"
+                )
+            values = values.reshape(file.tensors[name].shape)
+            out[part.start : part.stop] = values.T if part.transposed else values
+        return out
+
+    def close(self) -> None:
+        """Give the file descriptors back."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> HfWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """Of F32, F16 or BF16. By the bits, at several times the speed at which files are read."""
+    size = values.dtype.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
+    negative = infinity + (1 << (8 * size - 1))
+    return values.view(f"i{size}").max() < infinity and values.view(f"u{size}").max() < negative
+
+
+def _part_shape(param: Param, part: HfPart) -> tuple[int, ...]:
+    shape = (part.stop - part.start, *param.shape[1:])
+    return shape[::-1] if part.transposed else shape
+
+
+def _list(names: list[str]) -> str:
+    """At most three of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+# ------------------------------------------------------------------------------------------------
+# Export
+
+
+def export_model(
+    out_dir: Path,
+    config: ModelConfig,
+    read: Callable[[Param], np.ndarray],
+    dtype: DType,
+    tokenizer: Tokenizer | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Write a directory that transformers loads; returns the names of its files.
+
+    read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
+    before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
+    beside them, or the model directory whose tokenizer files are copied. Nothing appears in out_dir
+    before everything is on the disk; of what is there already, only an older export is replaced.
+    Raises LlmqError where the disk is full or refuses.
+    """
+    option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
+    replaces = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
+    if _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None:
+        replaces += HfTokenizer.FILES
+    with staged_directory(out_dir, replaces) as staging:
+        _write_json(staging / _CONFIG_FILE, config.to_hf(option))
+        _write_json(staging / "generation_config.json", _generation_config(config))
+        _write_weights(staging, config, read, dtype, max_shard_bytes)
+        if isinstance(tokenizer, Path):
+            copy_tokenizer_files(tokenizer, staging)
+        elif tokenizer is not None:
+            tokenizer.save(staging)
+        return sorted(path.name for path in staging.iterdir())
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copy whatever tokenizer files a model directory has; returns their names."""
+    names = _tokenizer_names(source)
+    for name in names:
+        with disk_errors(target / name):
+            shutil.copyfile(source / name, target / name)
+    return names
+
+
+def _tokenizer_names(source: Path) -> list[str]:
+    return [name for name in HfTokenizer.FILES if (source / name).is_file()]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    eos = config.eos_token_ids
+    ids = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(eos) if len(eos) > 1 else config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
+
+
+def _write_weights(
+    directory: Path,
+    config: ModelConfig,
+    read: Callable[[Param], np.ndarray],
+    dtype: DType,
+    max_shard_bytes: int,
+) -> None:
+    table = weight_table(config)
+    shards: list[list[TensorSpec]] = [[]]
+    for param in (p for slab in table for p in slab.params):
+        for part in param.hf:
+            spec = TensorSpec(part.name, dtype, _part_shape(param, part))
+            filled = sum(s.nbytes for s in shards[-1])
+            if shards[-1] and filled + spec.nbytes > max_shard_bytes:
+                shards.append([])
+            shards[-1].append(spec)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    else:
+        specs = [spec for shard in shards for spec in shard]
+        metadata = {
+            "total_parameters": sum(prod(s.shape) for s in specs),
+            "total_size": sum(s.nbytes for s in specs),
+        }
+        files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
+        _write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
+    arrays = _hf_tensors(table, read, dtype)
+    for name, shard in zip(names, shards, strict=True):
+        with open(directory / name, "wb") as file:
+            write_safetensors(file, shard, islice(arrays, len(shard)), {"format": "pt"})
+
+
+def _hf_tensors(
+    table: tuple[Slab, ...], read: Callable[[Param], np.ndarray], dtype: DType
+) -> Iterator[np.ndarray]:
+    for param in (p for slab in table for p in slab.params):
+        values = read(param)
+        for part in param.hf:
+            rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
+            yield rows.T if part.transposed else rows

@@ -1,0 +1,181 @@
+"""The safetensors format, read piece by piece and written as a stream.
+
+    offset 0      uint64   n, length of the header
+           8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
+       8 + n      bytes    the tensors, without gaps; the offsets count from here
+
+The `safetensors` library is not used because its NumPy side reads no FP8 and writes a file only
+from tensors that are all in memory, and a checkpoint may be larger than that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from llmq.base.dtypes import DTYPES, DType
+from llmq.base.errors import LlmqError
+
+NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
+"""The NumPy type of each element type that can be read, by its name in the header."""
+
+HEADER_ALIGN = 64  # bytes: a mapped file then has its tensors where vector loads like them
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+READ_BYTES = 1 << 30  # one read call transfers less than 2 GiB
+
+
+class StoredTensor(NamedTuple):
+    """One header entry. offset: its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """One open file with a checked header. Threads may share it.
+
+    path; tensors: StoredTensor by name; metadata: text by text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """LlmqError if the file cannot be read, is truncated, or has a damaged header."""
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+        except OSError as error:
+            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        num_bytes = os.fstat(self._file.fileno()).st_size
+        if num_bytes < 8:
+            raise LlmqError(f"'{self.path}' is no safetensors file: it has only {num_bytes} bytes")
+        length = int(self._read_bytes(0, 8).view("<u8")[0])
+        if length > MAX_HEADER_BYTES:
+            raise self._damaged(f"its header would have {length} bytes")
+        if 8 + length > num_bytes:
+            raise self._truncated(num_bytes, 8 + length)
+        try:
+            header = json.loads(self._read_bytes(8, length).tobytes())
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.tensors = {
+                name: _stored_tensor(entry, 8 + length) for name, entry in header.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._damaged(f"its header is damaged ({error})") from error
+        end = 8 + length
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+            if tensor.nbytes and tensor.offset != end:
+                raise self._damaged(f"{name} does not begin where the tensor before it ends")
+            end += tensor.nbytes
+        if end > num_bytes:
+            raise self._truncated(num_bytes, end)
+
+    def _damaged(self, reason: str) -> LlmqError:
+        return LlmqError(f"'{self.path}' is no valid safetensors file: {reason}; copy it again")
+
+    def _truncated(self, num_bytes: int, expected: int) -> LlmqError:
+        return LlmqError(
+            f"'{self.path}' is truncated: {num_bytes} bytes, but its header says {expected}; "
+            "copy it again"
+        )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Elements [start, stop) of a tensor, flat, in the stored dtype. Raises LlmqError."""
+        tensor = self.tensors[name]
+        dtype = NUMPY_DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise LlmqError(f"'{self.path}': {name} has the unknown element type {tensor.dtype!r}")
+        stop = prod(tensor.shape) if stop is None else stop
+        offset = tensor.offset + start * dtype.itemsize
+        return self._read_bytes(offset, (stop - start) * dtype.itemsize).view(dtype)
+
+    def _read_bytes(self, offset: int, count: int) -> np.ndarray:
+        out = np.empty(count, np.uint8)
+        done = 0
+        while done < count:
+            chunk = memoryview(out[done : done + READ_BYTES])
+            try:
+                got = os.preadv(self._file.fileno(), [chunk], offset + done)
+            except OSError as error:
+                raise LlmqError(f"cannot read '{self.path}': {error.strerror}") from error
+            if not got:
+                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
+            done += got
+        return out
+
+    def close(self) -> None:
+        """Give the file descriptor back."""
+        self._file.close()
+
+
+def _stored_tensor(entry: dict[str, Any], data_start: int) -> StoredTensor:
+    """A header entry; KeyError, TypeError or ValueError where it is malformed."""
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"sizes {shape}, {begin}, {end}")
+    known = NUMPY_DTYPES.get(dtype)
+    if known is not None and prod(shape) * known.itemsize != end - begin:
+        raise ValueError(f"{dtype} {list(shape)} in {end - begin} bytes")
+    return StoredTensor(dtype, shape, data_start + begin, end - begin)
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Sink(Protocol):
+    """What a file is written to."""
+
+    def write(self, data: Any, /) -> object:
+        """Append these bytes."""
+
+
+def write_safetensors(
+    file: Sink, specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Write a whole file; arrays yields the tensors in the order of specs, one at a time.
+
+    ValueError if an array is not what its spec says.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for spec in specs:
+        header[spec.name] = {
+            "dtype": spec.dtype.label,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN - 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for spec, array in zip(specs, arrays, strict=True):
+        if array.dtype != spec.dtype.numpy or array.shape != spec.shape:
+            raise ValueError(
+                f"write_safetensors: {spec.name} must be {spec.dtype} {list(spec.shape)}, "
+                f"got {array.dtype} {list(array.shape)}"
+            )
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

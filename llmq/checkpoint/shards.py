@@ -1,0 +1,101 @@
+"""From the parts of slabs that ranks hold to parameters and back: checkpoints, export, tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from llmq.base.dtypes import OPTION_DTYPES
+from llmq.base.errors import ConfigError
+from llmq.base.tensor import Tensor
+from llmq.checkpoint.checkpoint import (
+    SCALES,
+    CheckpointReader,
+    CheckpointWriter,
+    FileEntry,
+    elements_per_value,
+    padded_size,
+    slab_ranges,
+)
+from llmq.model.step import Piece
+from llmq.runtime.device import Device
+from llmq.state.params import Param
+
+Part = tuple[int, np.ndarray]
+"""Values of a parameter from an index on."""
+
+Beat = Callable[[], None]
+"""Called now and then, to show that a long action goes on."""
+
+
+def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Tensor:
+    """Values [start, stop) of a parameter inside the tensor of a piece."""
+    first = (param.offset - piece.start) // elements_per_value(group) + start
+    return piece.tensor.rows(first, first + stop - start)
+
+
+def write_group(
+    dev: Device, writer: CheckpointWriter, group: str, pieces: Sequence[Piece], beat: Beat
+) -> FileEntry:
+    """Write what a rank holds of a group into its file of a checkpoint."""
+    ranges, homes = [], {}
+    for piece in pieces:
+        for found in slab_ranges(group, piece.slab, piece.start, piece.stop):
+            ranges.append(found)
+            homes[found[0].name] = piece
+
+    def read(param: Param, start: int, stop: int) -> np.ndarray:
+        beat()
+        return dev.download(_values(group, homes[param.name], param, start, stop))
+
+    return writer.write(group, pieces[0].tensor.dtype, ranges, read)
+
+
+def read_group(
+    dev: Device, reader: CheckpointReader, group: str, pieces: Sequence[Piece], beat: Beat
+) -> None:
+    """Fill what a rank holds of a group from a checkpoint of any number of ranks.
+
+    Other formats are converted; gaps between parameters, and padding, become zero.
+    """
+    for piece in pieces:
+        dev.zero(piece.tensor)
+        for param, start, stop in slab_ranges(group, piece.slab, piece.start, piece.stop):
+            beat()
+            target = _values(group, piece, param, start, stop)
+            values = reader.read(group, param, start, stop)
+            dev.upload(target, values.astype(target.dtype.numpy, copy=False))
+
+
+def check_formats(reader: CheckpointReader, state: dict[str, list[Piece]]) -> None:
+    """ConfigError where moments would have to be converted to or from 8 bits."""
+    for scales, group in SCALES.items():
+        if (scales in reader.groups) != (scales in state):
+            numpy = reader.dtype(group)
+            saved = next(name for name, d in OPTION_DTYPES.items() if d.numpy == numpy)
+            option = group.removeprefix("adam.")
+            raise ConfigError(
+                f"--opt-{option}-dtype: checkpoint '{reader.path}' has these moments in {saved}, "
+                f"which cannot be converted; use --opt-{option}-dtype {saved}"
+            )
+
+
+def parts_of(dev: Device, param: Param, pieces: Sequence[Piece]) -> list[Part]:
+    """Host copies of what a rank holds of a parameter."""
+    return [
+        (start, dev.download(_values("weights", piece, param, start, stop)))
+        for piece in pieces
+        for found, start, stop in slab_ranges("weights", piece.slab, piece.start, piece.stop)
+        if found.name == param.name
+    ]
+
+
+def assemble(param: Param, parts: Sequence[Part]) -> np.ndarray:
+    """The whole parameter in its shape, from the parts of all ranks."""
+    if len(parts) == 1 and parts[0][1].size == param.size:
+        return parts[0][1].reshape(param.shape)
+    whole = np.empty(padded_size("weights", param), parts[0][1].dtype)
+    for start, values in parts:
+        whole[start : start + values.size] = values
+    return whole.reshape(param.shape)

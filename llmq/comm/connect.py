@@ -1,0 +1,51 @@
+"""Which collectives the ranks of a run get: chosen by their devices and options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmq.comm.collectives import SingleComm
+from llmq.comm.links import LinkTable
+from llmq.comm.options import CommOptions
+from llmq.comm.plan import PlanComm
+from llmq.runtime.device import Device
+from llmq.runtime.workers import Workers
+
+
+def connect(
+    devices: Sequence[Device], options: CommOptions, workers: Workers | None = None
+) -> LinkTable | None:
+    """Give each device its `comm`; returns the measured links between GPUs, None without any.
+
+    Called once, in one thread, with the devices of all ranks, directly after they are made: it
+    allocates. With rank threads:
+
+        devices[rank] = open_device(rank)         # a list that the ranks share
+        workers.barrier()
+        if rank == 0:
+            links = connect(devices, options, workers)
+        workers.barrier()
+
+    workers: of the ranks' threads; needed by more than one rank, except on the plan device. When
+    they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.
+    Close the devices when the threads of all ranks have ended, or after `dev.synchronize()` and a
+    barrier: until then peers may use their flags and staging buffers. A plan needs one device, of
+    any rank.
+    Raises LlmqError where GPUs cannot talk to each other as the options demand.
+    """
+    if devices[0].world_size == 1:
+        devices[0].comm = SingleComm(devices[0])
+        return None
+    kind = devices[0].kind
+    if kind == "plan":
+        for dev in devices:
+            dev.comm = PlanComm(dev, options)
+        return None
+    if kind == "host":
+        from llmq.comm.host import connect_host
+
+        connect_host(devices, workers)
+        return None
+    from llmq.comm.cuda import connect_cuda
+
+    return connect_cuda(devices, options, workers)

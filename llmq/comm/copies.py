@@ -1,0 +1,245 @@
+"""Collectives by the copy engines: each rank pushes to its peers, without kernels and the host.
+
+Push, not pull: the driver lets the source's GPU do a copy, whichever stream asks for it, and in the
+order in which it was asked. Copies that several readers ask of one GPU would wait for each other's
+flags in any order, so that three GPUs can wait in a circle.
+
+A reader grants a target, the source writes there and says so. Peers are visited in rotated order,
+rank r begins with a neighbour, so that no rank is written by all at once. A peer that cannot be
+reached directly reads from the source's staging ring. A source in pinned memory is read there by
+all, unless its rank reaches them beside the bus: then it is loaded once, and pushed. A mirror of a
+source in pinned memory is read there by those who cannot be reached directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmq.base.tensor import Storage, Tensor
+from llmq.comm.collectives import part, same_memory
+from llmq.comm.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
+from llmq.comm.staged import Piece, Queue, Rings, Staging
+from llmq.runtime.device import Device, Event
+
+# What is enqueued for sending before the receiving starts: with three operations for each of 8
+# ranks, a queue of 1024 holds this many.
+SPAN_CHUNKS = 32
+# Bytes of a source in pinned memory that are pushed while the next ones are loaded.
+PIECE = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """What ranks know of each other.
+
+    storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU;
+    beside_bus: whether that also leaves the bus to the host alone. rings: None if every pair is
+    direct.
+    """
+
+    storages: Sequence[dict[str, Storage]]
+    flags: Flags
+    direct: Sequence[Sequence[bool]]
+    beside_bus: Sequence[Sequence[bool]]
+    rings: Rings | None
+
+
+class Pairs(NamedTuple):
+    """The peers that a rank is connected with in some way, in rotated order."""
+
+    sources: list[int]
+    readers: list[int]
+
+
+class Copies:
+    """One rank's end; the calls mean what they mean in Comm."""
+
+    def __init__(self, dev: Device, queue: Queue, memories: Memories):
+        self._dev = dev
+        self._queue = queue
+        self._rank, self._world_size = dev.rank, dev.world_size
+        self._storages = memories.storages
+        self._flags = memories.flags
+        self._others = others = [self._peer(k) for k in range(1, self._world_size)]
+        self._direct = direct = self._pairs(memories.direct)
+        self._beside_bus = self._pairs(memories.beside_bus)
+        self._staged_sources = [p for p in others if p not in direct.sources]
+        self._staged_readers = [p for p in others if p not in direct.readers]
+        if memories.rings is not None:
+            args = (self._rank, queue, self._flags, memories.rings)
+            self._staging = Staging(*args, self._staged_readers)
+        self._fork = dev.event()
+        self._sent = [dev.event() for _ in range(self._world_size)]
+
+    def _pairs(self, connected: Sequence[Sequence[bool]]) -> Pairs:
+        """connected[reader][source]."""
+        rank = self._rank
+        sources = [p for p in self._others if connected[rank][p]]
+        return Pairs(sources, [p for p in self._others if connected[p][rank]])
+
+    def _peer(self, k: int) -> int:
+        return (self._rank + k) % self._world_size
+
+    def _address(self, rank: int, tensor: Tensor) -> int:
+        """Where a peer has the same tensor."""
+        return self._storages[rank][tensor.storage.place].base + tensor.offset
+
+    def _part(self, buffer: Tensor, index: int) -> Tensor:
+        return part(buffer, index, self._world_size)
+
+    # -- direct ----------------------------------------------------------------------------------
+
+    def _grant(self, kind: int, source: int) -> None:
+        """Let the source write to this rank's target."""
+        self._queue.write(self._flags.address(kind, source, self._rank), EMPTY)
+
+    def _push(self, kind: int, reader: int, target: Tensor, src: Tensor) -> None:
+        """Copy to where the reader has `target`, once it lets us."""
+        flag = self._flags.address(kind, self._rank, reader)
+        self._queue.wait(flag, EMPTY)
+        self._queue.copy(self._address(reader, target), src.ptr, src.nbytes)
+        self._queue.write(flag, FULL)
+
+    def _arrived(self, kind: int, source: int) -> None:
+        """Wait for what the source has pushed."""
+        self._queue.wait(self._flags.address(kind, source, self._rank), FULL)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        """dst (W*n,), src (n,), mirror (n,) or None."""
+        own = self._part(dst, self._rank)
+        shared = src if src.on_host else mirror
+        pushed = self._beside_bus if src.on_host else self._direct
+        staged = shared is None and (self._staged_readers or self._staged_sources)
+        for source in pushed.sources:
+            self._grant(TARGET, source)
+        if staged:
+            self._start_staging(src.nbytes)
+        if shared is not None:
+            self._offer(pushed.readers)
+        if src.on_host and pushed.readers:
+            self._load_and_push(own, src, pushed.readers)
+        else:
+            if not same_memory(own, src):
+                self._queue.copy(own.ptr, src.ptr, src.nbytes)
+            for reader in pushed.readers:
+                self._push(TARGET, reader, own, src)
+        if staged:
+            self._gather_staged(dst, src)
+        if shared is not None:
+            self._read(dst, shared, pushed)
+        for source in pushed.sources:
+            self._arrived(TARGET, source)
+        self._queue.pace()
+
+    def _offer(self, pushed_readers: Sequence[int]) -> None:
+        """Let all others read what this rank has in pinned memory."""
+        for reader in self._others:
+            if reader not in pushed_readers:
+                self._queue.write(self._flags.address(PINNED, self._rank, reader), FULL)
+
+    def _read(self, dst: Tensor, shared: Tensor, pushed: Pairs) -> None:
+        """Copy from the pinned memory of those who do not push, where `shared` lies; and wait
+        until this rank's has been read."""
+        for source in self._others:
+            if source not in pushed.sources:
+                flag = self._flags.address(PINNED, source, self._rank)
+                piece = self._part(dst, source)
+                self._queue.wait(flag, FULL)
+                self._queue.copy(piece.ptr, self._address(source, shared), piece.nbytes)
+                self._queue.write(flag, EMPTY)
+        for reader in self._others:
+            if reader not in pushed.readers:
+                self._queue.wait(self._flags.address(PINNED, self._rank, reader), EMPTY)
+
+    def _load_and_push(self, own: Tensor, src: Tensor, readers: Sequence[int]) -> None:
+        """The own part from host memory; each piece that is there goes on to the peers at once."""
+        flags = [self._flags.address(TARGET, self._rank, reader) for reader in readers]
+        with self._staging_stream():
+            for flag in flags:
+                self._queue.wait(flag, EMPTY)
+        for start in range(0, src.nbytes, PIECE):
+            nbytes = min(PIECE, src.nbytes - start)
+            self._queue.copy(own.ptr + start, src.ptr + start, nbytes)
+            with self._staging_stream():
+                for reader in readers:
+                    target = self._address(reader, own) + start
+                    self._queue.copy(target, own.ptr + start, nbytes)
+        with self._dev.on("stage"):
+            for flag in flags:
+                self._queue.write(flag, FULL)
+            self._dev.record(self._sent[0])
+        self._dev.wait(self._sent[0])
+
+    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor], written: Event | None) -> None:
+        """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
+        if self._staged_readers or self._staged_sources:
+            self._start_staging(targets[0].nbytes, written)
+        for k in range(1, self._world_size):
+            source, reader = self._peer(-k), self._peer(k)
+            self._wait_sent(k - 1)  # that part is this round's target
+            if source in self._direct.sources:
+                self._grant(EXCHANGED, source)
+            piece = self._part(buffer, reader)
+            if reader in self._direct.readers:
+                target = targets[1] if k == 1 else self._part(buffer, reader + k - 1)
+                self._push(EXCHANGED, reader, target, piece)
+            else:
+                self._send(piece, reader, k)
+            if source not in self._direct.sources:
+                position = (k - 1) * self._staging.chunks(piece.nbytes)
+                self._staging.receive([Piece(source, targets[k].ptr, position)], piece.nbytes)
+            self._queue.pace()
+        self._wait_sent(self._world_size - 1)
+        for source in self._direct.sources:
+            self._arrived(EXCHANGED, source)
+        self._queue.pace()
+
+    # -- staged ----------------------------------------------------------------------------------
+
+    def _start_staging(self, nbytes: int, written: Event | None = None) -> None:
+        with self._staging_stream(written):
+            self._staging.begin(nbytes)
+
+    @contextmanager
+    def _staging_stream(self, after: Event | None = None) -> Iterator[None]:
+        """On it, after this event; without one, after all that the current stream has so far."""
+        if after is None:
+            after = self._fork
+            self._dev.record(after)
+        with self._dev.on("stage"):
+            self._dev.wait(after)
+            yield
+
+    def _gather_staged(self, dst: Tensor, src: Tensor) -> None:
+        """The own source is staged once for all who need it."""
+        span = SPAN_CHUNKS * self._staging.chunk
+        for start in range(0, src.nbytes, span):
+            position = self._staging.chunks(start)
+            nbytes = min(span, src.nbytes - start)
+            if self._staged_readers:
+                with self._dev.on("stage"):
+                    self._staging.send(src.ptr + start, nbytes, self._staged_readers, position)
+            targets = [(p, self._part(dst, p).ptr + start) for p in self._staged_sources]
+            self._staging.receive([Piece(*target, position) for target in targets], nbytes)
+            self._queue.pace()
+        if self._staged_readers:
+            with self._dev.on("stage"):
+                self._dev.record(self._sent[0])
+            self._dev.wait(self._sent[0])
+
+    def _send(self, piece: Tensor, reader: int, k: int) -> None:
+        """Stage what round k sends."""
+        with self._dev.on("stage"):
+            position = (k - 1) * self._staging.chunks(piece.nbytes)
+            self._staging.send(piece.ptr, piece.nbytes, [reader], position)
+            self._dev.record(self._sent[k])
+
+    def _wait_sent(self, k: int) -> None:
+        """Wait until what round k sends may be overwritten; pushes are in this stream anyway."""
+        if k > 0 and self._peer(k) in self._staged_readers:
+            self._dev.wait(self._sent[k])

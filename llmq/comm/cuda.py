@@ -1,0 +1,152 @@
+"""Collectives between GPUs: each operation by NCCL or by copies, as the options say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from llmq.base.tensor import Tensor
+from llmq.comm import nccl
+from llmq.comm.collectives import Comm, storages
+from llmq.comm.copies import Copies, Memories
+from llmq.comm.flags import Flags
+from llmq.comm.links import LinkTable
+from llmq.comm.nccl import Nccl
+from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, allocate
+from llmq.comm.probe import probe
+from llmq.comm.staged import Rings
+from llmq.comm.stream_memory import CudaQueue
+from llmq.runtime.cuda_device import CudaDevice
+from llmq.runtime.device import Event
+from llmq.runtime.workers import Workers
+
+LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
+RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
+
+
+def connect_cuda(
+    devices: Sequence[CudaDevice], options: CommOptions, workers: Workers
+) -> LinkTable:
+    """Probe all pairs, make the communicators, and give each device its CudaComm."""
+    api = devices[0].api
+    gpus = [dev.index for dev in devices]
+    memory = [allocate(dev, options) for dev in devices]
+    current = api.getDevice()
+    try:
+        links = probe(api, gpus, options.p2p)
+        library, communicators = None, []
+        if options.nccl:
+            library = nccl.load()
+            peer_access = options.p2p != "off" and not links.damaged
+            communicators = nccl.open_communicators(library, gpus, peer_access)
+            nccl.establish(library, communicators, devices)
+        memories = _memories(devices, memory, links) if options.copies else None
+        flags = memories.flags if memories else None
+        watch = Watch(workers, len(devices), flags, communicators)
+        for dev in devices:
+            api.setDevice(dev.index)  # events belong to the current GPU
+            copies = Copies(dev, CudaQueue(dev), memories) if memories else None
+            own = Nccl(dev, library, communicators[dev.rank]) if communicators else None
+            dev.comm = CudaComm(dev, options, copies, own, watch)
+    finally:
+        api.setDevice(current)
+    return links
+
+
+def _memories(
+    devices: Sequence[CudaDevice], memory: Sequence[CommMemory], links: LinkTable
+) -> Memories:
+    rings = None
+    if memory[0].staging is not None:
+        chunk = memory[0].staging.nbytes // STAGING_CHUNKS
+        rings = Rings([m.staging.ptr for m in memory], chunk, STAGING_CHUNKS)
+    flags = Flags([m.flags for m in memory])
+    places = [storages(dev) for dev in devices]
+    return Memories(places, flags, links.direct, links.beside_bus, rings)
+
+
+class CudaComm(Comm):
+    """One rank's end. Every call raises Stopped once the ranks are stopped."""
+
+    def __init__(
+        self,
+        dev: CudaDevice,
+        options: CommOptions,
+        copies: Copies | None,
+        nccl: Nccl | None,
+        watch: Watch,
+    ):
+        super().__init__(dev)
+        self.exchange_stream = options.exchange_stream
+        self._nccl = nccl
+        self._watch = watch
+        self._copies = copies if options.memcpy_all_gather else None
+        self._exchanges = copies if options.all_to_all_reduce and options.memcpy_send_recv else None
+
+    def _begin(self, operation: str) -> None:
+        super()._begin(operation)
+        self._watch.workers.check()
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        if self._copies is not None:
+            self._copies.all_gather(dst, src, mirror)
+        else:
+            self._nccl.all_gather(dst, src)
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        if self._nccl is None:
+            raise RuntimeError("reduce_scatter needs NCCL: these options reduce with all_to_all")
+        self._nccl.reduce_scatter(buffer)
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        if self._exchanges is not None:
+            self._exchanges.all_to_all(buffer, targets, written)
+        else:
+            self._nccl.all_to_all(buffer, targets)
+
+    def close(self) -> None:
+        self._watch.close(self.rank)
+
+
+class Watch:
+    """What the ranks share: a thread that lets the GPUs go on when the ranks are stopped.
+
+    Without it the streams of the other ranks would wait for ever for the one that failed, and
+    their threads for the streams.
+    """
+
+    def __init__(
+        self, workers: Workers, world_size: int, flags: Flags | None, communicators: list[Any]
+    ):
+        self.workers = workers
+        self._flags = flags
+        self._communicators = communicators
+        self._open = set(range(world_size))
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="comm watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.workers.stopped.wait(LOOK_SECONDS):
+            if not self._open:
+                return
+        for communicator in self._communicators:
+            # Its kernels end at once; the call itself returns when its graphs are destroyed.
+            threading.Thread(target=communicator.abort, daemon=True).start()
+        while self._flags is not None:
+            with self._lock:
+                if not self._open:
+                    return
+                self._flags.release(self._open)
+            time.sleep(RELEASE_SECONDS)
+
+    def close(self, rank: int) -> None:
+        """The rank's memory goes away. The last rank destroys the communicators, when no graph
+        uses them any more."""
+        with self._lock:
+            self._open.discard(rank)
+            last = not self._open
+        if last and not self.workers.stopped.is_set():
+            for communicator in self._communicators:
+                communicator.destroy()

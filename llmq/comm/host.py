@@ -1,0 +1,68 @@
+"""Collectives between ranks that are threads of this process and share their memory.
+
+Copies are done by the calling thread; ranks wait for each other at the barrier of their Workers,
+which raises Stopped in all of them when one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmq.base.tensor import Storage, Tensor
+from llmq.comm.collectives import Comm, part, same_memory, storages
+from llmq.runtime.device import Event
+from llmq.runtime.host_device import HostDevice
+from llmq.runtime.workers import Workers
+
+
+def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
+    """Give each device its HostComm, which needs no memory of its own."""
+    memories = [storages(dev) for dev in devices]
+    for dev in devices:
+        dev.comm = HostComm(dev, memories, workers)
+
+
+class HostComm(Comm):
+    """One rank's end. Sums are in rank order, in F32, rounded once."""
+
+    def __init__(self, dev: HostDevice, memories: list[dict[str, Storage]], workers: Workers):
+        """memories: all ranks' storages by place."""
+        super().__init__(dev)
+        self._memories = memories
+        self._workers = workers
+
+    def _peer(self, rank: int, tensor: Tensor) -> np.ndarray:
+        """A peer's tensor: its bytes, in place."""
+        rank %= self.world_size
+        data = self._memories[rank][tensor.storage.place].bytes
+        return data[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        own = part(dst, self.rank, self.world_size)
+        in_place = same_memory(own, src)
+        self._workers.barrier()
+        for k in range(1 if in_place else 0, self.world_size):
+            piece = part(dst, self.rank + k, self.world_size)
+            source = (piece if in_place else src) if mirror is None else mirror
+            self._peer(self.rank, piece)[:] = self._peer(self.rank + k, source)
+        self._workers.barrier()
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        own = part(buffer, self.rank, self.world_size)
+        numpy = buffer.dtype.numpy
+        self._workers.barrier()
+        total = self._peer(0, own).view(numpy).astype(np.float32)
+        with np.errstate(all="ignore"):  # a diverging run is reported by the trainer
+            for rank in range(1, self.world_size):
+                total += self._peer(rank, own).view(numpy)
+        self._workers.barrier()
+        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
+        self._peer(self.rank, own).view(numpy)[:] = total.astype(numpy)
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        self._workers.barrier()
+        for k in range(1, self.world_size):
+            self._peer(self.rank, targets[k])[:] = self._peer(self.rank - k, targets[0])
+            self._workers.barrier()

@@ -1,0 +1,129 @@
+"""NCCL: one communicator per rank, all made by one thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Tensor
+from llmq.comm.collectives import part
+from llmq.runtime.cuda_device import CudaDevice
+
+BYTES = 0  # ncclInt8
+TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
+SUM = 0  # ncclSum
+WARM_UP_BYTES = 4096
+# Thread blocks of a call, each on a multiprocessor that spins while it waits. Measured: see
+# docs/decisions.md, "four H200".
+CHANNELS = 8
+
+
+def load() -> Any:
+    """CuPy's binding of NCCL. Raises LlmqError where the library is missing."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise LlmqError(
+            "NCCL cannot be loaded: install nvidia-nccl-cu12 (or -cu13, as CuPy), or use "
+            "--memcpy-all-gather --all-to-all-reduce --memcpy-send-recv, which do without"
+        )
+    return nccl
+
+
+def open_communicators(nccl: Any, indices: Sequence[int], peer_access: bool) -> list[Any]:
+    """Communicators of these GPUs, by rank.
+
+    peer_access False: through host memory only. NCCL reads this and the number of channels from the
+    environment, once in the life of a process.
+    """
+    if not peer_access:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+    else:
+        os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
+    # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
+    return nccl.NcclCommunicator.initAll(list(indices))
+
+
+def establish(nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDevice]) -> None:
+    """Make all connections between the ranks, by one call of each kind, from one thread.
+
+    NCCL would make them within the first calls: in the ranks' threads, waiting on the host for the
+    other ranks, whose streams may be waiting for a flag that this rank has yet to write.
+    """
+    api, count = devices[0].api, len(devices)
+    buffers: list[int] = []
+
+    def together(call: Callable[[int, Any, int], None]) -> None:
+        nccl.groupStart()
+        for rank, (dev, communicator) in enumerate(zip(devices, communicators, strict=True)):
+            api.setDevice(dev.index)
+            call(rank, communicator, dev.stream)
+        nccl.groupEnd()
+
+    def exchange(rank: int, communicator: Any, stream: int) -> None:
+        for peer in range(count):
+            if peer != rank:
+                at = buffers[rank] + peer * WARM_UP_BYTES
+                communicator.send(buffers[rank], WARM_UP_BYTES, BYTES, peer, stream)
+                communicator.recv(at, WARM_UP_BYTES, BYTES, peer, stream)
+
+    def gather(rank: int, communicator: Any, stream: int) -> None:
+        at = buffers[rank] + rank * WARM_UP_BYTES
+        communicator.allGather(at, buffers[rank], WARM_UP_BYTES, BYTES, stream)
+
+    def reduce(rank: int, communicator: Any, stream: int) -> None:
+        at, words = buffers[rank] + rank * WARM_UP_BYTES, WARM_UP_BYTES // F32.itemsize
+        communicator.reduceScatter(buffers[rank], at, words, TYPES[F32], SUM, stream)
+
+    try:
+        for dev in devices:
+            api.setDevice(dev.index)
+            buffers.append(api.malloc(count * WARM_UP_BYTES))
+        for call in (gather, reduce, exchange):
+            together(call)
+        for dev in devices:
+            api.setDevice(dev.index)
+            api.deviceSynchronize()
+    finally:
+        for dev, buffer in zip(devices, buffers, strict=False):  # perhaps not all were allocated
+            api.setDevice(dev.index)
+            api.free(buffer)
+
+
+class Nccl:
+    """One rank's end; the calls mean what they mean in Comm."""
+
+    def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any):
+        self._dev = dev
+        self._nccl = nccl
+        self._communicator = communicator
+
+    def all_gather(self, dst: Tensor, src: Tensor) -> None:
+        """Pinned sources go to their place in dst first: peers may read sources directly."""
+        if src.on_host:
+            own = part(dst, self._dev.rank, self._dev.world_size)
+            self._dev.copy(own, src)
+            src = own
+        self._communicator.allGather(src.ptr, dst.ptr, src.nbytes, BYTES, self._dev.stream)
+
+    def reduce_scatter(self, buffer: Tensor) -> None:
+        """The order of the sum is NCCL's; BF16 is rounded after each addition."""
+        own = part(buffer, self._dev.rank, self._dev.world_size)
+        self._communicator.reduceScatter(
+            buffer.ptr, own.ptr, own.size, TYPES[buffer.dtype], SUM, self._dev.stream
+        )
+
+    def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
+        """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
+        rank, world_size = self._dev.rank, self._dev.world_size
+        for k in range(1, world_size):
+            sent = part(buffer, rank + k, world_size)
+            reader, source = (rank + k) % world_size, (rank - k) % world_size
+            self._nccl.groupStart()
+            self._communicator.send(sent.ptr, sent.nbytes, BYTES, reader, self._dev.stream)
+            self._communicator.recv(targets[k].ptr, sent.nbytes, BYTES, source, self._dev.stream)
+            self._nccl.groupEnd()

@@ -1,0 +1,5 @@
+"""The command line: one module a command, over `cli.py`.
+
+Imports everything.
+Start with `cli.py`.
+"""

@@ -1,0 +1,92 @@
+"""TrainConfig's fields as options of a typer command."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from llmq.base.errors import ConfigError
+from llmq.config.option_types import NEWEST, Option, parse_bool, parse_continue, parse_every
+from llmq.config.options import OPTIONS, TrainConfig
+
+_BY_PARSER = {
+    parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
+    for parse in (parse_bool, parse_continue, parse_every)
+}
+
+
+def train_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Give a command function every option of TrainConfig.
+
+    The function's first parameter receives the options that were given on the command line: flag
+    without dashes -> text or bool. Its other parameters stay options of their own. It may return
+    the exit status.
+    """
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    def run(**values: Any) -> int | None:
+        own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
+        given = {
+            OPTIONS[name].flags[0]: value for name, value in values.items() if value is not None
+        }
+        return command(given, **own_values)
+
+    generated = [_parameter(name, opt) for name, opt in OPTIONS.items()]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    parameters += generated
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameter(name: str, opt: Option) -> inspect.Parameter:
+    """One option as a parameter whose value is None where it was not given."""
+    default = getattr(TrainConfig(), name)
+    is_bool = opt.parse is parse_bool
+    spellings = [f"--{flag}" for flag in opt.flags]
+    if is_bool:
+        spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
+        default = "on" if default else "off"
+    info = typer.Option(
+        *spellings,
+        help=opt.help if default is None else f"{opt.help} (default: {default})",
+        rich_help_panel=opt.group,
+        metavar=None if is_bool else opt.metavar,
+        show_default=False,
+    )
+    kind = bool if is_bool else str
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, info],
+    )
+
+
+class TrainCommand(TyperCommand):
+    """A command that also reads --flag=false and some flags without a value, as llm.q does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [_spelled_out(args, i) for i in range(len(args))])
+
+
+def _spelled_out(args: list[str], index: int) -> str:
+    """args[index] in the form that the parser below understands."""
+    name, equals, value = args[index].partition("=")
+    if name in _BY_PARSER[parse_bool] and equals:
+        try:
+            return name if parse_bool(value) else f"--no-{name.removeprefix('--')}"
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    for parse, bare in ((parse_continue, NEWEST), (parse_every, "1")):
+        if name in _BY_PARSER[parse] and not equals:
+            following = args[index + 1] if index + 1 < len(args) else "-"
+            number = parse is parse_every and re.fullmatch(r"-\d+", following)
+            return f"{name}={bare}" if following.startswith("-") and not number else name
+    return args[index]

@@ -1,0 +1,5 @@
+"""What a run is: model configuration, presets, the options of a run, cards and their speeds.
+
+Imports base and runtime.
+Start with `model.py` and `fields.py`.
+"""

@@ -1,0 +1,239 @@
+"""What is known of each card: its data sheet, and how much of that a training step gets.
+
+Data sheets are NVIDIA's, the peaks as collected by llm.q. What products reach in a step was
+measured on one card, and follows for others from the speeds that llm.q publishes for them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from llmq.base.errors import ConfigError
+from llmq.runtime.device import DeviceSpec, library_workspace
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One GPU.
+
+    memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction,
+    as copies reach it; link: to another card over NVLink, as collectives reach it, 0 without; all
+    in GB/s. tf32, bf16, fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
+    sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
+    at the power limit. source: where that is from, for the user.
+    """
+
+    name: str
+    capability: int
+    num_sms: int
+    memory: float
+    bandwidth: float
+    bus: float
+    link: float
+    tf32: float
+    bf16: float
+    fp8: float
+    sustained: tuple[float, float]
+    source: str
+
+
+# What copies between a card and pinned memory reach, in GB/s. PCIe 5 x16: measured on an H100.
+_PCIE5, _PCIE4 = 55.0, 26.0
+_PCIE5_X8, _PCIE4_X8 = 27.0, 13.0
+_C2C = 350.0  # Grace Hopper
+# Half of what NVLink has on paper: 212-236 of 450 GB/s in NCCL's reduce-scatter on H200.
+_NVLINK5, _NVLINK4, _NVLINK3 = 450.0, 225.0, 150.0
+
+# Name (after "NVIDIA "): capability, multiprocessors, GiB, GB/s, bus, link, TF32, BF16, FP8. Where
+# some words fit several cards, the first one is meant.
+_SHEETS: dict[str, tuple[int, int, float, float, float, float, float, float, float]] = {
+    "H100 80GB HBM3": (90, 132, 79.1, 3350, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9),
+    "H100 PCIe": (90, 114, 79.1, 2000, _PCIE5, 0, 378.0, 756.0, 1513.0),
+    "H200": (90, 132, 139.8, 4800, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9),
+    "GH200 480GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9),
+    "GH200 120GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9),
+    "B200": (100, 148, 178.3, 8000, _PCIE5, _NVLINK5, 1100.0, 2200.0, 4500.0),
+    "A100-SXM4-80GB": (80, 108, 79.1, 2039, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0),
+    "A100-SXM4-40GB": (80, 108, 39.3, 1555, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0),
+    "A100 80GB PCIe": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0),
+    "A100-PCIE-80GB": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0),
+    "A100-PCIE-40GB": (80, 108, 39.3, 1555, _PCIE4, 0, 156.0, 312.0, 0.0),
+    "L40S": (89, 142, 44.3, 864, _PCIE4, 0, 183.0, 362.05, 733.0),
+    "L40": (89, 142, 44.3, 864, _PCIE4, 0, 90.5, 181.0, 362.0),
+    "L4": (89, 58, 22.0, 300, _PCIE4, 0, 60.0, 121.0, 242.0),
+    "A40": (86, 84, 44.3, 696, _PCIE4, 0, 74.8, 149.7, 0.0),
+    "GeForce RTX 4090": (89, 128, 23.5, 1008, _PCIE4, 0, 82.6, 165.2, 330.3),
+    "GeForce RTX 4080": (89, 76, 15.5, 717, _PCIE4, 0, 48.7, 97.5, 194.9),
+    "GeForce RTX 4070": (89, 46, 11.6, 504, _PCIE4, 0, 29.1, 58.3, 116.6),
+    "GeForce RTX 4070 Ti": (89, 60, 11.6, 504, _PCIE4, 0, 40.1, 80.2, 160.4),
+    "GeForce RTX 5090": (120, 170, 31.3, 1792, _PCIE5, 0, 104.8, 209.5, 419.0),
+    "GeForce RTX 5080": (120, 84, 15.5, 960, _PCIE5, 0, 56.3, 112.6, 225.1),
+    "GeForce RTX 5070": (120, 48, 11.6, 672, _PCIE5, 0, 30.9, 61.7, 123.5),
+    "GeForce RTX 5070 Ti": (120, 70, 15.5, 896, _PCIE5, 0, 43.9, 87.9, 175.8),
+    "GeForce RTX 3090": (86, 82, 23.5, 936, _PCIE4, 0, 35.6, 71.0, 0.0),
+    "GeForce RTX 3090 Ti": (86, 84, 23.5, 1008, _PCIE4, 0, 40.0, 80.0, 0.0),
+    "GeForce RTX 3080": (86, 68, 9.6, 760, _PCIE4, 0, 29.8, 59.5, 0.0),
+    "GeForce RTX 3080 Ti": (86, 80, 11.6, 912, _PCIE4, 0, 34.1, 68.2, 0.0),
+    "GeForce RTX 3070": (86, 46, 7.6, 448, _PCIE4, 0, 20.3, 40.6, 0.0),
+    "GeForce RTX 3070 Ti": (86, 48, 7.6, 608, _PCIE4, 0, 21.7, 43.5, 0.0),
+    "RTX A6000": (86, 84, 47.4, 768, _PCIE4, 0, 77.4, 154.8, 0.0),
+    "RTX 6000 Ada Generation": (89, 142, 47.4, 960, _PCIE4, 0, 182.1, 364.2, 728.5),
+    "RTX PRO 6000 Blackwell Server Edition": (
+        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6,
+    ),
+    "RTX PRO 6000 Blackwell Workstation Edition": (
+        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6,
+    ),
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": (
+        120, 188, 94.9, 1792, _PCIE5, 0, 219.5, 438.9, 877.9,
+    ),
+    "GB10": (121, 48, 119.6, 273, _PCIE5, 0, 29.7, 59.4, 118.8),
+}  # fmt: skip
+
+# Cards whose peaks follow from a sibling's by multiprocessors x clock in MHz: their own, GiB, GB/s,
+# bus, and the sibling with its own clock.
+_RTX_4090 = ("GeForce RTX 4090", 2520)
+_RTX_5070 = ("GeForce RTX 5070", 2512)
+_RTX_3070 = ("GeForce RTX 3070", 1725)
+_RTX_A6000 = ("RTX A6000", 1800)
+_RTX_6000_ADA = ("RTX 6000 Ada Generation", 2505)
+_RTX_PRO_6000 = ("RTX PRO 6000 Blackwell Workstation Edition", 2617)
+_SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
+    "GeForce RTX 4080 SUPER": (80, 2550, 15.5, 736, _PCIE4, _RTX_4090),
+    "GeForce RTX 4070 SUPER": (56, 2475, 11.6, 504, _PCIE4, _RTX_4090),
+    "GeForce RTX 4070 Ti SUPER": (66, 2610, 15.5, 672, _PCIE4, _RTX_4090),
+    "GeForce RTX 4060": (24, 2460, 7.6, 272, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 4060 Ti": (34, 2535, 15.5, 288, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 5060": (30, 2497, 7.6, 448, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5060 Ti": (36, 2572, 15.5, 448, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 3060": (28, 1777, 11.6, 360, _PCIE4, _RTX_3070),
+    "GeForce RTX 3060 Ti": (38, 1665, 7.6, 448, _PCIE4, _RTX_3070),
+    "RTX A5500": (80, 1665, 23.5, 768, _PCIE4, _RTX_A6000),
+    "RTX A5000": (64, 1695, 23.5, 768, _PCIE4, _RTX_A6000),
+    "RTX A4500": (56, 1650, 19.6, 640, _PCIE4, _RTX_A6000),
+    "RTX A4000": (48, 1560, 15.5, 448, _PCIE4, _RTX_A6000),
+    "RTX A2000": (26, 1200, 11.6, 288, _PCIE4, _RTX_A6000),
+    "RTX 5880 Ada Generation": (110, 2460, 47.4, 960, _PCIE4, _RTX_6000_ADA),
+    "RTX 5000 Ada Generation": (100, 2550, 31.3, 576, _PCIE4, _RTX_6000_ADA),
+    "RTX 4500 Ada Generation": (60, 2580, 23.5, 432, _PCIE4, _RTX_6000_ADA),
+    "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, _RTX_6000_ADA),
+    "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, _RTX_6000_ADA),
+    "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, _RTX_PRO_6000),
+}
+
+MEASURED = "measured on this card"
+PUBLISHED = "from llm.q's published speeds on this card"
+
+# What products reach of the peaks in bf16 and fp8 (summed in F32), and how that is known. The
+# H100's from benchmarks/h100*.json. The others make predicted speeds equal to those of llm.q, by
+# the geometric mean over published runs that keep everything on the card (L40S, bf16: one that does
+# not). They can exceed 1: GeForce cards clock higher than their sheets say.
+_SUSTAINED: dict[str, tuple[float, float, str]] = {
+    "H100 80GB HBM3": (0.71, 0.615, MEASURED),
+    "GeForce RTX 4090": (1.08, 1.19, PUBLISHED),
+    "GeForce RTX 5090": (0.95, 1.21, PUBLISHED),
+    "GeForce RTX 5060 Ti": (1.09, 1.09, PUBLISHED),
+    "RTX PRO 6000 Blackwell Server Edition": (0.76, 0.67, PUBLISHED),
+    "L40S": (0.56, 0.39, PUBLISHED),
+}
+
+
+def _like(name: str, capability: int) -> str:
+    """The card whose share of the peaks is taken for one without a speed of its own."""
+    geforce = name.startswith("GeForce")
+    if capability in (86, 89):
+        return "GeForce RTX 4090" if geforce else "L40S"
+    if capability >= 120:
+        return "GeForce RTX 5090" if geforce else "RTX PRO 6000 Blackwell Server Edition"
+    return "H100 80GB HBM3"
+
+
+def _card(name: str) -> Card:
+    if name in _SCALED:
+        num_sms, clock, memory, bandwidth, bus, (sibling, sibling_clock) = _SCALED[name]
+        capability, sibling_sms, *_ = sheet = _SHEETS[sibling]
+        ratio = num_sms * clock / (sibling_sms * sibling_clock)
+        link, peaks = 0.0, tuple(peak * ratio for peak in sheet[-3:])
+    else:
+        capability, num_sms, memory, bandwidth, bus, link, *peaks = _SHEETS[name]
+    like = name if name in _SUSTAINED else _like(name, capability)
+    *sustained, source = _SUSTAINED[like]
+    if like != name:
+        source = f"from its data sheet, of which it is taken to reach as much as {like}"
+    return Card(
+        name=f"NVIDIA {name}",
+        capability=capability,
+        num_sms=num_sms,
+        memory=memory,
+        bandwidth=bandwidth,
+        bus=bus,
+        link=link,
+        tf32=peaks[0],
+        bf16=peaks[1],
+        fp8=peaks[2],
+        sustained=tuple(sustained),
+        source=source,
+    )
+
+
+def spec_of(card: Card) -> DeviceSpec:
+    """The card as a device to plan for."""
+    return DeviceSpec(
+        name=card.name,
+        capability=card.capability,
+        num_sms=card.num_sms,
+        memory=int(card.memory * GIB),
+        library_workspace=library_workspace(card.capability),
+    )
+
+
+CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}
+
+
+def find_card(words: str) -> Card:
+    """The card of --card: the first one whose name contains all words, "4090" or "pro 6000".
+
+    Words that are on no card are taken apart where digits begin or end: "rtx5060ti".
+    """
+    given = words.lower().replace("-", " ")
+    for wanted in (given.split(), re.findall(r"\d+|[^\d\s]+", given)):
+        for name, card in CARDS.items():
+            if wanted and set(wanted) <= set(name.lower().replace("-", " ").split()):
+                return card
+    raise ConfigError(f"--card: no card is known as '{words}'; known are {', '.join(CARDS)}")
+
+
+def card_of(spec: DeviceSpec) -> Card:
+    """The card of a GPU that is there; for one that is not known, a similar one scaled to it.
+
+    Similar: of the nearest capability, and of these with the nearest number of multiprocessors.
+    """
+    known = CARDS.get(spec.name)
+    if known is not None:
+        return known
+    near = min(
+        CARDS.values(),
+        key=lambda c: (abs(c.capability - spec.capability), abs(c.num_sms - spec.num_sms)),
+    )
+    ratio = spec.num_sms / near.num_sms
+    return replace(
+        near,
+        name=spec.name,
+        capability=spec.capability,
+        num_sms=spec.num_sms,
+        memory=spec.memory / GIB,
+        bandwidth=near.bandwidth * ratio,
+        tf32=near.tf32 * ratio,
+        bf16=near.bf16 * ratio,
+        fp8=near.fp8 * ratio,
+        source=f"not known, taken as {near.name} with {spec.num_sms} multiprocessors",
+    )
+
+
+def card_with(memory: int) -> Card:
+    """The card to think of where only the bytes of its memory are known: one of known speed."""
+    known = [CARDS[f"NVIDIA {name}"] for name in _SUSTAINED]
+    return min(known, key=lambda card: abs(card.memory * GIB - memory))

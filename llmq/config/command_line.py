@@ -1,0 +1,39 @@
+"""A configuration back into the command line that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from llmq.config.option_types import parse_bool
+from llmq.config.options import OPTIONS, TrainConfig
+
+
+def flag(name: str, value: Any) -> str:
+    """One option of TrainConfig with a value, as on the command line."""
+    option = OPTIONS[name]
+    if option.parse is parse_bool:
+        return option.flag if value else f"--no-{option.flags[0]}"
+    return f"{option.flag}={value}"
+
+
+def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
+    """`llmq train` with the flags without which it would be another configuration.
+
+    config: normalized. log_file: name it too; it was given, not made from the time of the start.
+    """
+    names = [field.name for field in dataclasses.fields(config)]
+    if not log_file:
+        names.remove("log_file")
+
+    def values(chosen: dict[str, Any]) -> list[Any]:
+        made = TrainConfig(**chosen).normalized()
+        return [getattr(made, name) for name in names]
+
+    given = {name: getattr(config, name) for name in names}
+    wanted = list(given.values())
+    for name in reversed(names):
+        fewer = {other: value for other, value in given.items() if other != name}
+        if values(fewer) == wanted:
+            given = fewer
+    return ["llmq", "train", *(flag(name, value) for name, value in given.items())]

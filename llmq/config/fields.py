@@ -1,0 +1,332 @@
+"""Every option of a training run: name, default, help, limits. The command line is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmq.base.schedule import SCHEDULES
+from llmq.config.option_types import (
+    option,
+    parse_continue,
+    parse_dtype_name,
+    parse_every,
+    parse_layers,
+    parse_size,
+    parse_switch,
+    parse_word,
+)
+
+_DTYPES = ("bf16", "fp32")
+FP8_DTYPES = ("e4m3", "e5m2")
+_SHAKESPEARE = "data/tiny-shakespeare-qwen"
+_MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
+_OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
+_RANKS = "Several GPUs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """Values as given; `options.TrainConfig` is what everything else uses."""
+
+    model: str = option(
+        _MODEL,
+        ".",
+        "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
+    )
+    from_scratch: bool = option(_MODEL, False, "Start from random weights")
+    init_proj_to_zero: bool = option(
+        _MODEL, False, "Start the attention-out and MLP-down matrices at zero"
+    )
+    model_dtype: str = option(
+        _MODEL,
+        "bf16",
+        "Format of weights and activations",
+        parse=parse_dtype_name,
+        choices=_DTYPES,
+    )
+    master_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format of the weights the optimizer updates; as --model-dtype if not given",
+        parse=parse_dtype_name,
+        choices=_DTYPES,
+    )
+    grad_accum_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format in which gradients are summed; as --model-dtype if not given",
+        parse=parse_dtype_name,
+        choices=_DTYPES,
+    )
+    matmul_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format in which the products of the blocks run; as --model-dtype if not given",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, "e4m3"),
+    )
+    gradient_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format of output gradients in these products; as --matmul-dtype if not given",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, *FP8_DTYPES),
+    )
+    head_dtype: str | None = option(
+        _MODEL,
+        None,
+        "Format in which the LM head's products run; as --model-dtype if not given",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, "e4m3"),
+    )
+    fp8_recipe: str = option(
+        _MODEL,
+        "jit",
+        "Scales of fp8 tensors; jit: from their own values, delayed: from those of earlier steps",
+        parse=parse_word,
+        choices=("jit", "delayed"),
+    )
+    fp8_fast_accumulation: str = option(
+        _MODEL,
+        "activations",
+        "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
+        "gradients of activations in blocks",
+        parse=parse_word,
+        choices=("none", "forward", "activations", "all"),
+    )
+    seed: int = option(
+        _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
+    )
+
+    train_file: str = option(
+        _DATA, f"{_SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
+    )
+    eval_file: str = option(
+        _DATA, f"{_SHAKESPEARE}/eval.bin", "Validation token files, a glob pattern"
+    )
+    train_seed: int = option(
+        _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
+    )
+    eval_seed: int = option(
+        _DATA, 0x384B4524, "Seed of the order of the validation data", min=0, max=2**64 - 1
+    )
+    batch_size: int = option(_DATA, 4, "Sequences per GPU and micro-step", alias="batch", min=1)
+    seq_len: int = option(
+        _DATA, 1024, "Tokens per sequence, a multiple of 4", alias="seq-length", min=4
+    )
+    grad_accumulation: int = option(_DATA, 4, "Micro-steps per optimizer step", min=1)
+    steps: int = option(
+        _DATA,
+        -1,
+        "Optimizer steps in all, resumed ones included; -1: as many as --epochs gives",
+        min=-1,
+    )
+    epochs: int | None = option(
+        _DATA, None, "Passes over the training data, 1 if neither this nor --steps is given", min=1
+    )
+    eval_every_n_steps: int = option(
+        _DATA, 100, "Steps between validations; 0 or less: only at new epochs and at the end"
+    )
+    eval_num_steps: int = option(
+        _DATA, 100, "Batches of a periodic validation; the final one takes all sequences", min=1
+    )
+
+    learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)
+    warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
+    cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
+    final_lr_fraction: float = option(
+        _OPTIMIZER, 1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
+    )
+    lr_schedule: str = option(
+        _OPTIMIZER,
+        "cosine",
+        "Course of the learning rate between warm-up and cooldown",
+        parse=parse_word,
+        choices=SCHEDULES,
+    )
+    beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
+    beta_2: float = option(_OPTIMIZER, 0.95, "AdamW: decay of the second moment", min=0)
+    adam_epsilon: float = option(
+        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment; more than 0"
+    )
+    opt_m_dtype: str = option(
+        _OPTIMIZER,
+        "fp32",
+        "AdamW: format of the first moment; e4m3: with a scale per 128 elements",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, "e4m3"),
+    )
+    opt_v_dtype: str = option(
+        _OPTIMIZER,
+        "fp32",
+        "AdamW: format of the second moment; e4m3: with a scale per 128 elements",
+        parse=parse_dtype_name,
+        choices=(*_DTYPES, "e4m3"),
+    )
+    weight_decay: float = option(_OPTIMIZER, 0.1, "AdamW: decay of the matrices", min=0)
+    grad_clip: float = option(
+        _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
+    )
+    z_loss: float = option(
+        _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
+    )
+
+    name: str = option(_OUTPUT, "llmq", "Name of the run, replaces %n in the paths below")
+    out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
+    checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
+    ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
+    ckpt_keep_n: int = option(
+        _OUTPUT, -1, "Checkpoints to keep, older ones are deleted; 0 or less: all"
+    )
+    ckpt_major: int = option(
+        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted"
+    )
+    save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
+    continue_from: str | None = option(
+        _OUTPUT,
+        None,
+        "Resume: the newest checkpoint, or the one of this step or path",
+        flag="continue",
+        parse=parse_continue,
+    )
+    new_data: bool = option(
+        _OUTPUT, False, "With --continue: start the data anew, not where the checkpoint was"
+    )
+    log_file: Path | None = option(
+        _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
+    )
+    log_gpu_util: int = option(_OUTPUT, 25, "Steps between GPU records; 0: none", min=0)
+    debug_log_allocations: int = option(
+        _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
+    )
+    debug_time_breakdown: bool = option(_OUTPUT, False, "Print the time of each part of each step")
+    debug_log_abs_max: int = option(
+        _OUTPUT,
+        -1,
+        "Steps between records of the largest values of fp8 tensors; without a number: every step",
+        parse=parse_every,
+        min=-1,
+    )
+
+    recompute_swiglu: bool = option(
+        _MEMORY, False, "In backward, compute the activation of the MLP again"
+    )
+    recompute_norm: bool = option(_MEMORY, False, "In backward, compute the norms again")
+    recompute_ffn: bool = option(
+        _MEMORY, False, "In backward, compute the MLP again; implies --recompute-swiglu"
+    )
+    recompute_qkv: bool = option(
+        _MEMORY, False, "In backward, compute queries, keys and values again"
+    )
+    recompute_att: bool = option(
+        _MEMORY, False, "In backward, compute attention again; implies --recompute-qkv"
+    )
+    recompute_block: bool = option(
+        _MEMORY, False, "In backward, compute the whole block again; implies all of the above"
+    )
+    recompute_layers: str = option(
+        _MEMORY,
+        "all",
+        "Layers that recompute, such as 0-11,20; all: every layer",
+        parse=parse_layers,
+    )
+    lmhead_chunks: int = option(_MEMORY, 1, "Parts in which logits are made; divides B*T", min=1)
+    attn_bwd_chunks: int = option(
+        _MEMORY,
+        1,
+        "Parts of the backward pass of attention, or fewer that take no more memory; divides the "
+        "batch size",
+        min=1,
+    )
+    offload_residual: bool = option(
+        _MEMORY, False, "Keep the blocks' inputs in host memory until backward needs them"
+    )
+    offload_master: bool = option(
+        _MEMORY, False, "Keep the weights that the optimizer updates in host memory"
+    )
+    offload_opt_m: bool = option(_MEMORY, False, "Keep AdamW's first moment in host memory")
+    offload_opt_v: bool = option(_MEMORY, False, "Keep AdamW's second moment in host memory")
+    offload_gradients: bool = option(
+        _MEMORY, False, "Keep the blocks' gradients in host memory; needs sharded gradients"
+    )
+    offload_quants: bool = option(_MEMORY, False, "Keep the persistent fp8 weights in host memory")
+    persistent_quants: bool = option(
+        _MEMORY, False, "With sharded weights: keep them in fp8 too, made once per step"
+    )
+    keep_transposed: bool = option(
+        _MEMORY, True, "Keep the fp8 weights transposed too; off: make them so in every backward"
+    )
+    use_zero_copy: bool = option(
+        _MEMORY, False, "Let the optimizer work in host memory directly, without copies"
+    )
+    write_combined: bool = option(
+        _MEMORY, False, "Take host memory that is faster for the GPU and slow for the CPU"
+    )
+    memory_limit: int | None = option(
+        _MEMORY, None, "Use at most this much memory per device", parse=parse_size, min=1
+    )
+
+    device: str = option(
+        _MACHINE,
+        "auto",
+        "Where to run; auto: on GPUs if there are any",
+        parse=parse_word,
+        choices=("auto", "cpu", "cuda"),
+    )
+    gpus: int = option(
+        _MACHINE,
+        0,
+        "GPUs to use (on the CPU: threads, as if they were GPUs); 0: all GPUs, one thread",
+        min=0,
+        max=64,
+    )
+    use_cuda_graphs: bool = option(_MACHINE, True, "Record the GPU work once and replay it")
+    attention: str = option(
+        _MACHINE,
+        "auto",
+        "Attention kernels; auto: the faster ones that work here",
+        parse=parse_word,
+        choices=("auto", "cudnn", "native"),
+    )
+    tune: bool = option(_MACHINE, True, "Time the candidates for each matrix product at the start")
+
+    zero_level: int = option(
+        _RANKS,
+        1,
+        "What is divided among GPUs; 1: the optimizer, 2: also gradients, 3: also weights",
+        min=0,
+        max=3,
+    )
+    shard_weights: bool = option(
+        _RANKS, False, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
+    )
+    shard_gradients: bool = option(
+        _RANKS, False, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
+    )
+    memcpy_all_gather: bool = option(_RANKS, False, "Gather weights by copies instead of NCCL")
+    memcpy_send_recv: bool = option(
+        _RANKS, False, "With --all-to-all-reduce: exchange gradients by copies instead of NCCL"
+    )
+    mirror_weights: bool = option(
+        _RANKS,
+        False,
+        "With --memcpy-all-gather: keep sharded weights in host memory too, where GPUs read them "
+        "that cannot copy directly",
+    )
+    all_to_all_reduce: bool = option(
+        _RANKS, False, "Exchange gradients and sum them here, in a fixed order"
+    )
+    p2p: str = option(
+        _RANKS,
+        "auto",
+        "Copies between GPUs; on: direct, off: through host memory, auto: by a test at the start",
+        parse=parse_switch,
+        choices=("auto", "on", "off"),
+    )
+    watchdog: int = option(
+        _RANKS, 300, "Seconds without progress after which a run stops; 0: never", min=0
+    )
+    measure_scaling: bool = option(
+        _RANKS, False, "Time one GPU alone at the start and report how well they scale"
+    )

@@ -1,0 +1,155 @@
+"""What a model looks like: ModelConfig, one description for every architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.config.hf import RopeScaling, architecture, read_fields, write_fields
+
+VOCAB_PADDING = 64
+"""Rows of embedding and logits are padded to a multiple of this, which keeps products aligned."""
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape and constants of one model. Letters in the field docs name dimensions in the code."""
+
+    architecture: str
+    """Hugging Face class name, a key of ARCHITECTURES."""
+    vocab_size: int
+    """V: number of token ids."""
+    hidden_size: int
+    """C: channels of the residual stream."""
+    intermediate_size: int
+    """F: width of the MLP."""
+    num_layers: int
+    """L: transformer blocks."""
+    num_heads: int
+    """Hq: query heads."""
+    num_kv_heads: int
+    """Hkv: key and value heads, divides Hq."""
+    head_dim: int
+    """Hd: channels of one head."""
+    max_positions: int
+    """Longest sequence in tokens."""
+    norm: str
+    """'rmsnorm' or 'layernorm'."""
+    norm_eps: float
+    """Added to the mean square (or variance) before the root."""
+    activation: str
+    """'swiglu', or 'gelu': its tanh approximation."""
+    positions: str
+    """'rope' or 'learned'."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of the rotary frequencies, None: none."""
+    qk_norm: bool
+    """RMSNorm over Hd on every query and key head before RoPE."""
+    qkv_bias: bool
+    """Bias on the query, key and value projections."""
+    o_bias: bool
+    """Bias on the attention's output projection."""
+    mlp_bias: bool
+    """Bias on the MLP's projections."""
+    tied_embeddings: bool
+    """The LM head is the embedding matrix."""
+    bos_token_id: int | None = None
+    """Id that begins a sequence."""
+    eos_token_id: int | None = None
+    """Id that ends a document; the first one where the model has several."""
+    other_eos_token_ids: tuple[int, ...] = ()
+    """Further ids that end a sequence."""
+    pad_token_id: int | None = None
+    """Id of padding."""
+    initializer_range: float = 0.02
+    """Standard deviation of freshly initialized matrices."""
+
+    @property
+    def qkv_channels(self) -> int:
+        """Q: width of the packed query, key and value projections."""
+        return self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vp: rows of the embedding and of the LM head in memory."""
+        return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence, eos_token_id first."""
+        return (
+            () if self.eos_token_id is None else (self.eos_token_id,)
+        ) + self.other_eos_token_ids
+
+    def validate(self) -> ModelConfig:
+        """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
+        arch = architecture(self.architecture)
+        for name in _SIZES:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model num_kv_heads: {self.num_kv_heads} does not divide {self.num_heads} heads"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
+        scaling = self.rope_scaling
+        if scaling is not None:
+            if scaling.kind not in ("llama3", "linear"):
+                raise ConfigError(f"model rope_scaling: kind {scaling.kind!r} is not supported")
+            if not 1 <= scaling.factor < math.inf:
+                raise ConfigError(f"model rope_scaling: factor must be >= 1, got {scaling.factor}")
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            if scaling.kind == "llama3" and not 0 < low < high:
+                raise ConfigError(
+                    "model rope_scaling: low_freq_factor must be positive and less than "
+                    f"high_freq_factor, got {low} and {high}"
+                )
+        expected = {
+            "norm": arch.norm,
+            "activation": arch.activation,
+            "positions": arch.positions,
+            "qk_norm": arch.qk_norm,
+        }
+        if arch.qkv_bias is not None:
+            expected["qkv_bias"] = arch.qkv_bias
+        expected["o_bias"] = self.qkv_bias and arch.model_type != "qwen2"
+        if arch.mlp_bias is not None:
+            expected["mlp_bias"] = arch.mlp_bias
+        if arch.model_type == "gpt2":
+            expected |= {
+                "num_kv_heads": self.num_heads,
+                "hidden_size": self.num_heads * self.head_dim,
+            }
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                got = getattr(self, name)
+                raise ConfigError(f"model {name}: {self.architecture} needs {value!r}, got {got!r}")
+        return self
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """Read a parsed config.json of transformers 4 or 5; ConfigError names a field at fault."""
+        return cls(**read_fields(hf)).validate()
+
+    def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
+        """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""
+        return write_fields(self, dtype)

@@ -1,0 +1,260 @@
+"""What one option is: flags, help, limits, and how text or a YAML value becomes its value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+
+DTYPE_ALIASES = {
+    "fp32": ("f32", "fp32", "float", "float32", "single"),
+    "fp16": ("f16", "fp16", "float16", "half"),
+    "bf16": ("bf16", "bfloat16"),
+    "e4m3": ("e4m3", "fp8_e4m3", "f8_e4m3", "float8_e4m3", "float8_e4m3fn"),
+    "e5m2": ("e5m2", "fp8_e5m2", "f8_e5m2", "float8_e5m2"),
+}
+"""Every spelling of a number format, in lower case, by its canonical name."""
+
+_SIZE_UNITS = {"": 1, "b": 1}
+_SIZE_UNITS |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", start=1)}
+_SIZE_UNITS |= {f"{unit}b": 1000**power for power, unit in enumerate("kmgt", start=1)}
+_SIZE_UNITS |= {unit: 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+_TOO_LARGE = 2**63  # bytes: what sizes are counted in elsewhere ends here, and floats at inf
+
+NEWEST = "latest"
+"""Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
+
+
+def parse_bool(value: Any) -> bool:
+    """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""
+    word = str(value).lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(f"expected true or false, got {value!r}")
+
+
+def parse_int(value: Any) -> int:
+    """An integer, of NumPy too, in text also as 0x... ValueError otherwise."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    try:
+        return int(value, 0)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected an integer, got {value!r}") from None
+
+
+def parse_float(value: Any) -> float:
+    """A finite number. ValueError otherwise."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"expected a number, got {value!r}")
+    return number
+
+
+def parse_str(value: Any) -> str:
+    """Text that is not empty; numbers count as text. ValueError otherwise."""
+    if value == "" or isinstance(value, bool | list | dict):
+        raise ValueError(f"expected text, got {value!r}")
+    return str(value)
+
+
+def parse_path(value: Any) -> Path:
+    """A path, with ~ expanded. ValueError otherwise."""
+    try:
+        return Path(parse_str(value)).expanduser()
+    except RuntimeError:  # left as it is, it would become a directory called ~name
+        raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
+
+
+def parse_word(value: Any) -> str:
+    """One of a few words; case does not matter. ValueError otherwise."""
+    return parse_str(value).lower()
+
+
+def parse_switch(value: Any) -> str:
+    """One of a few words of which two are on and off: true and false in YAML. ValueError else."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return parse_word(value)
+
+
+def parse_dtype_name(value: Any) -> str:
+    """Canonical name ('fp32', 'bf16', ...) of a number format in any spelling, or ValueError."""
+    word = parse_word(value)
+    if word == "fp8":
+        raise ValueError("FP8 alone is ambiguous, give e4m3 or e5m2")
+    for name, aliases in DTYPE_ALIASES.items():
+        if word in aliases:
+            return name
+    raise ValueError(f"unknown dtype {value!r}, expected one of {', '.join(DTYPE_ALIASES)}")
+
+
+def parse_size(value: Any) -> int:
+    """Bytes, from a number or from text: 512MiB and 16G are binary, 16GB is decimal. ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if isinstance(value, bool) or not match or match[2] not in _SIZE_UNITS:
+        raise ValueError(f"expected a size such as 512MiB or 16GiB, got {value!r}")
+    size = float(match[1]) * _SIZE_UNITS[match[2]]
+    if size >= _TOO_LARGE:
+        raise ValueError(f"expected a size of less than 8192 PiB, got {value!r}")
+    return int(size)
+
+
+def parse_continue(value: Any) -> str | None:
+    """What to resume: NEWEST (also true), a step number or a path; false: nothing."""
+    if isinstance(value, bool):
+        return NEWEST if value else None
+    return parse_str(value)
+
+
+def parse_every(value: Any) -> int:
+    """A number of steps; true: every step, false: never. ValueError otherwise."""
+    if isinstance(value, bool):
+        return 1 if value else -1
+    return parse_int(value)
+
+
+def parse_layers(value: Any) -> str:
+    """'all', or numbers and ranges such as 0-11,20, in this form. ValueError otherwise."""
+    text = "".join(str(value).lower().split())
+    known = text == "all" or re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    ranges = (pair.split("-") for pair in re.findall(r"\d+-\d+", text))
+    if not known or any(int(first) > int(last) for first, last in ranges):
+        raise ValueError(f"expected all or layers such as 0-11,20, got {value!r}")
+    return text
+
+
+def layer_set(text: str, num_layers: int) -> frozenset[int]:
+    """The layers that a value of parse_layers names. ValueError if there are not so many."""
+    if text == "all":
+        return frozenset(range(num_layers))
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) >= num_layers:  # before a set of that size is made
+            raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
+        layers.update(range(int(first), int(last or first) + 1))
+    return frozenset(layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """How one field of TrainConfig is set from outside."""
+
+    flags: tuple[str, ...]
+    """Spellings on the command line, without dashes; the first is the one that messages use."""
+    help: str
+    """One line for --help."""
+    group: str
+    """Panel of --help."""
+    parse: Callable[[Any], Any]
+    """From text or a YAML value to the field's value; ValueError says what was expected."""
+    choices: tuple[str, ...] = ()
+    """All permitted values; empty: any."""
+    min: float | None = None
+    max: float | None = None
+
+    @property
+    def flag(self) -> str:
+        """The name that messages use, with dashes."""
+        return f"--{self.flags[0]}"
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value in --help."""
+        return "|".join(self.choices) or _METAVARS[self.parse]
+
+    def convert(self, value: Any) -> Any:
+        """The field's value. Raises ConfigError naming the flag."""
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{self.flag}: {error}") from None
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError unless the value is within choices and limits."""
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.flag}: expected {' or '.join(self.choices)}, got {value!r}")
+        if self.min is not None and value < self.min:
+            raise ConfigError(f"{self.flag}: must be at least {self.min}, got {value}")
+        if self.max is not None and value > self.max:
+            raise ConfigError(f"{self.flag}: must be at most {self.max}, got {value}")
+
+
+_METAVARS: dict[Callable[[Any], Any], str] = {
+    parse_bool: "",
+    parse_int: "INT",
+    parse_float: "FLOAT",
+    parse_str: "TEXT",
+    parse_path: "PATH",
+    parse_size: "SIZE",
+    parse_continue: "[STEP|PATH]",
+    parse_every: "[INT]",
+    parse_layers: "LAYERS",
+}
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "bool": parse_bool,
+    "int": parse_int,
+    "float": parse_float,
+    "str": parse_str,
+    "Path": parse_path,
+}
+"""By the type of the field, as it is written."""
+
+
+def option(
+    group: str,
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    alias: str | None = None,
+    parse: Callable[[Any], Any] | None = None,
+    choices: tuple[str, ...] = (),
+    min: float | None = None,
+    max: float | None = None,
+) -> Any:
+    """A dataclass field that is an option, to be read back with options_of.
+
+    flag: its spelling without dashes, the field's name if not given; parse: by the field's type if
+    not given. Everything else as in Option.
+    """
+    metadata = {
+        "flag": flag,
+        "alias": alias,
+        "help": help,
+        "group": group,
+        "parse": parse,
+        "choices": choices,
+        "min": min,
+        "max": max,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(config_class: type) -> dict[str, Option]:
+    """The options of a dataclass whose fields were made with option(), by field name, in order."""
+    options = {}
+    for field in dataclasses.fields(config_class):
+        meta = dict(field.metadata)
+        flag = meta.pop("flag") or field.name.replace("_", "-")
+        alias = meta.pop("alias")
+        meta["parse"] = meta["parse"] or _PARSERS[field.type.removesuffix(" | None")]
+        options[field.name] = Option(flags=(flag, alias) if alias else (flag,), **meta)
+    return options

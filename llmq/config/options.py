@@ -1,0 +1,226 @@
+"""TrainConfig: the options of one run, with what they imply and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from llmq.base.errors import ConfigError
+from llmq.config.fields import FP8_DTYPES
+from llmq.config.idle import Warnings
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import Option, layer_set, options_of
+
+_FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(Warnings):
+    """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
+
+    def normalized(self, now: datetime | None = None) -> TrainConfig:
+        """With what is implied written out: spellings, formats, recomputation, %n, the log file.
+
+        now: the start of the run for the name of the log file, in UTC. Applying it again changes
+        nothing. Raises ConfigError where a value has the wrong type.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, opt in OPTIONS.items():
+            if values[name] is not None:
+                values[name] = opt.convert(values[name])
+        values["master_dtype"] = values["master_dtype"] or values["model_dtype"]
+        values["grad_accum_dtype"] = values["grad_accum_dtype"] or values["model_dtype"]
+        values["matmul_dtype"] = values["matmul_dtype"] or values["model_dtype"]
+        values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
+        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
+        if values["steps"] < 0 and values["epochs"] is None:
+            values["epochs"] = 1
+        for implied, implying, least in _IMPLICATIONS:
+            values[implied] = values[implied] or values[implying] >= least
+        if values["log_file"] is None:
+            start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
+            values["log_file"] = Path(f"logs/%n-{start}.json")
+        for name in ("out_dir", "checkpoint_dir", "log_file"):
+            values[name] = Path(str(values[name]).replace("%n", values["name"]))
+        return TrainConfig(**values)
+
+    def validate(self) -> TrainConfig:
+        """Return self; ConfigError names a flag that is out of range or contradicts another."""
+        for name, opt in OPTIONS.items():
+            if getattr(self, name) is not None:
+                opt.check(getattr(self, name))
+        for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
+            if beta >= 1:
+                raise ConfigError(f"{flag}: must be less than 1, got {beta}")
+        if self.adam_epsilon < _LEAST_EPSILON:
+            raise ConfigError(
+                "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the "
+                f"update of a weight without gradients is 0 / 0, got {self.adam_epsilon}"
+            )
+        if self.seq_len % 4:
+            raise ConfigError(f"--seq-len: must be a multiple of 4, got {self.seq_len}")
+        tokens = self.batch_size * self.seq_len
+        if tokens % self.lmhead_chunks:
+            raise ConfigError(
+                f"--lmhead-chunks: {self.lmhead_chunks} does not divide the {tokens} tokens of a "
+                "micro-step (--batch-size times --seq-len)"
+            )
+        if tokens // self.lmhead_chunks % 4:
+            raise ConfigError(
+                f"--lmhead-chunks: {self.lmhead_chunks} leaves {tokens // self.lmhead_chunks} of "
+                f"{tokens} tokens for a chunk, which must be a multiple of 4"
+            )
+        if self.batch_size % self.attn_bwd_chunks:
+            raise ConfigError(
+                f"--attn-bwd-chunks: {self.attn_bwd_chunks} does not divide "
+                f"--batch-size {self.batch_size}"
+            )
+        for flag, dtype in (
+            ("--master-dtype", self.master_dtype),
+            ("--grad-accum-dtype", self.grad_accum_dtype),
+        ):
+            if self.model_dtype == "fp32" and dtype == "bf16":
+                raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
+        self._validate_matmul()
+        self._validate_memory()
+        if self.steps >= 0 and self.epochs is not None:
+            raise ConfigError("--epochs: excludes --steps, give one of them")
+        if self.steps >= 0:
+            self.check_total(self.steps)
+        if self.init_proj_to_zero and not self.from_scratch:
+            raise ConfigError("--init-proj-to-zero: needs --from-scratch")
+        if self.new_data and self.continue_from is None:
+            raise ConfigError("--new-data: needs --continue")
+        if self.measure_scaling and self.debug_time_breakdown:
+            raise ConfigError(
+                "--measure-scaling: not with --debug-time-breakdown, with which steps take longer"
+            )
+        if self.device == "cpu" and self.attention == "cudnn":
+            raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
+        return self
+
+    def check_total(self, steps: int) -> None:
+        """ConfigError if the cooldown is longer than the whole run, of so many steps."""
+        if self.cooldown > steps:
+            raise ConfigError(
+                f"--cooldown: {self.cooldown} steps are more than the {steps} of the whole run: "
+                "use fewer, or train for longer"
+            )
+
+    def _validate_matmul(self) -> None:
+        """The products run in the model's format, or in fp8 with fp8 output gradients."""
+        legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
+        if self.matmul_dtype not in legal:
+            raise ConfigError(
+                f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
+                f"{self.model_dtype}, use {' or '.join(legal)}"
+            )
+        if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
+            raise ConfigError(
+                f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
+                f"{self.gradient_dtype}"
+            )
+        if self.matmul_dtype != "e4m3" and self.gradient_dtype != self.matmul_dtype:
+            raise ConfigError(
+                f"--gradient-dtype: {self.gradient_dtype} needs --matmul-dtype e4m3, which is "
+                f"{self.matmul_dtype}"
+            )
+        if self.matmul_dtype != "e4m3" and self.head_dtype != self.model_dtype:
+            raise ConfigError(
+                f"--head-dtype: {self.head_dtype} does not go with --matmul-dtype "
+                f"{self.matmul_dtype} and --model-dtype {self.model_dtype}"
+            )
+        if self.head_dtype not in (self.model_dtype, "e4m3"):
+            raise ConfigError(
+                f"--head-dtype: {self.head_dtype} does not go with --model-dtype "
+                f"{self.model_dtype}, use {self.model_dtype} or e4m3"
+            )
+        if self.fp8_recipe == "delayed" and self.matmul_dtype != "e4m3":
+            raise ConfigError("--fp8-recipe: delayed needs --matmul-dtype e4m3")
+
+    def _validate_memory(self) -> None:
+        """Options that cannot do anything without another one."""
+        fp8 = self.matmul_dtype == "e4m3"
+        for flag, given, needs, has in (
+            ("--persistent-quants", self.persistent_quants, "--matmul-dtype e4m3", fp8),
+            ("--persistent-quants", self.persistent_quants, "--shard-weights", self.shard_weights),
+            (
+                "--offload-quants",
+                self.offload_quants,
+                "--persistent-quants",
+                self.persistent_quants,
+            ),
+            (
+                "--offload-gradients",
+                self.offload_gradients,
+                "--shard-gradients or --zero-level 2",
+                self.shard_gradients,
+            ),
+        ):
+            if given and not has:
+                raise ConfigError(f"{flag}: needs {needs}")
+
+    def validate_with(self, model: ModelConfig) -> TrainConfig:
+        """Return self. validate(), and the options against the model they are for."""
+        self.validate()
+        if self.seq_len > model.max_positions:
+            raise ConfigError(
+                f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
+            )
+        try:
+            layer_set(self.recompute_layers, model.num_layers)
+        except ValueError as error:
+            raise ConfigError(f"--recompute-layers: {error}") from None
+        chunk = self.batch_size * self.seq_len // self.lmhead_chunks
+        if self.head_dtype == "e4m3" and chunk % _FP8_MULTIPLE:
+            raise ConfigError(
+                f"--head-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but --lmhead-chunks "
+                f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
+            )
+        if self.matmul_dtype == "e4m3":
+            sizes = {
+                "tokens of a micro-step": self.batch_size * self.seq_len,
+                "hidden_size": model.hidden_size,
+                "intermediate_size": model.intermediate_size,
+                "width of the query heads": model.num_heads * model.head_dim,
+                "width of queries, keys and values": model.qkv_channels,
+            }
+            for name, size in sizes.items():
+                if size % _FP8_MULTIPLE:
+                    raise ConfigError(
+                        f"--matmul-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but the {name} "
+                        f"is {size}"
+                    )
+        return self
+
+
+OPTIONS: dict[str, Option] = options_of(TrainConfig)
+"""How each field of TrainConfig is set, by field name, in the order of --help."""
+
+# What is on where another option is, or has at least this value.
+_IMPLICATIONS = (
+    ("recompute_att", "recompute_block", True),
+    ("recompute_ffn", "recompute_block", True),
+    ("recompute_norm", "recompute_block", True),
+    ("recompute_qkv", "recompute_att", True),
+    ("recompute_swiglu", "recompute_ffn", True),
+    ("shard_gradients", "zero_level", 2),
+    ("shard_weights", "zero_level", 3),
+)
+
+
+def implied_by(name: str, config: TrainConfig) -> str | None:
+    """The flag that switches this option on in a normalized configuration, if one does.
+
+    The one at the beginning, where another one follows from it.
+    """
+    for implied, implying, least in _IMPLICATIONS:
+        value = getattr(config, implying)
+        if implied == name and value >= least:
+            option = OPTIONS[implying]
+            own = option.flag if value is True else f"{option.flag} {value}"
+            return implied_by(implying, config) or own
+    return None

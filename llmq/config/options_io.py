@@ -1,0 +1,160 @@
+"""Options from a file and the command line to a TrainConfig, and from a TrainConfig to the log."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.config.model import ModelConfig
+from llmq.config.options import OPTIONS, TrainConfig, implied_by
+
+_FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+
+# Rows of [Options] that have a name of their own, in llm.q's order: row, field of TrainConfig.
+_RENAMED = {
+    "lm-head-chunks": "lmhead_chunks",
+    "cuda-graphs": "use_cuda_graphs",
+    "use-write-combined": "write_combined",
+    "final-lr": "final_lr_fraction",
+    "micro-batch": "batch_size",
+    "ckpt-every-n-steps": "ckpt_interval",
+    "ckpt-keep": "ckpt_keep_n",
+    "train-loader-seed": "train_seed",
+    "eval-loader-seed": "eval_seed",
+}
+_BEFORE_SIZES = (
+    "name recompute-swiglu recompute-norm recompute-ffn recompute-qkv recompute-att "
+    "recompute-block lm-head-chunks attn-bwd-chunks offload-master offload-quants offload-opt-m "
+    "offload-opt-v use-zero-copy shard-weights shard-gradients persistent-quants cuda-graphs "
+    "all-to-all-reduce memcpy-all-gather memcpy-send-recv use-write-combined matmul-dtype "
+    "gradient-dtype model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr "
+    "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
+).split()
+_BEFORE_MODEL = (
+    "eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major "
+    "train-loader-seed eval-loader-seed"
+).split()
+_AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
+_ARCH_LABELS = {
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+    "LlamaForCausalLM": "LLaMA",
+    "MistralForCausalLM": "Mistral",
+    "GPT2LMHeadModel": "GPT2",
+}
+
+
+def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
+    """Normalized, validated options of a run: those given, then those of the file, then defaults.
+
+    given: values by flag name without dashes. file: YAML, or JSON by its suffix; one mapping with
+    the same keys, - or _ alike. Raises ConfigError for an unknown key, a value that is not valid,
+    and an option that is given as off though another one implies it.
+    """
+    own = _by_field(given, "")
+    inherited = {} if file is None else _by_field(_read_file(file), f"{file}: ")
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in own:  # they exclude each other, and the command line wins
+            inherited.pop(other, None)
+    values = inherited | own
+    config = TrainConfig(**values).normalized().validate()
+    for name, value in values.items():
+        implying = implied_by(name, config) if value is False else None
+        if implying is not None:
+            raise ConfigError(
+                f"--no-{OPTIONS[name].flags[0]}: {implying} implies {OPTIONS[name].flag}: leave "
+                "out one of them"
+            )
+    return config
+
+
+def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:
+    """Fields of TrainConfig that the user has set: as for make_config, which has accepted them."""
+    inherited = {} if file is None else _by_field(_read_file(file), "")
+    return frozenset(_by_field(given, "") | inherited)
+
+
+def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values by field name, without those that are None; where: prefix of messages."""
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        flag = str(key).replace("_", "-")
+        name = _FIELD_BY_FLAG.get(flag)
+        if name is None:
+            near = difflib.get_close_matches(flag, _FIELD_BY_FLAG, n=1)
+            hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
+            raise ConfigError(f"{where}unknown option {key}{hint}")
+        if value is None:
+            continue
+        if name in fields:
+            raise ConfigError(f"{where}{key} is given twice, under two names")
+        try:
+            fields[name] = OPTIONS[name].convert(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}{error}") from None
+    return fields
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    from llmq.config.option_file import (
+        read_option_file,  # here, so that --help does not wait for YAML
+    )
+
+    return read_option_file(file)
+
+
+def option_rows(
+    config: TrainConfig,
+    model: ModelConfig,
+    *,
+    world_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    total_steps: int | None = None,
+) -> list[tuple[str, bool | int | float | str]]:
+    """Name and value of every option, for [Options] and for the log.
+
+    llm.q's rows under llm.q's names come first, then the options that llm.q does not have or does
+    not report. total-batch (tokens per optimizer step) and steps-per-epoch are left out where the
+    number they need is not given; total_steps replaces --steps. None is reported as 'none'.
+    """
+    shown = {opt.flags[0]: getattr(config, name) for name, opt in OPTIONS.items()}
+    for row, name in _RENAMED.items():
+        shown[row] = shown.pop(OPTIONS[name].flags[0])
+    shown = {row: _label(row, value) for row, value in shown.items()}
+    if total_steps is not None:
+        shown["steps"] = total_steps
+
+    rows = [(row, shown.pop(row)) for row in _BEFORE_SIZES]
+    if world_size is not None:
+        tokens = config.batch_size * config.seq_len * config.grad_accumulation * world_size
+        rows.append(("total-batch", tokens))
+    if steps_per_epoch is not None:
+        rows.append(("steps-per-epoch", steps_per_epoch))
+    rows += [(row, shown.pop(row)) for row in ("steps", *_BEFORE_MODEL)]
+    rows += [
+        ("arch", _ARCH_LABELS[model.architecture]),
+        ("vocab-size", model.vocab_size),
+        ("hidden-size", model.hidden_size),
+        ("ffn-size", model.intermediate_size),
+        ("num-layers", model.num_layers),
+        ("tied-word-emb", model.tied_embeddings),
+        ("num-heads", model.num_heads),
+        ("num-kv-heads", model.num_kv_heads),
+    ]
+    rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
+    rows += [("head-dim", model.head_dim), ("max-positions", model.max_positions)]
+    return rows + list(shown.items())
+
+
+def _label(row: str, value: Any) -> bool | int | float | str:
+    """As the log spells it: number formats as llm.q does, paths as text."""
+    from llmq.base.dtypes import parse_dtype  # here, because it loads NumPy
+
+    if value is None:
+        return "none"
+    if row.endswith("-dtype"):
+        return parse_dtype(value).label
+    return value if isinstance(value, bool | int | float) else str(value)

@@ -1,0 +1,228 @@
+"""Models by name: presets for training from scratch, and model files on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.config.hf import ARCHITECTURES, ignored_fields
+from llmq.config.model import ModelConfig
+
+# name: hidden, intermediate, heads, kv heads, layers, norm eps, tied embeddings
+_QWEN25 = {
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 24, 1e-6, True),
+    "Qwen2.5-1.5B": (1536, 8960, 12, 2, 28, 1e-6, True),
+    "Qwen2.5-3B": (2048, 11008, 16, 2, 36, 1e-6, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 4, 28, 1e-6, False),
+    "Qwen2.5-14B": (5120, 13824, 40, 8, 48, 1e-5, False),
+    "Qwen2.5-32B": (5120, 27648, 40, 8, 64, 1e-5, False),
+    "Qwen2.5-72B": (8192, 29568, 64, 8, 80, 1e-5, False),
+}
+_QWEN3 = {
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 28, 1e-6, True),
+    "Qwen3-1.7B": (2048, 6144, 16, 8, 28, 1e-6, True),
+    "Qwen3-4B": (2560, 9728, 32, 8, 36, 1e-6, True),
+    "Qwen3-8B": (4096, 12288, 32, 8, 36, 1e-6, False),
+}
+_LLAMA2 = {
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 1e-5, False),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 1e-5, False),
+}
+_LLAMA3 = {
+    "llama-3-1b": (2048, 8192, 32, 8, 16, 1e-5, True),
+    "llama-3-3b": (3072, 8192, 24, 8, 28, 1e-5, True),
+    "llama-3-8b": (4096, 14336, 32, 8, 32, 1e-5, False),
+}
+_GPT2 = {
+    "gpt2-124m": (768, 3072, 12, 12, 12, 1e-5, True),
+    "gpt2-355m": (1024, 4096, 16, 16, 24, 1e-5, True),
+    "gpt2-774m": (1280, 5120, 20, 20, 36, 1e-5, True),
+    "gpt2-1558m": (1600, 6400, 25, 25, 48, 1e-5, True),
+}
+_TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
+_TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
+
+_ALIASES = {
+    "llama-3.2-1b": "llama-3-1b",
+    "llama-3.2-3b": "llama-3-3b",
+    "llama-3.1-8b": "llama-3-8b",
+    "gpt2": "gpt2-124m",
+    "gpt2-medium": "gpt2-355m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
+}
+
+# The vocabulary of all sizes is that of llm.q's presets, whose flags keep their meaning. Released,
+# Qwen2.5-7B and larger have 152,064 rows, the others these: whoever needs the shape of a released
+# model gives its directory instead of a preset.
+_QWEN_TOKENS = {"vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151643}
+_BYTE_TOKENS = {"vocab_size": 257, "eos_token_id": 256, "max_positions": 1024}
+"""Tiny models read bytes; id 256 ends a document."""
+
+
+def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[str, ModelConfig]:
+    """Presets of one architecture; common: the fields that its rows share."""
+    arch = ARCHITECTURES[architecture]
+    presets = {}
+    for name, (hidden, intermediate, heads, kv_heads, layers, eps, tied) in rows.items():
+        fields = {
+            "architecture": architecture,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": hidden // heads,
+            "norm": arch.norm,
+            "norm_eps": eps,
+            "activation": arch.activation,
+            "positions": arch.positions,
+            "qk_norm": arch.qk_norm,
+            "qkv_bias": bool(arch.qkv_bias),
+            "o_bias": bool(arch.qkv_bias) and arch.model_type != "qwen2",
+            "mlp_bias": bool(arch.mlp_bias),
+            "tied_embeddings": tied,
+        }
+        presets[name] = ModelConfig(**(fields | common)).validate()
+    return presets
+
+
+PRESETS: dict[str, ModelConfig] = {
+    **_family("Qwen2ForCausalLM", _QWEN25, **_QWEN_TOKENS, max_positions=32768, rope_theta=1e6),
+    **_family(
+        "Qwen3ForCausalLM",
+        _QWEN3,
+        **_QWEN_TOKENS,
+        max_positions=40960,
+        rope_theta=1e6,
+        head_dim=128,
+    ),
+    **_family(
+        "LlamaForCausalLM",
+        _LLAMA2,
+        vocab_size=32000,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        max_positions=4096,
+    ),
+    **_family(
+        "LlamaForCausalLM",
+        _LLAMA3,
+        vocab_size=128256,
+        bos_token_id=128000,
+        eos_token_id=128001,
+        pad_token_id=128255,
+        max_positions=4096,
+        rope_theta=5e5,
+    ),
+    **_family(
+        "GPT2LMHeadModel",
+        _GPT2,
+        vocab_size=50257,
+        bos_token_id=50256,
+        eos_token_id=50256,
+        max_positions=1024,
+    ),
+    **_family("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, **_BYTE_TOKENS),
+}
+"""Every preset by its canonical name."""
+
+_BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
+
+
+def preset(name: str) -> ModelConfig:
+    """The preset of this name in any case. Raises ConfigError with the closest names."""
+    canonical = _BY_LOWER_NAME.get(name.lower())
+    if canonical is None:
+        raise ConfigError(f"--model: no preset is called {name!r}; {_near_presets(name)}")
+    return PRESETS[canonical]
+
+
+def _near_presets(name: str) -> str:
+    """The end of an error message: what the user may have meant."""
+    near = difflib.get_close_matches(name.lower(), _BY_LOWER_NAME, n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(PRESETS)}"
+
+
+def is_preset(name: str) -> bool:
+    """Whether `preset` knows this name."""
+    return name.lower() in _BY_LOWER_NAME
+
+
+def find_directory(name: str) -> Path | None:
+    """The directory of this name, else of the repository of this name in the cache."""
+    directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
+    return directory if directory.is_dir() else _cached_snapshot(name)
+
+
+def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | None]:
+    """Find what --model names: a directory, a repository in the Hugging Face cache, or a preset.
+
+    Returns the configuration and the directory that holds its files, None for a preset. Nothing is
+    downloaded. A preset is only considered with from_scratch. Raises ConfigError.
+    """
+    directory = find_directory(name)
+    if directory is not None and ((directory / "config.json").is_file() or not from_scratch):
+        content = _read_config_json(directory)
+        try:
+            return ModelConfig.from_hf(content), directory
+        except ConfigError as error:
+            raise ConfigError(f"--model: {directory}: {error}") from None
+    if from_scratch:
+        return preset(name), None
+    if is_preset(name):
+        raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
+    where = f"--model: {name!r} is not a directory and not a repository in the cache {_hub_cache()}"
+    if name.count("/") == 1 and name[0] not in "./~":
+        raise ConfigError(f"{where}; download it first: hf download {name}")
+    raise ConfigError(f"{where}; presets need --from-scratch, {_near_presets(name)}")
+
+
+def model_warnings(directory: Path | None) -> list[str]:
+    """What training will leave out of the model in this directory, one line each."""
+    return [] if directory is None else ignored_fields(_read_config_json(directory))
+
+
+def _read_config_json(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--model: there is no {path}; give the directory of a Hugging Face model, or a preset "
+            "with --from-scratch"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--model: {path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--model: {path} must hold one JSON object")
+    return content
+
+
+def _hub_cache() -> Path:
+    """Directory of downloaded repositories, by the rules of huggingface_hub."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.path.expanduser(os.environ["HF_HUB_CACHE"]))
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(os.path.expanduser(os.environ.get("HF_HOME", cache))) / "hub"
+
+
+def _cached_snapshot(repository: str) -> Path | None:
+    """The snapshot that refs/main names, else the newest one; None if there is none."""
+    cached = _hub_cache() / f"models--{repository.replace('/', '--')}"
+    reference = cached / "refs" / "main"
+    if reference.is_file():
+        snapshot = cached / "snapshots" / reference.read_text().strip()
+        if snapshot.is_dir():
+            return snapshot
+    snapshots = [path for path in cached.glob("snapshots/*") if path.is_dir()]
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)

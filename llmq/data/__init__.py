@@ -1,0 +1,5 @@
+"""From text to token files to batches.
+
+Imports base.
+Start with `tokens.py` and `loader.py`.
+"""

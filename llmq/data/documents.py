@@ -1,0 +1,347 @@
+"""The documents of text files, JSON and Parquet, as a stream that can be resumed anywhere.
+
+A text file is one document; each record of JSON and each row of Parquet is one (`records.py`).
+Memory is constant: a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a
+time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from llmq.base.errors import DataError
+from llmq.base.records import Item, column_names, json_layout, read_json, read_parquet
+from llmq.data.tokens import expand_pattern
+
+PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
+BLOCK_PIECES = 1024  # small documents that travel together
+
+_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file. in_folder: found by walking a folder, so it may be left out."""
+
+    path: str
+    kind: str  # text, jsonl, json or parquet
+    size: int  # bytes
+    mtime_ns: int
+    in_folder: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where reading goes on. offset: bytes (of the unpacked file), for Parquet rows."""
+
+    source: int = 0
+    offset: int = 0
+    line: int = 0  # lines of JSONL before it, or elements of an array
+    document: int = 0  # documents before it, over all sources
+    skipped: int = 0  # files that were not text
+    bytes_read: int = 0  # of all sources, as they lie on the disk; for the progress bar
+
+
+class Piece(NamedTuple):
+    """A document or a part of one. text: str, or bytes that hold a JSON record."""
+
+    text: str | bytes
+    is_eval: bool
+    is_end: bool  # the document ends here
+    where: str  # for messages
+
+
+class Block(NamedTuple):
+    """Pieces to be encoded together, and where reading goes on after them."""
+
+    pieces: list[Piece]
+    end: Position
+
+
+# ------------------------------------------------------------------------------------------------
+# Which files
+
+
+def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
+    """The files that files, folders and glob patterns name, once each; links are followed.
+
+    Hidden files and the folder `exclude` (the output) are left out. DataError for an input that
+    names nothing.
+    """
+    sources: dict[str, Source] = {}
+    for name in inputs:
+        paths = expand_pattern(name)
+        if not paths:
+            raise DataError(f"input '{name}' is not there: give text files, folders or patterns")
+        for path in paths:
+            in_folder = path.is_dir()
+            files = _walk(path, exclude) if in_folder else [path] * path.is_file()
+            if not files:  # of a pipe neither the size nor a place to resume at is known
+                raise DataError(f"'{path}' is not a file and holds no files, hidden ones left out")
+            for file in files:
+                place = os.path.abspath(file)
+                if place not in sources or not in_folder:
+                    sources[place] = _source(file, in_folder)
+    return list(sources.values())
+
+
+def _walk(folder: Path, exclude: Path) -> list[Path]:
+    found: list[Path] = []
+    exclude = exclude.resolve()
+    seen: set[tuple[int, int]] = set()  # links may lead to a folder twice, or in a circle
+    for parent, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
+        here = Path(parent)
+        stat = here.stat()
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        # Sorted, so that it is always the same path under which a folder is seen first.
+        folders[:] = sorted(
+            f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
+        )
+        found += [here / f for f in files if not f.startswith(".") and (here / f).is_file()]
+    return sorted(found, key=os.fsencode)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise DataError(
+        f"cannot read the folder '{error.filename}': {error.strerror}; make it readable or leave "
+        "it out"
+    ) from error
+
+
+def _source(path: Path, in_folder: bool) -> Source:
+    name = path.name.lower()
+    kind = "text"
+    if json_name := _JSON_NAME.fullmatch(name):
+        kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
+    elif name.endswith((".parquet", ".pq")):
+        kind = "parquet"
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    return Source(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
+
+
+def _json_kind(path: Path, in_folder: bool) -> str:
+    """Of a .json file, which may hold anything; what has no records is a text in a folder."""
+    try:
+        kind = json_layout(str(path))
+    except (OSError, EOFError, zlib.error):  # reading it will tell
+        return "jsonl"
+    if kind is None and not in_folder:
+        raise DataError(
+            f"'{path}' holds neither an object on each line nor an array of objects: write it as "
+            ".jsonl, or rename it to .txt to take it as a text"
+        )
+    return kind or "text"
+
+
+def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], list[str]]:
+    """Leave out the JSON and Parquet files of folders that lack the field; what to warn of.
+
+    Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
+    """
+    fields = {source: _fields(source) if source.in_folder else None for source in sources}
+    lacking = {source: names for source, names in fields.items() if names and field not in names}
+    kept = [source for source in sources if source not in lacking]
+    only_texts = all(source.kind == "text" for source in kept)
+    if not lacking:
+        idle = only_texts and field != "text"
+        return kept, [f"--field {field} has no effect: all inputs are plain text"] if idle else []
+    first, names = next(iter(lacking.items()))
+    if only_texts:
+        raise DataError(
+            f"'{first.path}' has no field '{field}': use --field with one of {', '.join(names)}, "
+            "or leave the file out"
+        )
+    text = f"{len(lacking)} files in folders have no field '{field}': left out, the first is "
+    return kept, [f"{text}'{first.path}'"]
+
+
+def _fields(source: Source) -> list[str] | None:
+    """Of Parquet, or of a JSON file's first record; None for a text, and what cannot be read."""
+    if source.kind == "text":
+        return None
+    try:
+        if source.kind == "parquet":
+            return column_names(source.path)
+        record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
+    except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
+        return None
+    return list(record) if isinstance(record, dict) else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Which documents are for evaluation
+
+
+class EvalSplit:
+    """Sends a fraction of the documents to evaluation; of a single text its last part.
+
+    Of every 1/fraction documents one is taken, at a place that depends on the seed; of the first
+    1/fraction the second one, so that two documents are enough for both parts.
+    """
+
+    def __init__(self, fraction: float, seed: int, sources: Sequence[Source]) -> None:
+        """fraction: 0 <= fraction < 1. May read a little of a single text, to cut it at a line."""
+        self._fraction = Fraction(fraction).limit_denominator(1_000_000)
+        self._seed = seed
+        self._chosen = (-1, -1)  # of the stratum that was asked for last: its number, its document
+        self.offset: int | None = None  # of a single text: where the evaluation part starts
+        if self._fraction and len(sources) == 1 and sources[0].kind == "text":
+            self.offset = self._cut(sources[0])
+
+    def _cut(self, source: Source) -> int:
+        offset = int(source.size * (1 - self._fraction))
+        start = max(0, offset - PIECE_BYTES)
+        with open(source.path, "rb") as file:
+            file.seek(start)
+            return start + find_cut(file.read(offset - start))
+
+    def is_eval(self, document: int) -> bool:
+        """Whether the document with this number, counted over all inputs, is for evaluation."""
+        if not self._fraction:
+            return False
+        p, q = self._fraction.numerator, self._fraction.denominator
+        stratum = document * p // q
+        if self._chosen[0] != stratum:
+            first, end = -(-stratum * q // p), -(-(stratum + 1) * q // p)
+            digest = hashlib.blake2b(f"{self._seed} {stratum}".encode(), digest_size=8).digest()
+            place = int.from_bytes(digest, "little") % (end - first) if stratum else 1
+            self._chosen = (stratum, first + place)
+        return document == self._chosen[1]
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_blocks(
+    sources: Sequence[Source], field: str, split: EvalSplit, start: Position
+) -> Iterator[Block]:
+    """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
+
+    field: the column of Parquet that holds the text. DataError for what cannot be read.
+    """
+    pieces: list[Piece] = []
+    size = 0
+    at = start
+    done = sum(source.size for source in sources[: start.source])
+    for number in range(start.source, len(sources)):
+        source = sources[number]
+        try:
+            for item in _read(source, field, at, split.offset):
+                is_eval = split.is_eval(at.document)
+                if split.offset is not None:
+                    is_eval = item.offset > split.offset
+                at = Position(
+                    source=number,
+                    offset=item.offset,
+                    line=item.line,
+                    document=at.document + item.is_end,
+                    skipped=at.skipped,
+                    bytes_read=done + item.bytes_read,
+                )
+                pieces.append(Piece(item.text, is_eval, item.is_end, item.where))
+                size += len(item.text)
+                if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
+                    yield Block(pieces, at)
+                    pieces, size = [], 0
+        except _NotTextError:
+            at = replace(at, skipped=at.skipped + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"cannot read '{source.path}': {error}") from error
+        done += source.size
+        at = replace(at, source=number + 1, offset=0, line=0, bytes_read=done)
+    yield Block(pieces, at)
+
+
+class _NotTextError(Exception):
+    """A file in a folder is not text."""
+
+
+def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[Item]:
+    if source.kind == "text":
+        return _read_text(source, at.offset, cut)
+    if source.kind == "parquet":
+        return read_parquet(source.path, field, source.size, at.offset)
+    return read_json(source.path, source.kind, at.offset, at.line)
+
+
+def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[Item]:
+    """Pieces of a text. It is cut at `cut`, and where a cut does not change the tokens."""
+    with open(source.path, "rb") as file:
+        for stop in [source.size] if cut is None else [cut, source.size]:
+            while offset < stop:
+                # A piece depends on its own offset only, so a resumed run makes the same ones.
+                file.seek(offset)
+                wanted = min(PIECE_BYTES, stop - offset)
+                block = file.read(wanted)
+                if len(block) < wanted:
+                    raise DataError(f"'{source.path}' became shorter while it was read")
+                if offset + wanted < stop:
+                    block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
+                text = _decode(source, offset, block)
+                offset += len(block)
+                yield Item(text, offset == source.size, offset, 0, offset, source.path)
+
+
+def _decode(source: Source, offset: int, data: bytes) -> str:
+    if source.in_folder and offset == 0 and b"\0" in data:
+        raise _NotTextError
+    try:
+        return data.decode("utf-8-sig" if offset == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        if source.in_folder and offset == 0:
+            raise _NotTextError from error
+        raise DataError(
+            f"'{source.path}' is not UTF-8 text at byte {offset + error.start}: convert it "
+            "(`iconv -t UTF-8`) or leave it out"
+        ) from error
+
+
+def find_cut(block: bytes) -> int:
+    """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
+
+    The best place is after a line end between two visible characters: there the usual byte-level
+    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Then after any line end, then
+    before a space, then anywhere between two characters, but not inside `<|…|>`. The first three
+    are looked for in the second half. 0 only for a block without a boundary between characters.
+    """
+    blank = b" \t\n\r\v\f"
+    half = max(1, len(block) // 2)
+    after_any_line_end = 0
+    for at in _positions(block, b"\n", half):
+        if block[at + 1] not in blank:
+            if block[at - 1] not in blank:
+                return at + 1
+            after_any_line_end = after_any_line_end or at + 1
+    if after_any_line_end:
+        return after_any_line_end
+    for at in _positions(block, b" ", half):
+        if block[at + 1] not in blank and block[at - 1] not in blank:
+            return at
+    end = max(0, len(block) - 1)
+    while end > 0 and block[end] & 0xC0 == 0x80:  # a continuation byte
+        end -= 1
+    bracket = block.rfind(b"<", max(1, end - 64), end)
+    return bracket if bracket > 0 else end
+
+
+def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
+    """Where a byte is, from the last but one place of the block back to `start`."""
+    at = len(block) - 1
+    while (at := block.rfind(byte, start, at)) >= 0:
+        yield at

@@ -1,0 +1,258 @@
+"""The folder that `llmq tokenize` writes: token files filled one after the other, and a manifest.
+
+    train-000.bin …    token files of at most `shard_tokens` tokens
+    eval-000.bin …     the same for the evaluation part
+    tokenizer/         the tokenizer, for training and export
+    tokenize.json      what was done with which inputs, and how far
+
+The manifest is written after the token files it speaks of are on the disk. What lies in the files
+beyond its counts is dropped when the run is taken up again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.base.files import disk_errors, write_file
+from llmq.data.documents import Position, Source
+from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokens import TokenFile, TokenWriter, partial_path
+
+SPLITS = ("train", "eval")
+MANIFEST = "tokenize.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeSummary:
+    """What `tokenize` did. tokens: by split; files: the token files, sorted."""
+
+    documents: int
+    tokens: dict[str, int]
+    files: list[Path]
+    vocab_size: int
+    was_complete: bool  # an earlier run had finished already, nothing was done
+    was_resumed: bool
+    warnings: list[str]
+
+    def describe(self) -> str:
+        """The result in lines for the console."""
+        state = "had been written before" if self.was_complete else "written"
+        lines = [f"{self.documents} documents, vocabulary of {self.vocab_size}: {state}"]
+        for split, tokens in self.tokens.items():
+            files = [path for path in self.files if path.name.startswith(split)]
+            if files:
+                pattern = files[0] if len(files) == 1 else files[0].parent / f"{split}-*.bin"
+                lines.append(f"  {split}: {tokens} tokens in {pattern}")
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+class ShardWriter:
+    """Writes one split into files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
+
+    def __init__(
+        self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int
+    ) -> None:
+        """tokens: how many the last saved state counts; whatever was written after is dropped."""
+        self.out, self.split = out, split
+        self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
+        self.tokens = tokens
+        number, keep = divmod(tokens, shard_tokens)
+        path = self._path(number)
+        if keep and path.exists():  # completed after the state was saved
+            os.replace(path, partial_path(path))
+        for stale in _token_files(out, split):
+            if _shard_number(stale) >= number and not (keep and stale == partial_path(path)):
+                stale.unlink()
+        self._writer = TokenWriter(path, vocab_size, keep_tokens=keep) if keep else None
+
+    def _path(self, number: int) -> Path:
+        return self.out / f"{self.split}-{number:03d}.bin"
+
+    def write(self, ids: np.ndarray) -> None:
+        while len(ids):
+            number, used = divmod(self.tokens, self.shard_tokens)
+            if self._writer is None:
+                self._writer = TokenWriter(self._path(number), self.vocab_size)
+            part = ids[: self.shard_tokens - used]
+            self._writer.write(part)
+            self.tokens += len(part)
+            ids = ids[len(part) :]
+            if self.tokens % self.shard_tokens == 0:
+                self.finish()
+
+    def sync(self) -> None:
+        if self._writer is not None:
+            self._writer.sync()
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def suspend(self) -> None:
+        if self._writer is not None:
+            self._writer.suspend()
+
+
+_SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.bin(\.partial)?")
+
+
+def _token_files(out: Path, *splits: str) -> list[Path]:
+    """Files in `out` that are named like ours, complete or not, sorted."""
+    matches = [(_SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
+    return sorted(path for match, path in matches if match and match[1] in splits)
+
+
+def _shard_number(path: Path) -> int:
+    return int(_SHARD_NAME.fullmatch(path.name)[2])
+
+
+# ------------------------------------------------------------------------------------------------
+# The manifest
+
+
+class Manifest:
+    """tokenize.json: options, inputs, tokens written, place in the input."""
+
+    def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self.out, self.data, self._tokenizer = out, data, tokenizer
+
+    def save(
+        self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
+    ) -> None:
+        """Force the token files to the disk, then say so. complete: the tokenizer, too."""
+        for writer in shards.values():
+            writer.sync()
+        if complete:
+            _save_tokenizer(self._tokenizer, self.out / "tokenizer")
+        self.data["position"] = asdict(position)
+        self.data["splits"] = {split: writer.tokens for split, writer in shards.items()}
+        self.data["complete"] = complete
+        self.write()
+
+    def write(self) -> None:
+        write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
+
+    def discard_if_empty(self) -> None:
+        """Leave nothing behind of a run that has not come to its first `save`."""
+        if _is_empty(self.data):
+            _remove(self.out)
+
+    def summary(
+        self, warnings: Sequence[str], *, was_complete: bool = False, was_resumed: bool = False
+    ) -> TokenizeSummary:
+        """The result; warnings: of the inputs. DataError if files are missing or damaged."""
+        tokens, position = self.data["splits"], self.data["position"]
+        files = _token_files(self.out, *SPLITS)
+        if sum(TokenFile(path).num_tokens for path in files) != sum(tokens.values()):
+            raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
+        warnings = [*warnings]
+        if position["skipped"]:
+            warnings.append(f"{position['skipped']} files in folders are not text: left out")
+        fraction = self.data["options"]["eval_fraction"]
+        for split in SPLITS:
+            if fraction and not tokens[split]:
+                warnings.append(
+                    f"no tokens for {split}: {position['document']} documents with "
+                    f"--eval-fraction {fraction}"
+                )
+        return TokenizeSummary(
+            documents=position["document"],
+            tokens=tokens,
+            files=files,
+            vocab_size=self.data["vocab_size"],
+            was_complete=was_complete,
+            was_resumed=was_resumed,
+            warnings=warnings,
+        )
+
+
+def open_manifest(
+    out: Path,
+    options: dict[str, Any],
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    overwrite: bool,
+) -> Manifest:
+    """The manifest in `out`, which is made, or a new one.
+
+    DataError if `out` holds anything else of this kind.
+    """
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    inputs = [[os.path.abspath(s.path), s.size, s.mtime_ns] for s in sources]
+    path = out / MANIFEST
+    earlier = _read_manifest(path) if path.exists() and not overwrite else None
+    if earlier is not None and not _is_empty(earlier):
+        _check_same(path, earlier, options, inputs)
+        return Manifest(out, earlier, tokenizer)
+    if overwrite or earlier is not None:  # the latter of a run that was killed early
+        _remove(out)
+    if files := _token_files(out, *SPLITS):
+        raise DataError(f"'{files[0]}' is of another origin: choose another --out or --overwrite")
+    data = {
+        "complete": False,
+        "options": options,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "splits": dict.fromkeys(SPLITS, 0),
+        "position": asdict(Position()),
+        "inputs": inputs,
+    }
+    manifest = Manifest(out, data, tokenizer)
+    manifest.write()
+    return manifest
+
+
+def _is_empty(data: dict[str, Any]) -> bool:
+    """Whether a manifest says that nothing has been written yet."""
+    return not data["complete"] and data["position"] == asdict(Position())
+
+
+def _remove(out: Path) -> None:
+    """The manifest first: token files alone are never taken for complete."""
+    for path in [out / MANIFEST, *_token_files(out, *SPLITS)]:
+        path.unlink(missing_ok=True)
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Put the tokenizer's files into `folder`, in place of those of another one."""
+    if isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve():
+        return  # it is used from there already
+    with disk_errors(folder):
+        for name in HfTokenizer.FILES:
+            (folder / name).unlink(missing_ok=True)
+        tokenizer.save(folder)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        _ = dict(data["options"]), list(data["inputs"]), data["position"], data["complete"]
+        return data
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error
+
+
+def _check_same(
+    path: Path, data: dict[str, Any], options: dict[str, Any], inputs: list[list]
+) -> None:
+    """DataError if the tokens that are there were made in another way."""
+    changed = [name for name in options if options[name] != data["options"].get(name)]
+    if inputs != data["inputs"]:
+        then = len(data["inputs"])
+        changed.append(f"inputs ({then} files then, {len(inputs)} now, or edited)")
+    if changed:
+        raise DataError(
+            f"'{path.parent}' holds tokens made with other {', '.join(changed)}: choose another "
+            "--out, or start again with --overwrite"
+        )

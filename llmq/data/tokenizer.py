@@ -1,0 +1,263 @@
+"""Text to token ids and back: plain bytes, or the tokenizer files of a Hugging Face model.
+
+Both recognise special tokens that are written out in the text (`<|endoftext|>` …), as Hugging Face
+tokenizers do, and neither adds any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmq.base.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt); DataError if not."""
+    return ByteTokenizer() if str(spec) == "bytes" else HfTokenizer(Path(spec))
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8, 256 is the end of a text, `<|endoftext|>`."""
+
+    vocab_size = 257
+    eos_id: int | None = 256
+    bos_id: int | None = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, int32 (n,)."""
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for part in text.split(END_OF_TEXT):
+            parts.append(np.full(min(len(parts), 1), self.eos_id, np.int32))  # between two parts
+            parts.append(np.frombuffer(part.encode(), np.uint8).astype(np.int32))
+        return np.concatenate(parts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; U+FFFD for bytes that are not UTF-8."""
+        text = b"".join(
+            END_OF_TEXT.encode() if token == self.eos_id else bytes([token]) for token in ids
+        )
+        return text.decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write files from which transformers' AutoTokenizer makes the same tokenizer.
+
+        It is a byte-level BPE without merges, whose vocabulary maps the character that stands for a
+        byte to that byte.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        model = Tokenizer(models.BPE(vocab, []))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.decoder = decoders.ByteLevel()
+        model.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+        special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,  # transformers' own value for "no limit"
+            **special,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(model.to_str(pretty=True) + "\n", "utf-8")
+        for name, content in [("tokenizer_config", config), ("special_tokens_map", special)]:
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE.
+
+    A printable Latin-1 byte stands for itself; the others get U+0100, U+0101, … in their order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(code) for code in range(0x100, 0x200))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
+
+
+class HfTokenizer:
+    """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None."""
+
+    # What transformers may look for beside the weights.
+    FILES = (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+        *("merges.txt", "added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+    )
+
+    def __init__(self, folder: Path) -> None:
+        """DataError if the folder or its tokenizer files are missing or damaged."""
+        self.folder = folder
+        if not folder.is_dir():
+            raise DataError(
+                f"no tokenizer folder '{folder}': give 'bytes' or a folder with tokenizer.json"
+            )
+        self._tokenizer = _load_hf(folder)
+        self._tokenizer.no_truncation()  # some files carry a maximum length
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids) + 1  # there may be gaps in the ids
+        self.eos_id = self._special_id("eos")
+        self.bos_id = self._special_id("bos")
+        identity = f"{self._tokenizer.to_str()} {self.eos_id}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+
+    def _special_id(self, name: str) -> int | None:
+        """Id of the eos or bos token: by its text, else by the model's config, else by custom."""
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = _read_json(self.folder / file).get(f"{name}_token")
+            if token is None:
+                continue
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise DataError(f"'{self.folder / file}': {name}_token {token!r} is no token")
+            if self._tokenizer.token_to_id(text) is not None:
+                return self._tokenizer.token_to_id(text)
+        for file in ("generation_config.json", "config.json"):
+            token_id = _read_json(self.folder / file).get(f"{name}_token_id")
+            if token_id is None:
+                continue
+            first = token_id[0] if isinstance(token_id, list) and token_id else token_id
+            if type(first) is not int or first < 0:
+                raise DataError(f"'{self.folder / file}': {name}_token_id {token_id!r} is no id")
+            if first < self.vocab_size:  # else a default, as GPT-2's 50256 for any vocabulary
+                return first
+        return self._tokenizer.token_to_id(END_OF_TEXT)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, int32 (n,)."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Copy the tokenizer's files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self.FILES:
+            if (self.folder / name).exists():
+                shutil.copyfile(self.folder / name, folder / name)
+
+
+Tokenizer = ByteTokenizer | HfTokenizer
+
+
+def _load_hf(folder: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if fast.exists():
+            return Tokenizer.from_file(str(fast))
+        if vocab.exists() and merges.exists():
+            return _from_vocab_and_merges(folder)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
+    raise DataError(
+        f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "
+        "with transformers' AutoTokenizer.save_pretrained, or copy them from the model"
+    )
+
+
+# How the tokenizers that are saved as vocab.json and merges.txt cut a text into words. For GPT-2
+# the library knows the expression.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
+    """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    config = _read_json(folder / "tokenizer_config.json")
+    name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
+    tokenizer = Tokenizer(
+        models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    )
+    if name == "GPT2Tokenizer":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif name == "Qwen2Tokenizer":
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        raise DataError(
+            f"'{folder}' has no tokenizer.json, and vocab.json of a {name} cannot be used: write "
+            "tokenizer.json there with transformers' AutoTokenizer.save_pretrained"
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, folder, config)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids they have there.
+
+    The library numbers them itself, so they are added in the order of their ids and checked.
+    """
+    from tokenizers import AddedToken
+
+    ids: dict[str, int] = _read_json(folder / "added_tokens.json")
+    added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        added[END_OF_TEXT] = {"special": True}
+    for token_id, token in config.get("added_tokens_decoder", {}).items():
+        text = token["content"]
+        ids[text] = int(token_id)
+        flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
+        added[text] = {flag: token[flag] for flag in flags if flag in token}
+    for text in sorted(added, key=lambda text: ids.get(text, -1)):
+        token = AddedToken(text, **{"normalized": False, **added[text]})
+        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+        add([token])
+        if text in ids and tokenizer.token_to_id(text) != ids[text]:
+            raise DataError(
+                f"'{folder}': added token {text!r} should have id {ids[text]} but gets "
+                f"{tokenizer.token_to_id(text)}: use a folder with tokenizer.json"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"cannot read '{path}': it holds no JSON object")
+    return content

@@ -1,0 +1,335 @@
+"""Token files (`.bin`): find, check, read and write them.
+
+    offset 0     8 bytes  b"BIN.TOK\n"
+           8     int32    version, 1 or 2 (written: 2; version 1 carries no vocabulary size)
+          12     int32    bytes per token, 4
+          16     int32    number of tokens n
+          20     int32    vocabulary size
+          24     int32    1 = loss masks follow the tokens
+          28     filler   up to 1024 bytes: "*", then a newline
+        1024     n int32  token ids; documents follow one another
+    1024 + 4n    bits     only with masks: one bit per token, least significant first, 1 = train
+
+Everything is little-endian. The mask bit of a token says whether *predicting that token* counts.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.base.files import disk_errors, sync_directory
+
+MAGIC = b"BIN.TOK\n"
+VERSION = 2
+HEADER_BYTES = 1024
+TOKEN_BYTES = 4
+MAX_TOKENS = 2**31 - 1  # the header counts tokens in an int32
+MASKED_TARGET = -100  # the target id that the loss ignores
+
+_FIELDS = struct.Struct("<8s5i")
+_TOKEN = np.dtype("<i4")
+
+
+# ------------------------------------------------------------------------------------------------
+# Finding files
+
+
+def expand_pattern(pattern: str | Path) -> list[Path]:
+    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each.
+
+    A name that exists is taken literally, so that special characters in it do no harm.
+    """
+    literal = Path(os.path.expanduser(pattern))  # pathlib's raises where there is no such user
+    if literal.exists():
+        return [literal]
+    names: set[str] = set()
+    for alternative in _expand_braces(os.fspath(pattern)):
+        names.update(glob.glob(os.path.expanduser(alternative), recursive=True))
+    return [Path(name) for name in sorted(names, key=os.fsencode)]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """`a{b,c{d,e}}` -> [ab, acd, ace]. Braces without a partner or a comma stand for themselves."""
+    start = pattern.find("{")
+    while start >= 0:
+        depth, commas = 0, []
+        for i in range(start, len(pattern)):
+            if pattern[i] == "{":
+                depth += 1
+            elif pattern[i] == "," and depth == 1:
+                commas.append(i)
+            elif pattern[i] == "}":
+                depth -= 1
+                if depth == 0:
+                    break
+        if depth == 0 and commas:
+            edges = [start, *commas, i]
+            parts = [pattern[a + 1 : b] for a, b in itertools.pairwise(edges)]
+            return [
+                expanded
+                for part in parts
+                for expanded in _expand_braces(pattern[:start] + part + pattern[i + 1 :])
+            ]
+        start = pattern.find("{", start + 1)
+    return [pattern]
+
+
+def open_token_files(
+    patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
+) -> list[TokenFile]:
+    """Open and check every token file that one or several glob patterns name, in sorted order.
+
+    vocab_size: the model's; every file's must not exceed it. DataError for the first file that is
+    missing, damaged or belongs to another vocabulary than the others.
+    """
+    if isinstance(patterns, str | Path):
+        patterns = [patterns]
+    paths: set[Path] = set()
+    for pattern in patterns:
+        found = [path for path in expand_pattern(pattern) if not path.is_dir()]
+        if not found:
+            raise DataError(
+                f"no token file matches '{pattern}': give a .bin file or a quoted pattern such as "
+                "'data/train*.bin'; `llmq tokenize` writes such files"
+            )
+        paths.update(found)
+    files = [TokenFile(path) for path in sorted(paths, key=os.fsencode)]
+    known = [file for file in files if file.vocab_size]
+    for file in known:
+        if file.vocab_size != known[0].vocab_size:
+            raise DataError(
+                f"'{file.path}' has a vocabulary of {file.vocab_size} tokens but "
+                f"'{known[0].path}' has {known[0].vocab_size}: use one tokenizer for all files"
+            )
+        if vocab_size is not None and file.vocab_size > vocab_size:
+            raise DataError(
+                f"'{file.path}' has a vocabulary of {file.vocab_size} tokens but the model has "
+                f"only {vocab_size}: tokenize the data with this model's tokenizer"
+            )
+    return files
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+class TokenFile:
+    """One checked token file. Not shared between threads: the read position is state.
+
+    path; version; num_tokens; vocab_size (0 = unknown); has_masks; num_bytes (of the whole file).
+    """
+
+    __slots__ = ("_file", "has_masks", "num_bytes", "num_tokens", "path", "version", "vocab_size")
+
+    def __init__(self, path: str | Path) -> None:
+        """Check the header against the format and the file's length; DataError where it is off."""
+        self.path = Path(path)
+        self._file: BinaryIO | None = None
+        try:
+            with open(self.path, "rb") as file:
+                header = file.read(HEADER_BYTES)
+                self.num_bytes = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"cannot read token file '{path}': {error.strerror}") from error
+        if not header.startswith(MAGIC):
+            raise DataError(
+                f"'{path}' is not a token file: it starts with {header[:8]!r} instead of "
+                f"{MAGIC!r}; make one with `llmq tokenize`"
+            )
+        if len(header) < HEADER_BYTES:
+            raise DataError(
+                f"'{path}' is truncated: {len(header)} bytes, less than its header of "
+                f"{HEADER_BYTES}; write it again"
+            )
+        _, self.version, width, self.num_tokens, vocab_size, masks = _FIELDS.unpack_from(header)
+        self.vocab_size = vocab_size if self.version == VERSION else 0
+        self.has_masks = masks == 1
+        self._check(width)
+
+    def _check(self, width: int) -> None:
+        if self.version not in (1, VERSION):
+            raise DataError(
+                f"'{self.path}' has version {self.version}; versions 1 and {VERSION} can be read: "
+                "tokenize the data again with this program"
+            )
+        if width != TOKEN_BYTES:
+            raise DataError(
+                f"'{self.path}' stores {width} bytes per token; only {TOKEN_BYTES} can be read: "
+                "tokenize the data again with this program"
+            )
+        if self.num_tokens < 0 or self.vocab_size < 0:
+            raise DataError(
+                f"'{self.path}' has a damaged header: {self.num_tokens} tokens, vocabulary of "
+                f"{self.vocab_size}; write the file again"
+            )
+        expected = HEADER_BYTES + TOKEN_BYTES * self.num_tokens
+        if self.has_masks:
+            expected += (self.num_tokens + 7) // 8
+        if self.num_bytes != expected:
+            state = "is truncated" if self.num_bytes < expected else "is too long"
+            raise DataError(
+                f"'{self.path}' {state}: {self.num_bytes} bytes, but its header says "
+                f"{self.num_tokens} tokens{' with masks' * self.has_masks} = {expected} bytes; "
+                "copy or write the file again"
+            )
+
+    def read_tokens(self, start: int, count: int) -> np.ndarray:
+        """Token ids [start, start + count), int32. The caller stays inside num_tokens."""
+        out = np.empty(count, _TOKEN)
+        self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
+        return out.astype(np.int32, copy=False)
+
+    def read_mask(self, start: int, count: int) -> np.ndarray:
+        """Mask bits [start, start + count), bool: True where predicting that token counts."""
+        if not self.has_masks:
+            return np.ones(count, bool)
+        first = start // 8
+        packed = np.empty((start + count + 7) // 8 - first, np.uint8)
+        self._read_into(HEADER_BYTES + TOKEN_BYTES * self.num_tokens + first, packed)
+        bits = np.unpackbits(packed, bitorder="little")
+        return bits[start - 8 * first :][:count].astype(bool)
+
+    def _read_into(self, offset: int, out: np.ndarray) -> None:
+        # Plain reads instead of a memory map: a file that shrinks or a network disk that fails
+        # then raises here, where a map would kill the process with SIGBUS.
+        try:
+            if self._file is None:
+                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            self._file.seek(offset)
+            got = self._file.readinto(out)
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
+        if got != out.nbytes:
+            raise DataError(
+                f"'{self.path}' became shorter while it was used: {got} of {out.nbytes} bytes at "
+                f"offset {offset}; restore the file and continue from the last checkpoint"
+            )
+
+    def close(self) -> None:
+        """Give the file descriptor back; the next read opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+
+
+class TokenWriter:
+    """Write one token file piece by piece; it appears under its name only when it is complete.
+
+    Until `close` the data is in `partial_path(path)`. As a context manager it closes at the end,
+    or discards the partial file if the block raises. Memory: with masks 1 bit per token, else none.
+    """
+
+    def __init__(
+        self, path: str | Path, vocab_size: int, *, with_masks: bool = False, keep_tokens: int = 0
+    ) -> None:
+        """keep_tokens: go on after that many tokens of a partial file that `suspend` left."""
+        if with_masks and keep_tokens:
+            raise ValueError("TokenWriter: a file with masks cannot be continued")
+        self.path = Path(path)
+        self.vocab_size = vocab_size
+        self.with_masks = with_masks
+        self.num_tokens = keep_tokens
+        self._mask_bytes = bytearray()
+        self._mask_rest = np.empty(0, bool)  # fewer than 8 bits that do not fill a byte yet
+        partial = partial_path(self.path)
+        with disk_errors(partial):
+            self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
+            if keep_tokens:
+                self._keep(keep_tokens)
+            else:
+                self._file.write(self._header())
+
+    def _keep(self, tokens: int) -> None:
+        length = HEADER_BYTES + TOKEN_BYTES * tokens
+        if os.fstat(self._file.fileno()).st_size < length:
+            self._file.close()
+            raise DataError(
+                f"'{partial_path(self.path)}' is shorter than the {tokens} tokens that were saved "
+                "in it: start again with --overwrite"
+            )
+        self._file.truncate(length)
+        self._file.seek(length)
+
+    def _header(self) -> bytes:
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, TOKEN_BYTES, self.num_tokens, self.vocab_size, int(self.with_masks)
+        )
+        return fields.ljust(HEADER_BYTES - 1, b"*") + b"\n"
+
+    def write(self, tokens: np.ndarray | Iterable[int], mask: np.ndarray | None = None) -> None:
+        """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts.
+
+        ValueError for ids outside the vocabulary; LlmqError when the disk is full or the file
+        would hold more than 2^31 - 1 tokens.
+        """
+        tokens = np.asarray(tokens)
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+            raise ValueError(
+                f"TokenWriter.write: ids must be in 0..{self.vocab_size - 1}, "
+                f"got {tokens.min()}..{tokens.max()}"
+            )
+        if (mask is not None) != self.with_masks or (mask is not None and len(mask) != len(tokens)):
+            raise ValueError("TokenWriter.write: give one mask bit per token iff with_masks is set")
+        if self.num_tokens + len(tokens) > MAX_TOKENS:
+            raise DataError(f"'{self.path}' would exceed {MAX_TOKENS} tokens: write several files")
+        with disk_errors(self.path):
+            self._file.write(tokens.astype(_TOKEN, copy=False).tobytes())
+        self.num_tokens += len(tokens)
+        if mask is not None:
+            bits = np.concatenate([self._mask_rest, mask.astype(bool)])
+            whole = len(bits) // 8 * 8
+            self._mask_bytes += np.packbits(bits[:whole], bitorder="little").tobytes()
+            self._mask_rest = bits[whole:]
+
+    def sync(self) -> None:
+        """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def suspend(self) -> None:
+        """Leave the partial file as it is, to be continued with `keep_tokens`."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Give up: remove the partial file."""
+        self._file.close()
+        partial_path(self.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write masks and header, force the file to the disk and give it its name."""
+        with disk_errors(self.path), self._file:
+            self._mask_bytes += np.packbits(self._mask_rest, bitorder="little").tobytes()
+            self._file.write(self._mask_bytes)
+            self._file.seek(0)
+            self._file.write(self._header())
+            self.sync()
+        os.replace(partial_path(self.path), self.path)
+        sync_directory(self.path.parent)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file lies until it is complete."""
+    return path.with_name(path.name + ".partial")

@@ -1,0 +1,130 @@
+"""Inference with a key-value cache: the same layers, a few tokens at a time, no gradients."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+
+from llmq.base.dtypes import F32, I32, DType
+from llmq.base.operand import Target
+from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
+from llmq.model import embedding, linear, norm
+from llmq.model.norm import Stats
+from llmq.ops import attention, gelu, qk_norm, rope, swiglu
+from llmq.runtime.device import Device
+from llmq.state.weights import Weights
+
+
+class Decoder:
+    """One sequence of at most `positions` tokens; call `forward` with what comes next."""
+
+    def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
+        self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
+        self.dtype: DType = weights.options.dtype
+        shape = (1, positions, config.num_kv_heads, config.head_dim)
+
+        def cache(name: str) -> list[Tensor]:
+            names = [f"{name}.{layer}" for layer in range(config.num_layers)]
+            return [dev.alloc(n, shape, self.dtype, "Activations") for n in names]
+
+        self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
+        self.tokens = dev.alloc("tokens", (positions,), I32, "Activations")
+        self.rope_table: Tensor | None = None
+        if config.positions == "rope":
+            scaling = config.rope_scaling
+            table = rope.make_table(positions, config.head_dim, config.rope_theta, scaling)
+            self.rope_table = dev.alloc("rope_table", table.shape, F32, "Activations")
+            dev.upload(self.rope_table, table)
+        self.logits = dev.alloc("logits", (1, config.padded_vocab), self.dtype, "Activations")
+
+    def forward(self, tokens: np.ndarray, position: int) -> None:
+        """Run tokens (n,), the sequence's elements [position, position + n).
+
+        self.logits (1, Vp) then predicts element position + n.
+        """
+        n, C = len(tokens), self.config.hidden_size
+        if not 0 < n <= self.positions - position:
+            raise ValueError(f"decode: {n} tokens at {position} exceed {self.positions} positions")
+        part = self.tokens.rows(0, n)
+        self.dev.upload(part, tokens.astype(np.int32))
+        with ExitStack() as temps:
+
+            def scratch(name: str, *shape: int, dtype: DType = self.dtype) -> Tensor:
+                return temps.enter_context(self.dev.scratch(name, shape, dtype))
+
+            residual, branch, out = (scratch(s, n, C) for s in ("residual", "branch", "norm"))
+            layernorm = self.config.norm == "layernorm"
+            mean = scratch("mean", n, dtype=F32) if layernorm else None
+            stats = Stats(scratch("rstd", n, dtype=F32), mean)
+            args = (self._get("embed"), residual.view(1, n, C), part.view(1, n), position)
+            embedding.forward(self.dev, *args)
+            for layer in range(self.config.num_layers):
+                self._block(layer, residual, branch, out, stats, position)
+            self._head(residual, branch, out, stats)
+
+    def _get(self, name: str) -> dict[str, Tensor]:
+        self.weights.gather(name)
+        views = self.weights.get(name)
+        self.weights.release(name)
+        return views
+
+    def _block(
+        self,
+        layer: int,
+        residual: Tensor,
+        branch: Tensor,
+        out: Tensor,
+        stats: Stats,
+        position: int,
+    ) -> None:
+        dev, config, w, n = self.dev, self.config, self._get(f"layers.{layer}"), out.shape[0]
+        to = Target(out)
+        if layer == 0:
+            norm.forward(dev, config, w, "ln1", to, stats, residual)
+        else:
+            args = (residual, to, stats, residual, branch)
+            norm.forward_residual(dev, config, w, "ln1", *args)
+        self._attention(layer, w, branch, out, position)
+        norm.forward_residual(dev, config, w, "ln2", residual, to, stats, residual, branch)
+        F, gated = config.intermediate_size, config.activation == "swiglu"
+        with (
+            dev.scratch("mlp_up", (n, w["up"].shape[0]), self.dtype) as mlp_up,
+            dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
+        ):
+            linear.forward(dev, mlp_up, out, w["up"], w.get("up_bias"))
+            (swiglu if gated else gelu).forward(dev, mlp_act, mlp_up)
+            linear.forward(dev, branch, mlp_act, w["down"], w.get("down_bias"))
+
+    def _attention(
+        self, layer: int, w: dict[str, Tensor], branch: Tensor, x: Tensor, position: int
+    ) -> None:
+        dev, config, n = self.dev, self.config, x.shape[0]
+        Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
+        with (
+            dev.scratch("qkv", (n, config.qkv_channels), self.dtype) as flat,
+            dev.scratch("att", (n, Hq * Hd), self.dtype) as att,
+        ):
+            linear.forward(dev, flat, x, w["qkv"], w.get("qkv_bias"))
+            qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
+            if config.qk_norm:
+                with (
+                    dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
+                    dev.scratch("qk_rstd", (1, n, Hq + Hkv), F32) as rstd,
+                ):
+                    args = (raw, rstd, w["q_norm"], w["k_norm"], config.norm_eps, Hq, Hkv)
+                    qk_norm.forward(dev, qkv, *args)
+            if self.rope_table is not None:
+                rope.forward(dev, qkv, self.rope_table, Hq, Hkv, first_position=position)
+            caches = (self.k_cache[layer], self.v_cache[layer])
+            attention.decode(dev, att.view(1, n, Hq, Hd), qkv, *caches, position, Hq, Hkv)
+            linear.forward(dev, branch, att, w["o"], w.get("o_bias"))
+
+    def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
+        dev, config, n = self.dev, self.config, out.shape[0]
+        w = self._get("head")
+        args = (residual, Target(out), stats, residual, branch)
+        norm.forward_residual(dev, config, w, "norm", *args)
+        lm_head = self._get("embed")["embed"] if config.tied_embeddings else w["lm_head"]
+        linear.forward(dev, self.logits, out.rows(n - 1, n), lm_head)

@@ -1,0 +1,186 @@
+"""The end of the model: final norm, LM head in chunks, fused cross-entropy, first gradients.
+
+In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever format the blocks'
+gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
+the target's -1. Its elements are bounded, so the scale is a constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+
+from llmq.base.dtypes import E5M2, E5M2_MAX, F32
+from llmq.base.operand import Fp8, Operand, Target
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.config.model import ModelConfig
+from llmq.model import linear, norm
+from llmq.model.activations import Layer
+from llmq.model.linear import EXACT
+from llmq.model.operands import FAST, HEAD, Operands
+from llmq.ops import cross_entropy, quantize
+from llmq.runtime.device import Device
+
+LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
+
+
+def gradient_scale(z_loss: float) -> float:
+    """Of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
+    return 2.0 ** math.ceil(math.log2((1 + z_loss * LARGEST_LSE) / E5M2_MAX))
+
+
+class Head:
+    """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
+
+    losses, lse: F32 (rows,), per token, of the last micro-step. chunks: the logits of rows/chunks
+    tokens exist at a time.
+    """
+
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        operands: Operands,
+        chunks: int,
+        z_loss: float,
+    ):
+        dtype, rows = operands.dtype, operands.rows
+        self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
+        self.operands, self.z_loss = operands, z_loss
+        shape = (rows, config.hidden_size)
+        self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
+        self.out = dev.alloc("norm.final", shape, dtype, "Activations")
+        self.stats = norm.alloc_stats(dev, config, "norm.final", rows)
+        self.losses = dev.alloc("losses", (rows,), F32, "Activations")
+        self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
+        fp8 = operands.fp8
+        self.fp8 = fp8 is not None and fp8.head
+        self.fast = FAST[fp8.fast][1] if self.fp8 else EXACT
+        if self.fp8:
+            self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
+            dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
+
+    def forward(self, w: dict[str, Tensor], last: Layer, branch: Tensor) -> None:
+        """The final norm, of the last block's residual_att + branch."""
+        to = Target(self.out, self.operands.abs_max(HEAD) if self.fp8 else None)
+        args = (self.residual, to, self.stats, last.residual_att, branch)
+        norm.forward_residual(self.dev, self.config, w, "norm", *args)
+
+    def loss(self, lm_head: Operand, targets: Tensor) -> None:
+        """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
+        for start, stop in self._chunks():
+            with ExitStack() as temps:
+                x = self._input(temps, start, stop, transposed=False)
+                with self._logits(start, stop, x, lm_head) as logits:
+                    cross_entropy.forward(
+                        self.dev,
+                        self.losses.rows(start, stop),
+                        self.lse.rows(start, stop),
+                        logits,
+                        targets.rows(start, stop),
+                        self.config.vocab_size,
+                    )
+
+    def loss_and_backward(
+        self,
+        w: dict[str, Tensor],
+        g: dict[str, Accumulator],
+        lm_head: Operand,
+        d_lm_head: Accumulator,
+        targets: Tensor,
+        to: Target,
+        d_norm: Tensor,
+    ) -> None:
+        """Per-token losses, the head's gradients, and `to`, d_residual (rows, C) of the last block.
+
+        d_norm (rows, C) is scratch. The loss is the sum over tokens; nothing is divided here.
+        """
+        backward = self._backward_fp8 if self.fp8 else self._backward
+        for start, stop in self._chunks():
+            with ExitStack() as temps:
+                x = self._input(temps, start, stop, transposed=True)
+                accumulate = d_lm_head.accumulate or start > 0
+                d_weight = d_lm_head._replace(accumulate=accumulate)
+                chunk = targets.rows(start, stop), d_norm.rows(start, stop), d_weight
+                backward(start, stop, x, lm_head, *chunk)
+        args = (to, d_norm, self.residual, self.stats, None)
+        norm.backward(self.dev, w, g, "norm", *args)
+
+    def _backward(
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        d_x: Tensor,
+        d_weight: Accumulator,
+    ) -> None:
+        with self._logits(start, stop, x, lm_head) as logits:
+            self._cross_entropy(start, stop, logits, targets)
+            self._products(logits, x, lm_head, d_x, d_weight)
+
+    def _backward_fp8(
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        d_x: Tensor,
+        d_weight: Accumulator,
+    ) -> None:
+        """The transposed codes take the place of the logits, which are twice as large."""
+        shape = (stop - start, lm_head.codes.shape[0])
+        with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
+            with self._logits(start, stop, x, lm_head) as logits:
+                self._cross_entropy(start, stop, logits, targets, codes)
+            with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
+                quantize.transpose(self.dev, transposed, codes)
+                layouts = {"codes": codes, "transposed": transposed}
+                d_logits = Fp8(source=None, scale=self.gradient_scale, **layouts)
+                self._products(d_logits, x, lm_head, d_x, d_weight)
+
+    def _cross_entropy(
+        self, start: int, stop: int, logits: Tensor, targets: Tensor, codes: Tensor | None = None
+    ) -> None:
+        """Losses; and the gradient in place of the logits, or as codes."""
+        cross_entropy.forward_backward(
+            self.dev,
+            logits,
+            self.losses.rows(start, stop),
+            self.lse.rows(start, stop),
+            targets,
+            self.config.vocab_size,
+            self.z_loss,
+            codes=codes,
+            code_scale=gradient_scale(self.z_loss),
+        )
+
+    def _products(
+        self, d_logits: Operand, x: Operand, lm_head: Operand, d_x: Tensor, d_weight: Accumulator
+    ) -> None:
+        linear.input_gradient(self.dev, d_x, d_logits, lm_head, fast=self.fast.d_x)
+        linear.weight_gradients(self.dev, d_weight, None, d_logits, x, fast=self.fast.d_weight)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        size = self.rows // self.chunks
+        return [(start, start + size) for start in range(0, self.rows, size)]
+
+    def _input(self, temps: ExitStack, start: int, stop: int, *, transposed: bool) -> Operand:
+        """The final norm's output for a chunk, as the head's products take it."""
+        x = self.out.rows(start, stop)
+        if not self.fp8:
+            return x
+        return self.operands.quantized(temps, HEAD, x, measured=True, transposed=transposed)
+
+    @contextmanager
+    def _logits(self, start: int, stop: int, x: Operand, lm_head: Operand) -> Iterator[Tensor]:
+        matrix = lm_head.codes if self.fp8 else lm_head
+        shape = (stop - start, matrix.shape[0])
+        with self.dev.scratch("logits", shape, self.dtype) as logits:
+            linear.forward(self.dev, logits, x, lm_head, fast=self.fast.forward)
+            yield logits

@@ -1,0 +1,152 @@
+"""The layer loop both ways: gather weights, run the block, release, notify the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.base.dtypes import DType
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.config.model import ModelConfig
+from llmq.model import embedding
+from llmq.model.activations import Recompute
+from llmq.model.block import Blocks
+from llmq.model.head import Head
+from llmq.model.operands import Fp8Options, Operands, slot
+from llmq.model.residuals import Residuals
+from llmq.runtime.device import Device
+from llmq.state.grads import Gradients
+from llmq.state.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model is run: sizes of a micro-step, formats, what is recomputed."""
+
+    micro_batch: int
+    seq_len: int
+    dtype: DType
+    fp8: Fp8Options | None
+    z_loss: float
+    recompute: Recompute
+    lmhead_chunks: int
+    attention_backend: str
+    attention_chunks: int
+    offload_residual: bool = False
+
+
+class Model:
+    """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
+        self.dev, self.config, self.weights = dev, config, weights
+        B, T = options.micro_batch, options.seq_len
+        shape = (B * T, config.hidden_size)
+        self.residuals = Residuals(
+            dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
+        )
+        args = (options.fp8, config.num_layers, *shape, options.dtype)
+        self.operands = Operands(dev, *args)
+        self.blocks = Blocks(
+            dev,
+            config,
+            self.residuals,
+            self.operands,
+            options.recompute,
+            B,
+            T,
+            attention_backend=options.attention_backend,
+            attention_chunks=options.attention_chunks,
+        )
+        self.head = Head(dev, config, self.operands, options.lmhead_chunks, options.z_loss)
+        self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
+        self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
+
+    @property
+    def _layers(self) -> range:
+        return range(self.config.num_layers)
+
+    @property
+    def _head_slab(self) -> tuple[str, str]:
+        """Block and key of the matrix that makes logits."""
+        return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
+
+    def forward(self, tokens: Tensor, *, stale: bool, keep: bool) -> None:
+        """Tokens to the output of the final norm.
+
+        stale: as Weights.take_stale said. keep: backward follows.
+        """
+        weights, residuals = self.weights, self.residuals
+        self.operands.start_micro_step(of_step=keep)
+        weights.start_micro_step(stale)
+        weights.gather("embed")
+        weights.gather("layers.0")
+        residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
+        embedding.forward(self.dev, weights.get("embed"), residual, tokens)
+        weights.release("embed")
+        for layer in self._layers:
+            weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
+            if keep:
+                residuals.write(layer)
+            with self.dev.range(f"forward {layer}"):
+                self.blocks.forward(layer, weights.get(f"layers.{layer}"))
+            if keep:
+                residuals.written(layer)
+            weights.release(f"layers.{layer}")
+        self.head.forward(weights.get("head"), self.blocks.layers[-1], self.blocks.branch)
+        weights.release("head")
+
+    def loss(self, targets: Tensor) -> None:
+        """Per-token losses after `forward`, without gradients."""
+        slab, _ = self._head_slab
+        self.weights.gather(slab)
+        self.head.loss(self.weights.lm_head(), targets.view(targets.size))
+        self.weights.release(slab)
+
+    def backward(
+        self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool
+    ) -> None:
+        """Per-token losses and all gradients after `forward`.
+
+        accumulate False: gradients are overwritten; True: added to. last: of an optimizer step.
+        """
+        grads.start_micro_step(accumulate, last)
+        weights, residuals = self.weights, self.residuals
+        weights.gather(f"layers.{self._layers[-1]}")
+        grads.load(f"layers.{self._layers[-1]}")
+        with self.dev.range("head"):
+            self._backward_head(grads, targets)
+        for layer in reversed(self._layers):
+            if layer > 0:
+                weights.gather(f"layers.{layer - 1}")
+                grads.load(f"layers.{layer - 1}")
+            name = f"layers.{layer}"
+            residuals.read(layer)
+            with self.dev.range(f"backward {layer}"):
+                w = weights.get(name, transposed=True)
+                self.blocks.backward(layer, w, grads.full(name), self.d_residual, self.d_norm)
+            residuals.was_read(layer)
+            weights.release(name)
+            grads.notify(name)
+        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
+        tied = self.config.tied_embeddings
+        embedding.backward(self.dev, grads.full("embed"), d_residual, tokens, tied=tied)
+        grads.notify("embed")
+        grads.end_micro_step()
+
+    def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
+        weights, (slab, key) = self.weights, self._head_slab
+        for name in {slab, "head"}:
+            weights.gather(name)
+        d_lm_head: Accumulator = grads.full(slab)[key]
+        self.head.loss_and_backward(
+            weights.get("head"),
+            grads.full("head"),
+            weights.lm_head(),
+            d_lm_head,
+            targets.view(targets.size),
+            self.operands.passing(slot(self._layers[-1], "d_mlp"), self.d_residual),
+            self.d_norm,
+        )
+        for name in {slab, "head"}:
+            weights.release(name)
+        grads.notify("head")

@@ -1,0 +1,124 @@
+"""Scales of a model's fp8 tensors: a slot for each, with its largest absolute value and its scale.
+
+just in time   A tensor's scale follows from its own largest value. Slots are filled anew in every
+               micro-step and kept until its end.
+delayed        A scale follows from the largest values of the last optimizer steps and is the same
+               for a whole step. The kernels that make the tensors can write codes directly, and
+               count the elements that were too large for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmq.base.dtypes import F32, I32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
+from llmq.ops import abs_max, fp8_scale
+from llmq.ops.fp8_scale import STRIDE, slots
+from llmq.runtime.device import Device
+
+HISTORY = 16  # optimizer steps
+# How far a tensor may grow beyond its largest value of these steps before elements saturate. A
+# factor of two costs one of the 18 powers of two that E4M3 spans and no precision in the others;
+# without it about one tensor in 17 would saturate in every step.
+MARGIN = 2.0
+STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
+
+
+class Scales:
+    """A slot for each name. known: whether scales are there before the tensors are."""
+
+    def __init__(self, dev: Device, limits: Mapping[str, float], *, delayed: bool):
+        """limits: by name, the largest finite value of its format."""
+        self.dev, self.delayed = dev, delayed
+        n = len(limits)
+        self.abs_maxes = self._alloc("abs_maxes", n, STRIDE)
+        self.scales = self._alloc("scales", n, STRIDE)
+        self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
+        self.known = False
+        # Of tensors that are made again: nobody reads it.
+        self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
+        dev.zero(self._ignored)
+        if not delayed:
+            return
+        self._history = self._alloc("abs_max_history", HISTORY, n)
+        self._limits = self._alloc("fp8_limits", n)
+        self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")
+        self._saturated_of = slots(self._saturated, limits)
+        world = dev.world_size
+        self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
+        dev.zero(self._history)
+        dev.upload(self._limits, np.array(list(limits.values()), np.float32) / np.float32(MARGIN))
+
+    def _alloc(self, name: str, *shape: int) -> Tensor:
+        return self.dev.alloc(name, shape, F32, "Activations")
+
+    def abs_max(self, name: str) -> Tensor:
+        """Where the kernel that makes a tensor records its largest absolute value, F32 (1,)."""
+        return self._abs_max_of[name]
+
+    def scale(self, name: str) -> Tensor:
+        """F32 (1,): x ~ code * scale."""
+        return self._scale_of[name]
+
+    def fp8_out(
+        self, name: str, codes: Tensor | None, transposed: Tensor | None, *, again: bool
+    ) -> Fp8Out:
+        """Where a kernel writes a tensor's codes if its scale is known.
+
+        again: it is that of the time when the tensor was made first, and what saturates is counted.
+        """
+        count = self._ignored if again else self._saturated_of[name]
+        return Fp8Out(codes, transposed, self.scale(name), count)
+
+    def forget(self) -> None:
+        """Begin to record largest values, and to count what saturates, anew."""
+        self.dev.zero(self.abs_maxes)
+        if self.delayed:
+            self.dev.zero(self._saturated)
+
+    def finish_step(self, stats: Tensor) -> None:
+        """Delayed scales for the next step. Only launches.
+
+        stats: F64 (10,), this rank's count of saturated elements is added; the norm becomes NaN
+        where a tensor had an infinity, which is clamped like any other large number.
+        """
+        if self.delayed:
+            fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
+            self._record()
+
+    def calibrate(self) -> None:
+        """The first delayed scales, from tensors that were quantized just in time."""
+        self._record()
+        self.known = True
+
+    def _record(self) -> None:
+        """Add the largest values over all ranks to the history; scales from it."""
+        if self._gathered is not None:
+            flat = self.abs_maxes.view(self.abs_maxes.size)
+            self.dev.comm.all_gather(self._gathered, flat)
+            abs_max.combine(self.dev, flat, self._gathered)
+        self._update(self.abs_maxes)
+
+    def _update(self, abs_maxes: Tensor | None) -> None:
+        fp8_scale.update(self.dev, self.scales, self._history, self._limits, abs_maxes)
+
+    def state(self) -> dict[str, list[float]]:
+        """The history for a checkpoint, by tensor, the oldest step first; the same on all ranks."""
+        if not self.known:
+            return {}
+        history = self.dev.download(self._history).T.tolist()
+        return {f"{STATE}{name}": row for name, row in zip(self._scale_of, history, strict=True)}
+
+    def load_state(self, state: Mapping[str, list[float]]) -> None:
+        """Continue with a history; one that is not of the same tensors is none at all."""
+        columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
+        self.known = self.delayed and all(len(column) == HISTORY for column in columns)
+        if self.known:
+            self.dev.upload(self._history, np.array(columns, np.float32).T)
+            self._update(None)
+        elif self.delayed:
+            self.dev.zero(self._history)

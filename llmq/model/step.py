@@ -1,0 +1,322 @@
+"""One optimizer step: micro-steps of forward and backward, then the update. Only calls.
+
+Nothing here waits for the device. What varies between steps goes to the device through a ring of
+pinned slots (scalars, tokens, targets), and comes back through another (losses, norms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import F64, I32, I64, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
+from llmq.model.model import Model, ModelOptions
+from llmq.ops import clock, cross_entropy
+from llmq.runtime.device import Clock, Device, Event
+from llmq.state.grads import GradientOptions, Gradients
+from llmq.state.optimizer import AdamW, OptimizerOptions
+from llmq.state.params import Slab, weight_table
+from llmq.state.weights import WeightOptions, Weights
+
+RESULTS = 4  # steps whose results can be read; older ones are overwritten
+MOST_SLOTS = 1024  # for micro-steps on their way to the device
+HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
+
+Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Everything that shapes a step and its memory."""
+
+    model: ModelOptions
+    weights: WeightOptions
+    gradients: GradientOptions
+    optimizer: OptimizerOptions
+    grad_accum_steps: int
+    seed: int
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a slab, which a rank holds in `tensor`."""
+
+    slab: Slab
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a step or an evaluation measured; losses are means over unmasked target tokens.
+
+    tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
+    the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
+    for their fp8 scales, with delayed ones. communication: milliseconds of the step in which a rank
+    did nothing but wait for others, the mean of all; None with one rank, 0 for evaluations.
+    """
+
+    loss: float
+    loss_1k: float
+    tokens: int
+    norm: float
+    lse_max: float
+    lse_mean: float
+    saturated: int = 0
+    communication: float | None = field(default=None, compare=False)  # a time is never the same
+
+    @classmethod
+    def from_stats(cls, stats: np.ndarray, world_size: int) -> Result:
+        """stats: F64 (10,), sums of all ranks as named in llmq.base.dtypes.STATS."""
+        value = {name: float(stats[i]) for name, i in STAT.items()}
+        tokens, tokens_1k = value["tokens"], value["tokens_1k"]
+        return cls(
+            loss=value["loss"] / tokens if tokens else float("nan"),
+            loss_1k=value["loss_1k"] / tokens_1k if tokens_1k else float("nan"),
+            tokens=int(tokens),
+            norm=value["norm"],
+            lse_max=value["lse_max"],
+            lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
+            saturated=int(value["saturated"]),
+            communication=value["exposed"] / world_size if world_size > 1 else None,
+        )
+
+
+class Ring:
+    """Pinned buffers that are used in turn, each with the event of its last use."""
+
+    def __init__(self, dev: Device, name: str, slots: int, words: int, dtype: DType):
+        self.slots = [
+            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(slots)
+        ]
+        self.events: list[Event] = [dev.event() for _ in range(slots)]
+        self.used = 0
+
+    def advance(self) -> int:
+        """Index of the next slot; recording its event is the caller's part."""
+        index = self.used % len(self.slots)
+        self.used += 1
+        return index
+
+
+class Step:
+    """Weights, gradients, optimizer and activations of one rank, and the step over them."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
+        self.dev, self.config, self.options = dev, config, options
+        self.table = weight_table(config, dev.world_size)
+        B, T = options.model.micro_batch, options.model.seq_len
+        self.inbox = dev.alloc("inbox", (HEADER + 2 * B * T,), I32, "Activations")
+        self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
+        self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
+        self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
+        self.stats = dev.alloc("stats", (len(STATS),), F64, "Activations")
+        self._exposed: Tensor | None = None  # milliseconds since the last sums of all ranks
+        self._goes_on = False  # whether this is directly after another step
+        if dev.world_size > 1:
+            self._open_clock()
+        # Enough slots for two steps: by the time a third is enqueued, the first one's result has
+        # normally been read, and its slots are free without asking the device. Longer steps wait
+        # until the device has got what it was sent so many micro-steps ago.
+        slots = min(2 * options.grad_accum_steps, MOST_SLOTS)
+        self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
+        self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
+        self._ticket_of_slot = [-1] * slots  # of the step that last used it
+        self._last_read = -1
+        self.weights = Weights(dev, self.table, options.weights)
+        self.grads = Gradients(dev, self.table, options.gradients, self.scalars)
+        self.optimizer = AdamW(dev, self.table, options.optimizer)
+        self.model = Model(dev, config, options.model, self.weights)
+
+    def _open_clock(self) -> None:
+        """Let the device measure how long it waits for other ranks."""
+        at = self.dev.alloc("clock", (1,), I64, "Activations")
+        total = self._exposed = self.dev.alloc("exposed", (1,), F64, "Activations")
+        start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
+        self.dev.clock = Clock(start, stop)
+
+    def train(self, step: int, lr: float, grad_clip: float, batches: Iterable[Batch]) -> int:
+        """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
+
+        step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping off.
+        """
+        self.start()
+        for micro_step, batch in enumerate(batches):
+            self.micro_step(micro_step, self.scalars_of(step, micro_step, lr, grad_clip), batch)
+        return self.update()
+
+    def start(self) -> None:
+        """Before the first micro-step of an optimizer step."""
+        self.dev.zero(self.stats)
+        # What ranks wait for after they have exchanged a step's sums counts in the next step.
+        if self._exposed is not None and not self._goes_on:
+            self.dev.zero(self._exposed)
+        self.model.operands.start_step()
+
+    def micro_step(self, micro_step: int, scalars: np.ndarray, batch: Batch) -> None:
+        """Enqueue forward and backward over one batch, the micro_step-th of an optimizer step."""
+        self._send(scalars, batch)
+        if not self.model.operands.ready:
+            self.calibrate()
+        last = self.grads.has_last and micro_step == self.options.grad_accum_steps - 1
+        key = (micro_step > 0, last, self.weights.take_stale())
+        self.dev.graph(("micro_step", *key), lambda: self._micro_step(*key))
+
+    def calibrate(self) -> None:
+        """The first delayed scales, from a micro-step over the inbox that is done twice."""
+        stale = self.weights.take_stale()
+        with self.dev.range("calibration"):
+            self._forward_backward(accumulate=False, last=False, stale=stale)
+            self.model.operands.calibrate()
+
+    def rehearse(self) -> None:
+        """Every kind of micro-step, evaluation and update, over token 0."""
+        count = self.options.grad_accum_steps
+        self.rehearse_evaluation()
+        self.start()
+        self.weights.updated()
+        for micro_step in sorted({0, min(1, count - 1), count - 1}):
+            self._rehearse(micro_step)
+        self.update()
+        self.rehearse_evaluation()
+        self._rehearse(0)  # as the first one after an evaluation
+
+    def _rehearse(self, micro_step: int) -> None:
+        self.micro_step(micro_step, self.scalars_of(0, micro_step, 0.0, 0.0), self._nothing)
+
+    def rehearse_evaluation(self) -> None:
+        """Evaluation directly after an update, and once more."""
+        self.weights.updated()
+        self.evaluate([self._nothing] * 2)
+
+    @property
+    def _nothing(self) -> Batch:
+        shape = self.tokens.shape
+        return np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def update(self) -> int:
+        """Enqueue the optimizer; returns the ticket of the step's result."""
+        self.dev.graph(("update",), self._update)
+        self.weights.updated()
+        self._goes_on = True
+        return self._post()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Result:
+        """The mean loss over the batches of all ranks; waits for the device."""
+        self.dev.zero(self.stats)
+        self._goes_on = False
+        for batch in batches:
+            self.evaluate_batch(batch)
+        self.dev.graph(("combine",), lambda: self.optimizer.combine(self.stats))
+        return self.result(self._post())
+
+    def evaluate_batch(self, batch: Batch) -> None:
+        """Enqueue adding one batch's losses to the stats."""
+        self._send(self.scalars_of(0, 0, 0.0, 0.0), batch)
+        stale = self.weights.take_stale()
+        key = ("evaluate", stale, self.model.operands.ready)
+        self.dev.graph(key, lambda: self._evaluate(stale))
+
+    def result(self, ticket: int) -> Result:
+        """What the step with this ticket measured; waits until it is done.
+
+        A result can be read until RESULTS - 1 further ones have been enqueued.
+        """
+        if not self.incoming.used - RESULTS <= ticket < self.incoming.used:
+            raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
+        index = ticket % RESULTS
+        self.incoming.events[index].synchronize()
+        self._last_read = max(self._last_read, ticket)
+        return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
+
+    def state(self) -> dict[str, list[Piece]]:
+        """What a checkpoint holds of this rank, by group."""
+        optimizer, rank = self.optimizer, self.dev.rank
+        groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
+        for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
+            if scales:
+                groups[f"{name}.scales"] = scales
+        return {
+            group: [
+                Piece(s, rank * s.shard_size, (rank + 1) * s.shard_size, tensors[s.name])
+                for s in self.table
+            ]
+            for group, tensors in groups.items()
+        }
+
+    def extra_state(self) -> dict[str, list[float]]:
+        """What a checkpoint holds beside `state`, the same on all ranks."""
+        return self.model.operands.state()
+
+    def load_extra_state(self, state: Mapping[str, list[float]]) -> None:
+        """Take what extra_state gave; on all ranks."""
+        self.model.operands.load_state(state)
+
+    def _micro_step(self, accumulate: bool, last: bool, stale: bool) -> None:
+        self._forward_backward(accumulate=accumulate, last=last, stale=stale)
+        self._add_stats()
+
+    def _forward_backward(self, *, accumulate: bool, last: bool, stale: bool) -> None:
+        self.model.forward(self.tokens, stale=stale, keep=True)
+        args = (self.grads, self.tokens, self.targets)
+        self.model.backward(*args, accumulate=accumulate, last=last)
+
+    def _evaluate(self, stale: bool) -> None:
+        self.model.forward(self.tokens, stale=stale, keep=False)
+        self.model.loss(self.targets)
+        self._add_stats()
+
+    def _add_stats(self) -> None:
+        shape = self.targets.shape
+        losses, lse = (t.view(*shape) for t in (self.model.head.losses, self.model.head.lse))
+        cross_entropy.stats(self.dev, self.stats, losses, lse, self.targets)
+
+    def _update(self) -> None:
+        with self.dev.range("optimizer"):
+            self.model.operands.finish_step(self.stats)
+            if self._exposed is not None:
+                self.dev.copy(self.stats.rows(STAT["exposed"], STAT["exposed"] + 1), self._exposed)
+                self.dev.zero(self._exposed)
+            self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
+
+    def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
+        """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
+        words = np.zeros(STEP_SCALARS_WORDS, np.int32)
+        record = words.view(STEP_SCALARS)[0]
+        adamw, t = self.options.optimizer.constants, step + 1
+        record["lr"] = lr
+        record["beta1_correction"] = 1.0 / (1.0 - adamw.beta1**t)
+        record["beta2_correction"] = 1.0 / (1.0 - adamw.beta2**t)
+        record["grad_clip"] = grad_clip
+        record["seed"] = self.options.seed & 0xFFFFFFFF
+        record["step"] = step
+        # Over all ranks, so that each rounds its gradients with random numbers of its own.
+        record["micro_step"] = self.dev.rank * self.options.grad_accum_steps + micro_step
+        return words
+
+    def _send(self, scalars: np.ndarray, batch: Batch) -> None:
+        """Scalars and tokens to the device, in one copy from the next pinned slot."""
+        index = self.outgoing.advance()
+        if self._ticket_of_slot[index] > self._last_read:
+            self.outgoing.events[index].synchronize()
+        self._ticket_of_slot[index] = self.incoming.used
+        if self.dev.kind != "plan":
+            words = self.outgoing.slots[index].numpy()
+            words[:STEP_SCALARS_WORDS] = scalars
+            words[HEADER:] = np.concatenate([part.reshape(-1) for part in batch])
+        self.dev.copy(self.inbox, self.outgoing.slots[index])
+        self.dev.record(self.outgoing.events[index])
+
+    def _post(self) -> int:
+        """Start copying the stats to the next pinned slot; returns its ticket."""
+        ticket = self.incoming.used
+        index = self.incoming.advance()
+        self.dev.copy(self.incoming.slots[index], self.stats)
+        self.dev.record(self.incoming.events[index])
+        return ticket

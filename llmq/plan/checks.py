@@ -1,0 +1,100 @@
+"""Whether a machine can compute a run at all, and by which attention."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+
+from llmq.base.dtypes import parse_dtype
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from llmq.ops.common import MAX_COLUMNS
+from llmq.runtime import cudnn
+from llmq.runtime.device import DeviceSpec
+from llmq.runtime.machine import Machine
+
+CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
+QK_NORM_MULTIPLE = 4  # 16-byte vectors of F32
+FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
+
+
+def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> None:
+    """ConfigError for formats and sizes that the machine cannot compute."""
+    capability, name = machine.spec.capability, machine.spec.name
+    if machine.kind == "cuda" and config.matmul_dtype == "e4m3" and capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
+            f"{capability / 10}: use bf16"
+        )
+    check_sizes(model, machine)
+
+
+def check_sizes(model: ModelConfig, machine: Machine) -> None:
+    """ConfigError for sizes that no device can compute, or only the CPU device."""
+    for name in ("hidden_size", "intermediate_size"):
+        size = getattr(model, name)
+        if size % CHANNEL_MULTIPLE:
+            raise ConfigError(
+                f"the model's {name} is {size}; it must be a multiple of {CHANNEL_MULTIPLE}"
+            )
+    if model.hidden_size > MAX_COLUMNS:
+        raise ConfigError(
+            f"the model's hidden_size is {model.hidden_size}; it must be at most {MAX_COLUMNS}"
+        )
+    if model.qk_norm and model.head_dim % QK_NORM_MULTIPLE:
+        raise ConfigError(
+            f"the model's head_dim is {model.head_dim}; where queries and keys are normalized it "
+            f"must be a multiple of {QK_NORM_MULTIPLE}"
+        )
+    on_gpu = machine.kind == "cuda"
+    if on_gpu and (model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM):
+        raise ConfigError(
+            f"the model's head_dim is {model.head_dim}; on a GPU it must be a multiple of "
+            f"{HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}: use --device cpu"
+        )
+
+
+def _cudnn_refuses(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:
+    """Why cuDNN cannot compute the model's attention on this GPU; None if it can."""
+    return cudnn.unsupported(spec.capability, parse_dtype(config.model_dtype), model.head_dim)
+
+
+def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str:
+    """As attention_backend on a GPU where cuDNN is taken to be installed."""
+    native = config.attention == "native" or _cudnn_refuses(config, model, spec) is not None
+    return "native" if native else "cudnn"
+
+
+def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
+    """ "native" or "cudnn": what --attention means here.
+
+    Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
+    """
+    required = config.attention == "cudnn"
+    if required and machine.kind == "host":
+        raise ConfigError("--attention cudnn: it needs a GPU")
+    if config.attention == "native" or machine.kind == "host":
+        return "native"
+    reason = _cudnn_refuses(config, model, machine.spec)
+    if reason is not None:
+        if required:
+            raise ConfigError(f"--attention cudnn: {reason}; {cudnn.NATIVE}")
+        return "native"
+    sizes = (config.batch_size, config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+    try:
+        with closing(cudnn.CudnnAttention(0)) as library:
+            for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
+                library.check(*sizes, parts)
+    except LlmqError as error:
+        if required:
+            raise ConfigError(f"--attention cudnn: {error}") from error
+        _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
+        return "native"
+    return "cudnn"
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    warn([line])

@@ -1,0 +1,188 @@
+"""How long an optimizer step takes: its trace on the plan device, replayed at a card's rates.
+
+Work on one stream runs in order. Streams run beside each other, held back by the events between
+them and by what carries one transfer at a time: the bus in each direction, and the link to peers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from llmq.base.dtypes import F32
+from llmq.config.cards import Card
+from llmq.plan.plan import Plan
+from llmq.runtime.device import Event
+from llmq.runtime.plan_device import Trace, Work
+
+PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
+
+# From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
+COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
+LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
+TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
+TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
+# Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
+BOTH_WAYS = 1.36
+# Of one direction's rate, in exchanges through the host, which use both: 33 GB/s between two H200,
+# 27 among four (benchmarks/h200_x4.md, the runs with --p2p=off).
+HOST_SHARE = 0.55
+FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
+
+# The library's attention (deterministic backward): the part of the bf16 peak that it would reach
+# with infinite T and head size. At the diagonal it computes scores for nothing, as many as for
+# this many further positions. The softmax of a score costs as much as SOFTMAX further channels, on
+# an H100: it is not done by tensor cores, of which other cards have less.
+ATTENTION = {"attention_forward": (1.2, 416), "attention_backward": (0.89, 725)}
+SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
+NATIVE_ATTENTION = 1.5e12  # FLOP/s of a multiprocessor in our own attention
+F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One replayed trace, in seconds. busy: of the main stream by part. wall: until all is done."""
+
+    busy: dict[str, float]
+    wall: float
+
+
+class Rates:
+    """What a card takes for each piece of work."""
+
+    def __init__(self, card: Card):
+        self.card = card
+        bf16, fp8 = card.sustained
+        self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
+        if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
+            self._products["matmul_fp8"] = self._products["matmul"]
+        self._memory = COPY_SHARE * 1e9 * card.bandwidth
+        self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
+        self._transfers: dict[tuple[int, ...], tuple[dict[str, float], float]] = {}
+
+    def compute(self, work: Work) -> float:
+        """Seconds that one piece of work takes on the GPU itself."""
+        memory = work.device_bytes / self._memory
+        if work.file == "matmul":
+            return LAUNCH + self._product(work, memory)
+        if work.file.startswith("attention") and work.flops:
+            return LAUNCH + max(self._attention(work), memory)
+        return LAUNCH + memory
+
+    def transfers(self, work: Work) -> tuple[dict[str, float], float]:
+        """Seconds on the bus towards the card, on the bus away from it, and on the link, by name
+        and without those that it does not need; and seconds of a bus that is busy both ways.
+        """
+        sizes = (work.loaded, work.stored, work.received, work.shared)
+        if sizes not in self._transfers:  # pieces of transfers are all alike
+            self._transfers[sizes] = self._carried(*sizes)
+        return self._transfers[sizes]
+
+    def _carried(
+        self, loaded: int, stored: int, received: int, shared: int
+    ) -> tuple[dict[str, float], float]:
+        staged = link = 0.0
+        if self._link:
+            link = (received + shared) / self._link
+        else:  # up to the host or past it, and down again
+            loaded += shared
+            staged = received / self._bus / HOST_SHARE
+        load, store = loaded / self._bus + staged, stored / self._bus + staged
+        all_ = {"load": load, "store": store, "link": link}
+        both_ways = (loaded + stored) / self._bus / BOTH_WAYS + staged
+        return {name: seconds for name, seconds in all_.items() if seconds}, both_ways
+
+    def _product(self, work: Work, memory: float) -> float:
+        out, a = work.args[:2]
+        rate = self._products[work.entry]
+        if work.entry == "matmul_fp8" and work.args[-1]:  # may accumulate fast
+            rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
+        if a.dtype == F32:
+            rate = F32_RATE * self.card.num_sms
+        depth = min(work.flops // (2 * out.size), TILE_DEPTH)
+        last_wave = TILE * depth * self.card.num_sms / rate  # half of which is idle
+        return max(work.flops / rate, memory) + last_wave
+
+    def _attention(self, work: Work) -> float:
+        x = work.args[0]  # (B, T, heads, head_dim)
+        if x.dtype == F32:
+            return work.flops / (F32_RATE * self.card.num_sms)
+        if work.entry not in ATTENTION or work.file != "attention":
+            rate = min(NATIVE_ATTENTION * self.card.num_sms, self._products["matmul"])
+            return work.flops / rate
+        _, seq_len, _, head_dim = x.shape
+        share, causal = ATTENTION[work.entry]
+        softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
+        rate = share * 1e12 * self.card.bf16
+        return work.flops / rate * (1 + causal / seq_len) * (1 + softmax / head_dim)
+
+
+def replay(trace: Trace, rates: Rates) -> Phase:
+    """Run a trace from an idle machine until all of its streams are done.
+
+    That both directions share the bus is taken into account for the whole, not at each moment.
+    """
+    streams: defaultdict[str, float] = defaultdict(float)
+    carriers: defaultdict[str, float] = defaultdict(float)
+    recorded: dict[Event, float] = {}
+    busy: defaultdict[str, float] = defaultdict(float)
+    bus = 0.0
+    for item in trace:
+        stream = item.stream
+        if not isinstance(item, Work):
+            if item.wait:
+                streams[stream] = max(streams[stream], recorded.get(item.event, 0.0))
+            else:
+                recorded[item.event] = streams[stream]
+            continue
+        start, seconds = streams[stream], rates.compute(item)
+        lasts = seconds
+        # Most move nothing, and it takes time.
+        if item.loaded or item.stored or item.received or item.shared:
+            transfers, both_ways = rates.transfers(item)
+            bus += both_ways
+            for name in transfers:
+                start = max(start, carriers[name])
+            for name, duration in transfers.items():
+                carriers[name] = start + duration
+                lasts = max(lasts, duration)
+        streams[stream] = start + lasts
+        if stream == "main":
+            busy[_part(item)] += seconds
+    return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
+
+
+def _part(work: Work) -> str:
+    if work.file == "matmul":
+        return "head" if work.part == "head" else "blocks"
+    return "attention" if work.file.startswith("attention") else "memory_bound"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of one optimizer step, by part.
+
+    parts: "blocks" and "head", matrix products; "attention"; "memory_bound", kernels that memory
+    limits; "transfers", how long micro-steps wait for other streams, or for host memory;
+    "optimizer", all that follows the micro-steps.
+    """
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def step_time(plan: Plan, card: Card) -> StepTime:
+    """The time of a step. All streams meet between micro-steps, and before the update."""
+    rates = Rates(card if plan.peer_access else replace(card, link=0.0))
+    parts = dict.fromkeys(PARTS, 0.0)
+    for trace, count in plan.micro_steps:
+        phase = replay(trace, rates)
+        for name, seconds in phase.busy.items():
+            parts[name] += count * seconds
+        parts["transfers"] += count * max(phase.wall - sum(phase.busy.values()), 0.0)
+    parts["optimizer"] = replay(plan.update, rates).wall
+    return StepTime(parts=parts)

@@ -1,0 +1,130 @@
+"""Memory and time of a configuration in a few milliseconds, from plans of a few layers.
+
+Every layer from the third one on adds the same as the third: two small plans give any number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmq.config.cards import Card
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import layer_set
+from llmq.config.options import TrainConfig
+from llmq.plan.cost import PARTS, StepTime, step_time
+from llmq.plan.plan import Plan, make_plan, needed_bytes, page_tables
+from llmq.runtime.device import DeviceSpec
+
+FEW_LAYERS = (2, 3)  # at least as many as the buffers that layers take turns in
+RECOMPUTE = tuple(f"recompute_{name}" for name in ("swiglu", "norm", "ffn", "qkv", "att", "block"))
+
+# Options that do not matter to the update, whose plan is therefore shared.
+WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual"), False)
+WITHOUT_UPDATE |= dict.fromkeys(
+    ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
+)
+WITHOUT_UPDATE["seq_len"] = 16  # what fp8 needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Of one configuration. device: bytes that must fit into each rank's device memory. host: bytes
+    of host memory of all ranks together. tokens: of a step.
+    """
+
+    device: int
+    host: int
+    tokens: int
+    time: StepTime
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.time.total
+
+
+class Planner:
+    """Plans of one model for one kind of machine; remembers what it has planned."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        spec: DeviceSpec,
+        backend: str,
+        card: Card,
+        world_size: int = 1,
+    ):
+        self.model, self.spec, self.backend = model, spec, backend
+        self.card, self.world_size = card, world_size
+        self._estimates: dict[TrainConfig, Estimate] = {}
+        self._known: dict[tuple[TrainConfig, int, str], np.ndarray] = {}
+
+    def plan(self, config: TrainConfig) -> Plan:
+        """The exact plan."""
+        return make_plan(config, self.model, self.spec, self.backend, self.world_size)
+
+    def exact(self, config: TrainConfig) -> Estimate:
+        """From the exact plan."""
+        return self._estimate(config, self._values(self.plan(config)))
+
+    def estimate(self, config: TrainConfig) -> Estimate:
+        """From plans of few layers, where these are cheaper."""
+        if config not in self._estimates:
+            self._estimates[config] = self._estimate(config, self._extrapolate(config))
+        return self._estimates[config]
+
+    def _extrapolate(self, config: TrainConfig) -> np.ndarray:
+        layers = self.model.num_layers
+        recomputed = len(layer_set(config.recompute_layers, layers))
+        if config.recompute_layers == "all":
+            few, more = FEW_LAYERS
+            if layers <= few + more:
+                return self._measure(config, layers)
+            small = self._measure(config, few)
+            step = (self._measure(config, more) - small) / (more - few)
+            return small + (layers - few) * step
+        # Those that recompute and those that do not are each like their likes.
+        everywhere = replace(config, recompute_layers="all")
+        nowhere = replace(everywhere, **dict.fromkeys(RECOMPUTE, False))
+        none, all_ = self._extrapolate(nowhere), self._extrapolate(everywhere)
+        mixed = none + recomputed / layers * (all_ - none)
+        mixed[1] = max(none[1], all_[1])  # the stack is that of the layer that needs most
+        return mixed
+
+    def _measure(self, config: TrainConfig, layers: int) -> np.ndarray:
+        """From plans of so many layers: of the micro-steps, and of the update."""
+        update = self._part(replace(config, **WITHOUT_UPDATE), layers, "update")
+        micro_steps = self._part(config, layers, "micro_steps")
+        together = micro_steps + update
+        together[:3] = micro_steps[:3]
+        together[1] = max(micro_steps[1], update[1])
+        return together
+
+    def _part(self, config: TrainConfig, layers: int, part: str) -> np.ndarray:
+        key = (config, layers, part)
+        if key not in self._known:
+            model = replace(self.model, num_layers=layers)
+            args = (config, model, self.spec, self.backend, self.world_size)
+            self._known[key] = self._values(make_plan(*args, parts=(part,)))
+        return self._known[key]
+
+    def _values(self, plan: Plan) -> np.ndarray:
+        """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
+        stack = plan.usage.sizes.stack
+        device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
+        memory = [device - stack, stack, plan.host_bytes]
+        time = step_time(plan, self.card)
+        return np.array([*memory, *(time.parts[name] for name in PARTS)])
+
+    def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:
+        arena, stack, host, *seconds = values.tolist()
+        tokens = config.batch_size * config.seq_len * config.grad_accumulation * self.world_size
+        parts = dict(zip(PARTS, seconds, strict=True))
+        return Estimate(
+            device=round(arena + stack) + page_tables(round(host), self.spec),
+            host=round(host),
+            tokens=tokens,
+            time=StepTime(parts=parts),
+        )

@@ -1,0 +1,314 @@
+"""Ways to need less memory, and the cheapest ones that make a configuration fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import combinations
+from typing import Any
+
+from llmq.base.dtypes import MIB
+from llmq.base.errors import ConfigError
+from llmq.config.options import TrainConfig
+from llmq.plan.estimate import Estimate, Planner
+from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.machine import Machine
+
+MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+MARGIN = MIB  # by which estimates may be wrong
+TROUBLE = 1e-3  # part of a step's time that any change must be worth
+NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
+TRIES = 3  # choices of what is in host memory that are followed up
+
+Changes = dict[str, Any]  # options by field name
+Saver = Callable[[TrainConfig], Changes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes that a run may take: of each rank's device memory, and of host memory for all ranks.
+
+    None: there is nothing to compare with. On the CPU device holds everything.
+    """
+
+    device: int | None = None
+    host: int | None = None
+
+    def excess(self, device: int, host: int) -> int:
+        """Bytes too many, of both kinds together; 0: it fits."""
+        pairs = ((device, self.device), (host, self.host))
+        return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
+
+    def less(self, size: int) -> Limits:
+        """With so many bytes less of both kinds."""
+        kinds = (self.device, self.host)
+        device, host = (None if limit is None else max(limit - size, 0) for limit in kinds)
+        return Limits(device=device, host=host)
+
+
+# Host memory of a run beside what is pinned, an estimate: interpreter and CUDA's libraries, and the
+# driver's of each GPU.
+PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
+
+
+def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
+    """What a run may take on this machine."""
+    if machine.kind == "host":
+        available, host = available_host_memory() // machine.world_size, None
+    else:
+        available = machine.spec.memory
+        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
+        host = max(available_host_memory() - others, 0)
+    return Limits(device=min(available, config.memory_limit or available), host=host)
+
+
+# ------------------------------------------------------------------------------------------------
+# Savers: what to change in a configuration, nothing where they cannot do anything
+
+
+def _on(*names: str) -> Saver:
+    return lambda config: dict.fromkeys(names, True)
+
+
+def _not(*names: str) -> Saver:
+    return lambda config: dict.fromkeys(names, False)
+
+
+def _more_chunks(head: int, attention: int) -> Saver:
+    """So many times as many of both, while the head's products still fill a GPU."""
+
+    def changes(config: TrainConfig) -> Changes:
+        chunks = config.lmhead_chunks * head
+        rows, rest = divmod(config.batch_size * config.seq_len, chunks)
+        parts = config.attn_bwd_chunks * attention
+        too_few = head > 1 and rows < MIN_CHUNK_ROWS
+        if rest or too_few or config.batch_size % parts:
+            return {}
+        return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
+
+    return changes
+
+
+def smaller_batch(config: TrainConfig) -> Changes:
+    """Half as many sequences at a time, twice as often; a third, where they cannot be halved, …"""
+    batch = config.batch_size
+    if batch == 1:
+        return {}
+    factor = next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
+    fewer = batch // factor
+    return {
+        "batch_size": fewer,
+        "grad_accumulation": factor * config.grad_accumulation,
+        "lmhead_chunks": math.gcd(config.lmhead_chunks, fewer * config.seq_len),
+        "attn_bwd_chunks": math.gcd(config.attn_bwd_chunks, fewer),
+    }
+
+
+# These change when and where numbers are computed and kept, but not their formats. Some do nothing
+# alone and are therefore here in pairs.
+REARRANGING: tuple[Saver, ...] = (
+    _on("recompute_swiglu"),
+    _on("recompute_norm"),
+    _on("recompute_ffn"),
+    _on("recompute_qkv"),
+    _on("recompute_att"),
+    _on("recompute_block"),
+    lambda config: {"recompute_layers": "all"},
+    _more_chunks(2, 1),
+    _more_chunks(8, 1),
+    _more_chunks(1, 4),
+    _more_chunks(8, 4),
+    _on("offload_residual"),
+    _on("offload_opt_m"),
+    _on("offload_opt_v"),
+    _on("offload_master"),
+    _not("keep_transposed"),
+    _on("shard_weights"),
+    _on("shard_weights", "offload_master"),
+    _on("shard_weights", "persistent_quants"),
+    _on("shard_weights", "persistent_quants", "offload_quants"),
+    _not("persistent_quants", "offload_quants"),
+    _on("shard_gradients"),
+    _on("shard_gradients", "offload_gradients"),
+)
+# What can be in host memory.
+PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
+# These need less of it, and more of the device's.
+STAYING: tuple[Saver, ...] = tuple(_not(name) for name in (*PLACES, "offload_quants"))
+# What else leaves least on the device, whatever it costs.
+LIGHTEST: Changes = {
+    "recompute_block": True,
+    "recompute_layers": "all",
+    "keep_transposed": False,
+    "shard_weights": True,
+    "shard_gradients": True,
+    "offload_quants": False,
+    "persistent_quants": False,
+}
+# These round more, the least harmful first.
+ROUNDING: tuple[Saver, ...] = (
+    lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
+    lambda config: {"grad_accum_dtype": config.model_dtype},
+    lambda config: {"master_dtype": config.model_dtype},
+    lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
+    lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
+)
+
+
+def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
+    """The configuration with these options, and what they imply."""
+    return replace(config, **changes).normalized()
+
+
+class Shrinker:
+    """Looks for the cheapest changes that make configurations fit."""
+
+    def __init__(self, planner: Planner, limits: Limits, fixed: frozenset[str] = frozenset()):
+        """fixed: names of options that keep their values."""
+        self.planner, self.limits, self.fixed = planner, limits, fixed
+
+    def excess(self, config: TrainConfig) -> int:
+        """Bytes too many, by an estimate; 0: it fits."""
+        need = self.planner.estimate(config)
+        return self.limits.excess(need.device, need.host)
+
+    def fits(self, config: TrainConfig) -> bool:
+        """Whether it fits, by an estimate."""
+        return self.excess(config) == 0
+
+    def shrink(
+        self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
+    ) -> list[Changes]:
+        """What to change, one after the other, none superfluous; may not be enough.
+
+        Always next: what costs the least time for each byte that is still too much. start: changes
+        to begin with, such as those of a similar configuration. Where both memories are short, that
+        can fill the host's with the wrong things: then what is to be there is chosen first.
+        """
+        found = self._cheapest(config, savers, start)
+        if self.limits.host is None or self.fits(having(config, found)):
+            return found
+        places = [place for place, _ in self.placements(config)[:TRIES]]
+        tried = [self.placed(config, place, savers) for place in places]
+        fitting = [changes for changes in tried if self.fits(having(config, changes))]
+        return min(fitting, key=lambda each: self._seconds(having(config, each)), default=found)
+
+    def _seconds(self, config: TrainConfig) -> float:
+        return self.planner.estimate(config).time.total
+
+    def placed(self, config: TrainConfig, place: Changes, savers: Sequence[Saver]) -> list[Changes]:
+        """`place`, one of the placements, and the cheapest changes beside it."""
+        kept = self.fixed | {*PLACES, "offload_quants"}
+        rest = Shrinker(self.planner, self.limits, kept)
+        first = [place] if place else []
+        return first + rest._cheapest(having(config, first), savers, ())
+
+    def placements(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
+        """What may be in host memory so that all fits, if the rest is as light as can be, and what
+        is needed then; the fastest first.
+        """
+        if self._is_hopeless(config):
+            return []
+        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
+        found = []
+        for light in dict.fromkeys(self.lightest(config, places) for places in hosted):
+            if self.fits(light):
+                names = [*PLACES, "offload_quants", "persistent_quants"]
+                names += ["shard_gradients"] if light.offload_gradients else []
+                place = {name: getattr(light, name) for name in names}
+                place = {name: v for name, v in place.items() if getattr(config, name) != v}
+                found.append((place, self.planner.estimate(light)))
+        return sorted(found, key=lambda choice: choice[1].time.total)
+
+    def _is_hopeless(self, config: TrainConfig) -> bool:
+        """Whether the device is too small for what must be there, or both memories together are."""
+        device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
+        if device is None:
+            return False
+        least = min(need.device * ranks + need.host for need in self._lightest_needs(config))
+        both = math.inf if host is None else device * ranks + host
+        return self.least_device(config) > device or both < NEARLY * least
+
+    def least_device(self, config: TrainConfig) -> int:
+        """Bytes of the device with which it can do, at the least, by an estimate."""
+        return min(need.device for need in self._lightest_needs(config))
+
+    def _lightest_needs(self, config: TrainConfig) -> list[Estimate]:
+        """With all of PLACES in host memory, and with none: on the CPU, where all memory is one,
+        that is less."""
+        return [self.planner.estimate(self.lightest(config, places)) for places in (PLACES, ())]
+
+    def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
+        """With these of PLACES in host memory, and what else leaves least on the device; as far as
+        it is allowed."""
+        rest = config.seq_len % MIN_CHUNK_ROWS
+        chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
+        changes = [{name: value} for name, value in LIGHTEST.items()]
+        changes += [{name: name in hosted} for name in PLACES]
+        changes.append({"attn_bwd_chunks": config.batch_size})
+        changes.append({"lmhead_chunks": config.batch_size * chunks})
+        for change in changes:
+            config = self.allowed(config, change) or config
+        return config
+
+    def _cheapest(
+        self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes]
+    ) -> list[Changes]:
+        found: list[Changes] = []
+        for change in start:
+            if self.allowed(having(config, found), change) is not None:
+                found.append(change)
+        ratios = dict.fromkeys(savers, 0.0)
+        while self.excess(now := having(config, found)):
+            best = self._best(now, ratios)
+            if best is None:
+                break
+            found.append(best)
+        # What later ones imply or make unnecessary goes, the dearest first.
+        enough = self.excess(having(config, found))
+        for change in reversed(found[:-1]):
+            rest = [c for c in found if c is not change]
+            if self.excess(having(config, rest)) <= enough:
+                found = rest
+        return found
+
+    def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
+        """The next change, None if nothing helps. ratios: seconds a byte when last looked at.
+
+        They only grow, as less is missing: what was worse before than the best is now, is not
+        looked at again.
+        """
+        best, lowest = None, math.inf
+        for saver in sorted(ratios, key=ratios.__getitem__):
+            if ratios[saver] > lowest:
+                break
+            change = saver(now)
+            ratios[saver] = self._ratio(now, change)
+            if ratios[saver] < lowest:
+                best, lowest = change, ratios[saver]
+        return best
+
+    def _ratio(self, now: TrainConfig, change: Changes) -> float:
+        """Seconds for each byte less; infinite where there are none, or it is not allowed."""
+        then = self.allowed(now, change)
+        saved = 0 if then is None else self.excess(now) - self.excess(then)
+        if saved <= 0:
+            return math.inf
+        before, after = (self._seconds(c) for c in (now, then))
+        return (max(after - before, 0.0) + TROUBLE * before) / saved
+
+    def allowed(self, now: TrainConfig, change: Changes) -> TrainConfig | None:
+        """The changed configuration, None if it is not valid or changes what is fixed."""
+        try:
+            then = changed(now, change).validate_with(self.planner.model)
+        except ConfigError:
+            return None
+        kept = all(getattr(then, name) == getattr(now, name) for name in self.fixed)
+        return then if change and kept else None
+
+
+def having(config: TrainConfig, changes: Iterable[Changes]) -> TrainConfig:
+    """The configuration after several changes."""
+    return reduce(changed, changes, config)

@@ -1,0 +1,51 @@
+"""Speed of light: the tokens per second that a card's peak arithmetic would allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.config.cards import CARDS
+from llmq.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsPerToken:
+    """Floating-point operations per trained token, by part; recomputation is not credited."""
+
+    blocks: int
+    lm_head: int
+    attention: int
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> FlopsPerToken:
+    """llm.q's formula: forward and two backward products; attention counts its causal half."""
+    C, F, L = config.hidden_size, config.intermediate_size, config.num_layers
+    width = config.num_heads * config.head_dim
+    matrices = 3 if config.activation == "swiglu" else 2
+    return FlopsPerToken(
+        blocks=6 * L * C * (matrices * F + width + config.qkv_channels),
+        lm_head=6 * config.vocab_size * C,
+        attention=6 * L * width * seq_len,
+    )
+
+
+def peaks(name: str) -> tuple[float, float, float] | None:
+    """TF32, BF16 and FP8 peak of a card in TFLOP/s by its driver name; None if unknown."""
+    card = CARDS.get(name)
+    return None if card is None else (card.tf32, card.bf16, card.fp8)
+
+
+def nanoseconds_per_token(
+    flops: FlopsPerToken,
+    blocks_peak: float,
+    head_peak: float,
+    attention_peak: float,
+    world_size: int = 1,
+) -> int:
+    """llm.q's integer arithmetic: each part in whole nanoseconds; peaks in TFLOP/s."""
+    parts = (
+        (flops.blocks, blocks_peak),
+        (flops.lm_head, head_peak),
+        (flops.attention, attention_peak),
+    )
+    return sum(int((f / 1000) / peak) for f, peak in parts) // world_size

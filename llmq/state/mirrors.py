@@ -1,0 +1,56 @@
+"""Copies in pinned memory of the shards that ranks gather from each other at every use.
+
+A GPU reads there what its peer cannot copy to it (`--mirror-weights`): then the peer writes its
+shard to the host once per update, not once per gather.
+"""
+
+from __future__ import annotations
+
+from llmq.base.tensor import Tensor
+from llmq.runtime.device import Device, Event
+
+
+class Mirrors:
+    """Of the blocks in the order in which forward gathers them."""
+
+    def __init__(self, dev: Device):
+        self.dev = dev
+        self._shards: dict[str, Tensor] = {}
+        self._mirrors: dict[str, Tensor] = {}
+        self._written: dict[str, Event] = {}
+        self._fork = dev.event()
+        self._stale = False
+        self._next = 0  # of the blocks: the first one whose mirror is not written yet
+
+    def add(self, block: str, shard: Tensor, category: str) -> None:
+        """Allocate the mirror of a block's shard (n,)."""
+        args = (f"{block}.mirror", shard.shape, shard.dtype, category, "pinned")
+        self._shards[block], self._mirrors[block] = shard, self.dev.alloc(*args)
+        self._written[block] = self.dev.event()
+
+    def start_micro_step(self, stale: bool) -> None:
+        """Before the first gather. stale: it is the first after an update."""
+        self._stale, self._next = stale, 0
+
+    def get(self, block: str) -> Tensor | None:
+        """What peers may read in the gather that comes next on the current stream; None: nothing.
+
+        Where mirrors are stale, that of the next block is written while this one is gathered.
+        """
+        mirror = self._mirrors.get(block)
+        if mirror is not None and self._stale:
+            self._write(block)
+            self.dev.wait(self._written[block])
+        return mirror
+
+    def _write(self, block: str) -> None:
+        blocks = list(self._mirrors)
+        due = blocks[self._next : blocks.index(block) + 2]
+        self._next += len(due)
+        if due:
+            self.dev.record(self._fork)
+            with self.dev.on("stage"):
+                self.dev.wait(self._fork)
+                for name in due:
+                    self.dev.copy(self._mirrors[name], self._shards[name])
+                    self.dev.record(self._written[name])

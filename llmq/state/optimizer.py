@@ -1,0 +1,310 @@
+"""AdamW on this rank's shards: global norm, clip, update; state in host memory passes through.
+
+What is kept in host memory goes through three sets of buffers on the device, a few megabytes at a
+time: while one piece is updated, the next one arrives on the copy stream and the last one leaves
+on the store stream. fp8 codes need all of a master, because the scales depend on a whole matrix.
+Where blocks of gradients are streamed, their two slots are free now and hold a whole master each,
+which so need not arrive twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmq.base.dtypes import E4M3, F32, F64, I64, STATS, DType
+from llmq.base.tensor import Tensor
+from llmq.ops import adamw, global_norm
+from llmq.ops.adamw import SCALE_BLOCK
+from llmq.runtime.device import Device
+from llmq.state.grads import PIECE, SLOTS, Gradients
+from llmq.state.params import Slab
+from llmq.state.weights import Weights
+
+BUFFERS = 3  # one arrives, one is updated, one leaves
+MOVABLE = ("master", "work", "grad", "m", "v")  # what of a _State may be in host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConstants:
+    """What is baked into captured launches; the learning rate and the rest are in StepScalars."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOptions:
+    """Formats and places ("device", "pinned", "write_combined") of the moments.
+
+    zero_copy: the update works in host memory directly.
+    """
+
+    constants: AdamWConstants
+    m_dtype: DType
+    v_dtype: DType
+    m_place: str = "device"
+    v_place: str = "device"
+    zero_copy: bool = False
+
+
+class _State(NamedTuple):
+    """All that the update of one slab's shard reads and writes, or of a piece of it.
+
+    Scales stay on the device. codes: of a whole shard, what is made of its master at the end.
+    """
+
+    master: Tensor
+    work: Tensor | None
+    grad: Tensor
+    m: Tensor
+    v: Tensor
+    m_scale: Tensor | None
+    v_scale: Tensor | None
+    codes: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> _State:
+        """Elements [start, stop)."""
+        *tensors, m_scale, v_scale, _ = self
+        tensors = [t and t.rows(start, stop) for t in tensors]
+        blocks = start // SCALE_BLOCK, stop // SCALE_BLOCK
+        return _State(*tensors, *(scale and scale.rows(*blocks) for scale in (m_scale, v_scale)))
+
+
+class AdamW:
+    """First and second moments of this rank's shards, zero at start.
+
+    m_scale, v_scale: of 8-bit moments, F32 per 128 elements.
+    """
+
+    def __init__(self, dev: Device, table: tuple[Slab, ...], options: OptimizerOptions):
+        self.dev, self.table, self.options = dev, table, options
+        self.m: dict[str, Tensor] = {}
+        self.v: dict[str, Tensor] = {}
+        self.m_scale: dict[str, Tensor] = {}
+        self.v_scale: dict[str, Tensor] = {}
+        self.segments: dict[str, Tensor] = {}
+        for slab in table:
+            name, shape = slab.name, (slab.shard_size,)
+            args = (f"{name}.m", shape, options.m_dtype, "Adam M", options.m_place)
+            self.m[name] = dev.alloc(*args)
+            args = (f"{name}.v", shape, options.v_dtype, "Adam V", options.v_place)
+            self.v[name] = dev.alloc(*args)
+            scales = (slab.shard_size // SCALE_BLOCK,)
+            if options.m_dtype == E4M3:
+                self.m_scale[name] = dev.alloc(f"{name}.m_scale", scales, F32, "Adam M")
+            if options.v_dtype == E4M3:
+                self.v_scale[name] = dev.alloc(f"{name}.v_scale", scales, F32, "Adam V")
+            segments = slab.segments()
+            self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
+            for moments in (self.m, self.v, self.m_scale, self.v_scale):
+                if name in moments:
+                    dev.zero(moments[name])
+            dev.upload(self.segments[name], segments)
+        self._gathered: Tensor | None = None
+        if dev.world_size > 1:
+            shape = (dev.world_size, len(STATS))
+            self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
+            dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
+        self.arrived, self.updated, self.left = (
+            [dev.event() for _ in range(BUFFERS)] for _ in range(3)
+        )
+        self.start, self.quantized = dev.event(), dev.event()
+        self.gone = [dev.event() for _ in range(SLOTS)]
+
+    def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
+        """Norm of all gradients, clip factor, then every slab's update. Only launches.
+
+        stats: F64 (10,), this rank's sums in, those of all ranks out.
+        """
+        grads.norm_squared(stats)
+        self.combine(stats)
+        global_norm.finish(self.dev, stats, scalars)
+        weights.start_update()
+        states = [self._state(weights, grads, slab) for slab in self.table]
+        with ExitStack() as temps:
+            staging = _Staging(self, temps, states, grads.slots, weights.slots)
+            for slab, state in zip(self.table, states, strict=True):
+                self._update_slab(slab, state, weights, scalars, staging)
+            staging.finish()
+        weights.finish_update()
+
+    def combine(self, stats: Tensor) -> None:
+        """Sums of this rank become sums of all ranks."""
+        if self._gathered is not None:
+            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), stats)
+            global_norm.combine(self.dev, stats, self._gathered)
+
+    def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
+        name = slab.name
+        return _State(
+            master=weights.master[name],
+            work=weights.work[name],
+            grad=grads.shard[name],
+            m=self.m[name],
+            v=self.v[name],
+            m_scale=self.m_scale.get(name),
+            v_scale=self.v_scale.get(name),
+            codes=weights.codes(name),
+        )
+
+    def _update_slab(
+        self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
+    ) -> None:
+        step = PIECE if staging.passes_through(state) else slab.shard_size
+        first = self.dev.rank * slab.shard_size
+        with staging.whole(state) as whole:
+            for start in range(0, slab.shard_size, step):
+                stop = min(start + step, slab.shard_size)
+                master = whole and whole[0].rows(start, stop)
+                with staging.piece(state.rows(start, stop), master) as piece:
+                    self._launch(slab, piece, scalars, first + start)
+                    weights.observe(slab, first + start, first + stop, piece.master)
+            if whole:
+                weights.quantize(slab.name, *whole)
+
+    def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
+        constants = self.options.constants
+        adamw.update(
+            self.dev,
+            piece.master,
+            piece.work,
+            piece.grad,
+            piece.m,
+            piece.v,
+            self.segments[slab.name],
+            scalars,
+            beta1=constants.beta1,
+            beta2=constants.beta2,
+            epsilon=constants.epsilon,
+            weight_decay=constants.weight_decay,
+            salt=slab.params[0].index,
+            first=first,
+            m_scale=piece.m_scale,
+            v_scale=piece.v_scale,
+        )
+
+
+class _Staging:
+    """Buffers on the device for what the update needs of host memory, for one update.
+
+    wholes: free buffers, each long enough for a shard's master, or none. codes: for its codes.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        temps: ExitStack,
+        states: list[_State],
+        wholes: list[Tensor],
+        codes: list[Tensor],
+    ):
+        self.dev, self.optimizer = optimizer.dev, optimizer
+        self._whole_buffers, self._code_buffers = wholes, codes
+        self._pieces = self._wholes = 0  # that were begun
+        sizes: dict[str, tuple[int, DType]] = {}
+        for state in states:
+            for name, tensor in self._moved(state).items():
+                if name != "master" or not self._stays(state):
+                    size = max(min(tensor.size, PIECE), sizes.get(name, (0,))[0])
+                    sizes[name] = (size, tensor.dtype)
+        self._buffers = {
+            name: [
+                temps.enter_context(self.dev.scratch(f"{name}.{i}", (size,), dtype))
+                for i in range(BUFFERS)
+            ]
+            for name, (size, dtype) in sizes.items()
+        }
+        if any(self.passes_through(state) for state in states):
+            self.dev.record(optimizer.start)
+            with self.dev.on("copy"):
+                self.dev.wait(optimizer.start)
+
+    def _moved(self, state: _State) -> dict[str, Tensor]:
+        """What of a slab's state goes through buffers, by name."""
+        if self.optimizer.options.zero_copy:
+            return {}
+        pairs = zip(MOVABLE, state[: len(MOVABLE)], strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None and tensor.on_host}
+
+    def _stays(self, state: _State) -> bool:
+        """Whether the master is on the device until codes are made from it."""
+        return (
+            state.codes is not None
+            and "master" in self._moved(state)
+            and any(buffer.dtype == state.master.dtype for buffer in self._whole_buffers)
+        )
+
+    def passes_through(self, state: _State) -> bool:
+        """Whether the slab is updated in pieces."""
+        return bool(self._moved(state))
+
+    @contextmanager
+    def whole(self, state: _State) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """Where a shard's master stays, and where its codes go, on the device; if it has both."""
+        if not self._stays(state):
+            yield None
+            return
+        index, size = self._wholes % SLOTS, state.master.size
+        gone, quantized = self.optimizer.gone[index], self.optimizer.quantized
+        if self._wholes >= SLOTS:
+            with self.dev.on("copy"):
+                self.dev.wait(gone)
+        codes = self._code_buffers[index].rows(0, size) if state.codes.on_host else state.codes
+        yield self._whole_buffers[index].rows(0, size), codes
+        self.dev.record(quantized)
+        with self.dev.on("store"):
+            self.dev.wait(quantized)
+            if state.codes.on_host:
+                self.dev.copy(state.codes, codes)
+            self.dev.record(gone)
+        self._wholes += 1
+
+    @contextmanager
+    def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
+        """The piece with everything on the device; what is written leaves at the end.
+
+        master: where its master stays, if anywhere.
+        """
+        moved = self._moved(state)
+        if not moved:
+            yield state
+            return
+        index = self._pieces % BUFFERS
+        arrived, updated, left = (
+            events[index]
+            for events in (self.optimizer.arrived, self.optimizer.updated, self.optimizer.left)
+        )
+        here = {"master": master} if master else {}
+        for name, tensor in moved.items():
+            if name not in here:
+                here[name] = self._buffers[name][index].rows(0, tensor.size)
+        with self.dev.on("copy"):
+            if self._pieces >= BUFFERS:
+                self.dev.wait(left)
+            for name, tensor in moved.items():
+                self.dev.copy(here[name], tensor)
+            self.dev.record(arrived)
+        self.dev.wait(arrived)
+        yield state._replace(**here)
+        self.dev.record(updated)
+        with self.dev.on("store"):
+            self.dev.wait(updated)
+            for name, tensor in moved.items():
+                if name != "grad":
+                    self.dev.copy(tensor, here[name])
+            self.dev.record(left)
+        self._pieces += 1
+
+    def finish(self) -> None:
+        """What follows on the main stream comes after all that leaves."""
+        for events, used in (
+            (self.optimizer.left, self._pieces),
+            (self.optimizer.gone, self._wholes),
+        ):
+            for event in events[:used]:
+                self.dev.wait(event)

@@ -1,0 +1,149 @@
+"""What a run says before its first step: options, machine, data, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmq.base.dtypes import MIB
+from llmq.comm.links import LinkTable
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import option_rows
+from llmq.plan.plan import allocator_rows, allocator_table, needed_bytes
+from llmq.plan.sol import peaks
+from llmq.runtime.gpu_info import gpu_info
+from llmq.runtime.host_memory import host_memory
+from llmq.train.metrics import Reporter
+from llmq.train.monitor import (
+    GpuMonitor,
+    SpeedOfLight,
+    measured_peak,
+    system_lines,
+    system_record,
+)
+from llmq.train.trainer import Trainer
+
+Monitors = Sequence[GpuMonitor | None]
+"""By rank; None where there is nothing to read."""
+
+
+def announce_options(trainer: Trainer, reporter: Reporter, argv: list[str]) -> None:
+    """[Options], and their records."""
+    reporter.log.write("cmd", 0, cmd=argv)
+    reporter.options(
+        option_rows(
+            trainer.config,
+            trainer.model,
+            world_size=trainer.world_size,
+            steps_per_epoch=trainer.steps_per_epoch,
+            total_steps=trainer.total_steps,
+        )
+    )
+
+
+def announce_machine(
+    trainer: Trainer, reporter: Reporter, monitors: Monitors, light: SpeedOfLight | None
+) -> None:
+    """[System r], [Links], [Speed of Light], and their records."""
+    if trainer.dev.kind == "cuda":
+        for rank, record in enumerate(_system_records(trainer, monitors)):
+            reporter.block(f"System {rank}", system_lines(record))
+            reporter.log.write("gpu-model", 0, rank=rank, **record)
+    else:
+        available, total = (size // MIB for size in host_memory())
+        lines = [f"  Device 0: {trainer.dev.spec.name}"]
+        if trainer.world_size > 1:
+            lines.append(f"  Ranks: {trainer.world_size} threads")
+        reporter.block("System 0", [*lines, f"  Memory: {total - available} MiB / {total} MiB"])
+    if trainer.machine.note:
+        reporter.message(trainer.machine.note)
+    if trainer.ranks.links is not None:
+        reporter.links(trainer.ranks.links)
+        advice = about_mirrors(trainer.config, trainer.ranks.links)
+        if advice is not None:
+            reporter.message(advice)
+    if light is not None:
+        peak = trainer.ranks.run_first("timing a product", lambda rank: measured_peak(rank.dev))
+        reporter.block("Speed of Light", light.lines(peak))
+        reporter.log.write("sol", 0, rank=0, **light.record())
+    elif trainer.dev.kind == "cuda" and peaks(trainer.dev.spec.name) is None:
+        reporter.message(
+            f"No speed of light: of {trainer.dev.spec.name} the peak is not known "
+            "(llmq/config/cards.py)"
+        )
+
+
+def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
+    """What the links say for or against --mirror-weights; None where it is as it should be."""
+    if config.why_no_mirrors() is not None or config.mirror_weights == links.has_staged:
+        return None
+    if links.has_staged:
+        return "Weights pass through host memory: faster with --mirror-weights, if there is enough."
+    return "--mirror-weights takes host memory for nothing: every GPU can copy to every other one."
+
+
+def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
+    """Of every rank's GPU."""
+    infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
+    return [system_record(i, *pair) for i, pair in enumerate(zip(infos, monitors, strict=True))]
+
+
+def announce_data(trainer: Trainer, reporter: Reporter) -> None:
+    """[Dataset], and its records."""
+    reporter.dataset({"train": trainer.train_loader, "eval": trainer.eval_loader})
+
+
+def announce_memory(
+    trainer: Trainer, reporter: Reporter, monitors: Monitors, host_memory_before: int
+) -> None:
+    """[Allocator State] of rank 0, and its record.
+
+    host_memory_before: bytes that were available before the trainer took its own.
+    """
+    usage = trainer.plan.usage
+    others = _other_memory(trainer, monitors, host_memory_before)
+    reporter.block("Allocator State", allocator_table(usage, others))
+    reporter.log.write("allocator", 0, stats=allocator_rows(usage, others))
+    if trainer.config.debug_log_allocations >= 0:
+        reporter.block("Allocations", _allocations(trainer))
+
+
+def _other_memory(trainer: Trainer, monitors: Monitors, host_memory_before: int) -> dict[str, int]:
+    """What is not ours of the device's memory, in bytes."""
+    if trainer.dev.kind == "host":
+        needed = needed_bytes(trainer.plan, trainer.dev.spec)
+        available = host_memory_before // trainer.world_size
+        return {"Free": min(available, trainer.config.memory_limit or available) - needed}
+    record = _system_records(trainer, monitors)[0]
+    free, reserved = record["free"], record["reserved"]
+    others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
+    # The driver's total leaves out what it has reserved.
+    return others | {"Other": record["memory"] - free - trainer.plan.usage.device_bytes}
+
+
+def _allocations(trainer: Trainer) -> list[str]:
+    """Every allocation of at least --debug-log-allocations MiB."""
+    least = trainer.config.debug_log_allocations * MIB
+    labels = {"device": "GPU ", "pinned": "HOST", "write_combined": "HOST"}
+    return [
+        f"{label}  {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB"
+        for place, label in labels.items()
+        for category, tensor in trainer.dev.arenas[place].tensors
+        if tensor.nbytes >= least
+    ]
+
+
+def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -> None:
+    """What begins now."""
+    steps, done = trainer.total_steps, trainer.steps_done
+    epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
+    if done < steps:
+        reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
+        if done > 0:
+            reporter.message(f"{done} of these steps are done already", done)
+    else:
+        reporter.message(
+            f"Nothing left to train: the run has {steps} steps, {done} are done; raise --steps or "
+            "--epochs to go on",
+            done,
+        )
+    reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)

@@ -1,0 +1,222 @@
+"""Which tensor an infinity or a NaN came from: a step's micro-steps run again, and looked through.
+
+    weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
+
+While all is well nothing of this runs, and nothing is kept for it on the device. Looking through a
+tensor is one launch, wherever the tensor is: its largest absolute value, NaN being the largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import F32
+from llmq.base.errors import LlmqError
+from llmq.base.tensor import Tensor
+from llmq.model.operands import GRADIENTS, INPUTS, NAMES
+from llmq.model.step import Batch, Result, Step
+from llmq.ops import abs_max
+from llmq.ops.fp8_scale import STRIDE
+from llmq.train.metrics import Reporter
+from llmq.train.ranks import Rank, Ranks
+
+MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
+AT_A_TIME = 64  # tensors; their largest values lie on the stack
+
+# In order of computation: a block's activations, under the names they have in block.py, and its
+# gradients, by key; d_...: gradients that only fp8 products measure.
+_FORWARD = "ln1 qk_raw qkv att residual_att ln2 mlp_up mlp_act".split()
+_BACKWARD = (
+    "d_mlp down down_bias d_mlp_up up up_bias ln2 ln2_bias d_att o o_bias q_norm k_norm d_qkv qkv "
+    "qkv_bias ln1 ln1_bias"
+).split()
+_LOGGED = {  # llm.q's names, in the log, of what is quantized
+    "ln1": "act.ln1.{}",
+    "att": "act.att{}",
+    "ln2": "act.ln2.{}",
+    "mlp_act": "act.swiglu.{}",
+    "d_qkv": "grad.qkv.{}",
+    "d_att": "grad.res_att.{}",
+    "d_mlp_up": "grad.mlp_up.{}",
+    "d_mlp": "grad.res_ffn.{}",
+}
+
+
+class Origin(NamedTuple):
+    """text: goes on after "first seen in". in_weights: no step can go well any more."""
+
+    text: str
+    in_weights: bool = False
+
+
+class _Entry(NamedTuple):
+    """A tensor, or the largest value of one as it was measured. order: of computation."""
+
+    order: tuple[int, int]
+    name: str
+    value: Tensor | float
+
+
+def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> Origin | None:
+    """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite.
+
+    batches: of each rank. The weights stay as they are, gradients and losses of later steps get
+    lost. None where everything is finite.
+    """
+    bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
+    if bad is not None:
+        return Origin(f"the weight {bad.name}", in_weights=True)
+
+    def forward(rank: Rank, micro_step: int) -> list[_Entry]:
+        rank.step.evaluate_batch(batches[rank.dev.rank][micro_step])
+        return _activations(rank.step)
+
+    for micro_step in range(len(batches[0])):
+        bad = _first_bad(ranks, lambda rank, i=micro_step: forward(rank, i))
+        if bad is not None:
+            return Origin(f"{bad.name}, micro-step {micro_step}")
+
+    def backward(rank: Rank) -> list[_Entry]:
+        rank.step.start()
+        for i, batch in enumerate(rank.counted(batches[rank.dev.rank])):
+            rank.step.micro_step(i, rank.step.scalars_of(step, i, 0.0, 0.0), batch)
+        return _measured_gradients(rank.step) + _pieces(rank, "gradients")
+
+    bad = _first_bad(ranks, backward)
+    return None if bad is None else Origin(f"the gradient of {bad.name}")
+
+
+class UpdateCheck:
+    """Says which updates were skipped and why, and ends a run in which nothing else happens."""
+
+    def __init__(self, ranks: Ranks, reporter: Reporter):
+        self._ranks, self._reporter = ranks, reporter
+        self._skipped = 0  # in a row
+
+    def check(self, step: int, ticket: int, result: Result) -> None:
+        """Of a step and its result; ticket: the ranks', of this step. LlmqError: it is hopeless."""
+        if result.tokens == 0:
+            reason, advice = "all targets are masked", "look at the loss masks of the data"
+        elif not math.isfinite(result.norm):
+            reason = f"the gradient norm is {result.norm}"
+            advice = "continue from an earlier checkpoint with a lower --learning-rate"
+        else:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        origin = None
+        if result.tokens > 0 and self._skipped == 1:  # those that follow are alike
+            origin = find_origin(self._ranks, step, self._ranks.batches_of(ticket))
+            where = f"first seen in {origin.text}" if origin else "computed again all is finite"
+            reason += f"; {where}"
+        self._reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
+        if origin is not None and origin.in_weights:
+            raise LlmqError(f"step {step}: {origin.text} is not finite any more: {advice}")
+        if self._skipped >= MAX_SKIPPED:
+            raise LlmqError(
+                f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
+                f"{reason}; {advice}"
+            )
+
+
+def abs_maxes(ranks: Ranks) -> dict[str, float]:
+    """Largest values of what the last step has quantized, by llm.q's names; {} without fp8.
+
+    Of its last micro-step, or with delayed scales of all of them.
+    """
+    of_ranks = ranks.run("abs-maxes", lambda rank: rank.step.model.operands.largest())
+    largest = np.max(of_ranks, axis=0)
+    return {
+        _LOGGED[name].format(layer): value
+        for layer, values in enumerate(largest.tolist())
+        for name, value in zip(NAMES, values, strict=True)
+    }
+
+
+def _pieces(rank: Rank, group: str) -> list[_Entry]:
+    """The parameters, or their gradients, as far as the rank holds them."""
+    layers = rank.step.config.num_layers
+    entries = []
+    for slab, start, stop, tensor in rank.pieces(group):
+        for param, first, last in slab.pieces(start, stop):
+            part = tensor.rows(first - start, last - start)
+            order = (0, param.index)
+            if group == "gradients":
+                order = _place(param.block, param.key, layers)
+            entries.append(_Entry(order, param.name, part))
+    return entries
+
+
+def _place(block: str, key: str, layers: int) -> tuple[int, int]:
+    """When backward computes a gradient: head, layers from the last one on, embedding."""
+    if block.startswith("layers."):
+        return layers - int(block.removeprefix("layers.")), _BACKWARD.index(key)
+    return (0 if block == "head" else layers + 1), 0
+
+
+def _measured_gradients(step: Step) -> list[_Entry]:
+    layers, entries = step.config.num_layers, []
+    for layer, values in enumerate(step.model.operands.largest()):
+        for name in GRADIENTS:
+            order = _place(f"layers.{layer}", name, layers)
+            value = float(values[NAMES.index(name)])
+            entries.append(_Entry(order, f"{name.removeprefix('d_')} of layer {layer}", value))
+    return entries
+
+
+def _activations(step: Step) -> list[_Entry]:
+    """What a forward pass leaves: activations that are kept or were quantized, and losses."""
+    model, layers = step.model, step.config.num_layers
+    kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
+    entries = []
+    for layer in range(layers):
+        if not model.residuals.leaves(layer):
+            entries.append(_Entry((layer, -1), f"the input of layer {layer}",
+                                  model.residuals.tensors[layer]))  # fmt: skip
+        for i, name in enumerate(_FORWARD):
+            if f"{name}.{layer}" in kept:
+                tensor = kept[f"{name}.{layer}"]
+                entries.append(_Entry((layer, i), f"{name} of layer {layer}", tensor))
+    for layer, values in enumerate(step.model.operands.largest()):
+        for name in INPUTS:
+            order, value = (layer, _FORWARD.index(name)), float(values[NAMES.index(name)])
+            entries.append(_Entry(order, f"{name} of layer {layer}", value))
+    head = model.head
+    for i, (name, tensor) in enumerate(
+        (("the output of the last layer", head.residual), ("the final norm", head.out),
+         ("the losses", head.losses))
+    ):  # fmt: skip
+        entries.append(_Entry((layers, i), name, tensor))
+    return entries
+
+
+def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry | None:
+    """The first entry that is not finite, of all ranks'."""
+
+    def first(rank: Rank) -> _Entry | None:
+        in_order = sorted(entries(rank), key=lambda entry: entry.order)
+        return next((e for e, value in _largest(rank, in_order) if not math.isfinite(value)), None)
+
+    found = [entry for entry in ranks.run("diagnosis", first) if entry is not None]
+    return min(found, key=lambda entry: entry.order, default=None)
+
+
+def _largest(rank: Rank, entries: list[_Entry]) -> Iterator[tuple[_Entry, float]]:
+    """Each entry with its largest absolute value."""
+    dev = rank.dev
+    for start in range(0, len(entries), AT_A_TIME):
+        rank.beat()
+        part = entries[start : start + AT_A_TIME]
+        with dev.scratch("largest", (len(part) * STRIDE,), F32) as slots:
+            dev.zero(slots)
+            for i, entry in enumerate(part):
+                if isinstance(entry.value, Tensor):
+                    slot = slots.rows(i * STRIDE, i * STRIDE + 1)
+                    abs_max.abs_max(dev, slot, entry.value)
+            values = dev.download(slots)[::STRIDE].tolist()
+        for entry, value in zip(part, values, strict=True):
+            yield entry, value if isinstance(entry.value, Tensor) else entry.value

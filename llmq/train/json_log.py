@@ -1,0 +1,182 @@
+"""The JSON log of a run: one array that is complete after every record.
+
+Numbers that are not finite are written as null.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import DataError, LlmqError, warn
+from llmq.base.files import disk_errors
+from llmq.base.records import elements
+
+_EMPTY_LOG = b"[\n]\n"
+_LOG_END = b"\n]\n"
+RETRY_SECONDS = 0.1
+_HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
+
+
+def _json_value(value: Any) -> Any:
+    """The value in JSON's types."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _json_value(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(v) for v in value]
+    return value
+
+
+def _utc_now() -> str:
+    """YYYY-MM-DD HH:MM:SS and nanoseconds."""
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d}"
+
+
+class JsonLog:
+    """A JSON array on disk, one record a line. Each record is written with the array's end behind
+    it, in one call of the system, so that the file is valid whenever the process stops. What the
+    disk refuses waits in memory, with one warning, and is written with a later record.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False):
+        """append: go on with the log that is there, if there is one; else it is replaced.
+
+        LlmqError where it cannot be written, or is to be continued and is no log, or is to be
+        replaced and does not even begin as one: a slip of the user's would cost another file.
+        """
+        self.path = path
+        self._waiting: list[bytes] = []
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            keep = append and path.exists() and path.stat().st_size > 0
+            if not keep and path.is_file():
+                with open(path, "rb") as file:
+                    if file.read(1) not in (b"", b"["):
+                        raise LlmqError(
+                            f"'{path}' is no log and is not overwritten: choose another --log-file"
+                        )
+            # Without a buffer: what Python holds back would be lost in a kill.
+            self._file = open(path, "r+b" if keep else "w+b", buffering=0)  # noqa: SIM115
+            if not self._file.seekable():
+                raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
+            self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
+            if keep and self._tail() != _LOG_END:
+                raise LlmqError(
+                    f"'{path}' is not a complete log that could be continued: move it away, or "
+                    "choose another --log-file"
+                )
+
+    def _tail(self) -> bytes:
+        self._file.seek(max(self._end - len(_LOG_END), 0))
+        return self._file.read()
+
+    def write(self, log: str, step: int, **fields: Any) -> None:
+        """Add one record; every record has `log`, `time` (UTC) and `step`."""
+        record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
+        self._waiting.append(json.dumps(record, allow_nan=False).encode())
+        problem = self._write_waiting()
+        if problem is not None and len(self._waiting) == 1:
+            warn(
+                [
+                    f"cannot write the log '{self.path}' ({problem}): training goes on, and what "
+                    "is to be logged waits in memory until it can be written"
+                ]
+            )
+
+    def _write_waiting(self) -> str | None:
+        """Write all records that wait; why they go on waiting, if they do."""
+        first = self._end == len(_EMPTY_LOG)
+        lines = (b"\n  " if first else b",\n  ") + b",\n  ".join(self._waiting)
+        try:
+            self._replace_end(lines + _LOG_END)
+        except OSError as error:
+            return error.strerror
+        self._waiting.clear()
+        return None
+
+    def _replace_end(self, data: bytes) -> None:
+        start = self._end - len(_LOG_END)
+        try:
+            self._file.seek(start)
+            written = self._file.write(data)
+            if written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.seek(start)
+            self._file.write(_LOG_END)  # over what is there, which takes no space
+            self._file.truncate(self._end)
+            raise
+        self._end = start + len(data)
+
+    def close(self) -> None:
+        """Close the file. Warns of records that could not be written."""
+        problem = self._write_waiting() if self._waiting else None
+        if problem is not None:
+            warn([f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}"])
+        self._file.close()
+
+
+class LogReader:
+    """Reads a log that may still be written: what is new since the last time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.count = 0  # of the records that were read
+        self._offset = 0  # behind the last one
+        self._head = b""
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """The complete ones, `time` in seconds since 1970.
+
+        LlmqError where the log cannot be read, is none, or is not the one that it was.
+        """
+        try:
+            try:
+                yield from self._new_records()
+            except DataError:  # perhaps a record was written just then
+                time.sleep(RETRY_SECONDS)
+                yield from self._new_records()
+        except OSError as error:
+            raise DataError(f"cannot read the log '{self.path}': {error.strerror}") from None
+        except DataError:
+            raise DataError(
+                f"'{self.path}' is not a log of llmq train: what comes after {self.count} records, "
+                f"from byte {self._offset} on, is no record"
+            ) from None
+
+    def _new_records(self) -> Iterator[dict[str, Any]]:
+        with open(self.path, "rb") as file:
+            head = os.pread(file.fileno(), _HEAD_BYTES, 0)
+            # All at once: a log's end is replaced by the next record.
+            size = max(os.fstat(file.fileno()).st_size - self._offset, 0)
+            data = os.pread(file.fileno(), size, self._offset)
+        if not head.startswith(self._head):
+            raise LlmqError(f"'{self.path}' has been replaced by another log: start again")
+        for text, end in elements(str(self.path), BytesIO(data), self._offset, growing=True):
+            record = _parsed(text)
+            self._offset, self.count, self._head = end, self.count + 1, head[:end]
+            yield record
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+        record["time"] = datetime.fromisoformat(record["time"]).replace(tzinfo=UTC).timestamp()
+        if type(record["step"]) is not int or not isinstance(record["log"], str):
+            raise ValueError(record)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataError("no record of a log") from error
+    return record

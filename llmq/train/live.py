@@ -1,0 +1,115 @@
+"""The live view on a terminal: progress, speed, loss curve and time left under the log lines."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from llmq.train.metrics import optional_console
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48  # columns of the loss curve, at most
+
+
+class LossCurve:
+    """The course of a loss in at most WIDTH points; each is the mean of equally many values.
+
+    When the points run out, neighbours are joined, so that adding a value to a long run costs no
+    more than to a short one.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._size = 1  # values in each point
+        self._sum = 0.0  # of the values that do not make a point yet
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """The next value; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._sum += value
+        self._count += 1
+        if self._count < self._size:
+            return
+        if len(self.points) == WIDTH:
+            halves = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(a + b) / 2 for a, b in halves]
+            self._size *= 2
+            return
+        self.points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+
+    def __str__(self) -> str:
+        """One character per point, the lowest value as the lowest bar."""
+        if not self.points:
+            return ""
+        low, high = min(self.points), max(self.points)
+        scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BARS[round((point - low) * scale)] for point in self.points)
+
+
+def time_left(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    whole = int(seconds)
+    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class LiveView:
+    """A metrics.View whose state is drawn below the lines."""
+
+    def __init__(self, console: Console, first_step: int, total_steps: int):
+        """first_step: steps that are done already, of total_steps."""
+        self._console = console
+        self._total = max(total_steps, 1)
+        self._state: dict[str, Any] = {"step": first_step}
+        self._curve = LossCurve()
+        self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
+        self._live = Live(self._render(), console=console, refresh_per_second=4)
+        self._live.start()
+
+    def line(self, text: str, *, bold: bool = False) -> None:
+        """Print above the view."""
+        with optional_console():
+            self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
+
+    def progress(self, **state: Any) -> None:
+        """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
+        evaluation; gpu, a line of text, from the monitor."""
+        self._state |= state
+        if "loss" in state:
+            self._curve.add(state["loss"])
+        if "ms" in state:
+            self._times.append(state["ms"])
+        self._live.update(self._render())  # drawn by a thread of its own, which sees only this
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        with optional_console():
+            self._live.stop()
+
+    def _render(self) -> Group:
+        state = self._state
+        bar = ProgressBar(total=self._total, completed=state["step"], width=40)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(f"step {state['step']}/{self._total}", bar, self._speed())
+        numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
+        if "eval_loss" in state:
+            numbers.append(f"eval {state['eval_loss']:.4g}")
+        rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]
+        return Group(head, *(row for row in rows if row))
+
+    def _speed(self) -> str:
+        """Tokens per second and the time left, from the last steps."""
+        if not self._times:
+            return ""
+        seconds = sum(self._times) / len(self._times) / 1000
+        left = time_left(seconds * (self._total - self._state["step"]))
+        return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"

@@ -1,0 +1,354 @@
+"""What a run reports: console lines in llm.q's shapes, and records in the JSON log."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmq.base.errors import discard, warn
+from llmq.comm.links import LinkTable
+from llmq.data.loader import DataLoader
+from llmq.model.step import Result
+from llmq.train.json_log import JsonLog
+
+SHOWN_FILES = 10  # in [Dataset], for each split
+
+
+class View(Protocol):
+    """Where lines go: plain output, or the live view of a terminal."""
+
+    def line(self, text: str, *, bold: bool = False) -> None:
+        """Show one line of the log."""
+
+    def progress(self, **state: Any) -> None:
+        """Update what is shown beside the log; keys as in live.LiveView."""
+
+    def close(self) -> None:
+        """Stop showing."""
+
+
+@contextmanager
+def optional_console() -> Iterator[None]:
+    """Where standard output cannot be written inside the block, training goes on without it.
+
+    The reader has gone (Ctrl-C ends tee, too), the disk under it is full, the terminal was closed.
+    """
+    try:
+        yield
+    except OSError as error:
+        discard(sys.stdout)
+        try:
+            warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
+        except OSError:  # the same pipe
+            discard(sys.stderr)
+
+
+class PlainView:
+    """Lines to standard output, as they come."""
+
+    def line(self, text: str, *, bold: bool = False) -> None:
+        with optional_console():
+            bold = bold and sys.stdout.isatty()
+            print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
+
+    def progress(self, **state: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Outliers:
+    """Z-score of a value against the last 100, which it then joins."""
+
+    def __init__(self) -> None:
+        self.window: deque[float] = deque(maxlen=100)
+
+    def score(self, value: float) -> float:
+        """0 until there are 100 values, and for values that are not finite."""
+        score = 0.0
+        if not math.isfinite(value):
+            return score
+        if len(self.window) == self.window.maxlen:
+            std = float(np.std(self.window))
+            score = (value - float(np.mean(self.window))) / std if std > 0 else 0.0
+        self.window.append(value)
+        return score
+
+
+_COUNTS = (  # below this: unit, its letter, digits after the point
+    (1e6, 10**3, "k", 0),
+    (2e7, 10**6, "M", 1),
+    (1e9, 10**6, "M", 0),
+    (2e10, 10**9, "B", 1),
+    (1e12, 10**9, "B", 0),
+    (2e13, 10**12, "T", 1),
+    (math.inf, 10**12, "T", 0),
+)
+
+
+def count_tokens(n: int) -> str:
+    """A token count in the width of four characters and a unit."""
+    unit, letter, digits = next(row for limit, *row in _COUNTS if n < limit)
+    return f"{n / unit:4.1f}{letter}" if digits else f"{n // unit:4d}{letter}"
+
+
+def tokens_per_second(tokens: int, milliseconds: float) -> str:
+    """Below 100 thousand in full, then in thousands; "-" where no time passed."""
+    if milliseconds < 1:
+        return "-"
+    rate = int(tokens * 1000 / milliseconds)
+    return f"{rate:5d}" if rate < 100_000 else f"{rate // 1000:4d}k"
+
+
+def duration(milliseconds: float) -> str:
+    """Milliseconds, or seconds from 100 seconds on, in a fixed width."""
+    if milliseconds < 100_000:
+        return f"{int(milliseconds):5d} ms"
+    return f"{int(milliseconds / 1000):5d}  s"
+
+
+def _parts(ranges: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
+    """Milliseconds of each micro-step's parts, then of the optimizer, from named ranges.
+
+    A calibration is no micro-step: what it consists of, named before it ends, is left out.
+    """
+    parts: list[dict[str, float]] = []
+    for name, ms in ranges:
+        part = name.split()[0]
+        if name == "forward 0":
+            parts.append({"step": len(parts), "fwd": 0.0, "head": 0.0, "bwd": 0.0})
+        if part == "calibration":
+            parts.clear()
+        elif part == "optimizer":
+            parts.append({"opt": ms})
+        elif part == "forward":
+            parts[-1]["fwd"] += ms
+        else:
+            parts[-1]["bwd"] += ms  # the head counts as a part of backward, too
+            parts[-1]["head"] += ms if part == "head" else 0.0
+    return parts
+
+
+class Reporter:
+    """Console and log of one run."""
+
+    def __init__(self, log: JsonLog, view: View, total_steps: int):
+        self.log, self.view, self.total_steps = log, view, total_steps
+        self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
+        self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
+        self._gpu_lines: dict[int, str] = {}
+
+    def block(self, title: str, lines: list[str]) -> None:
+        """A titled block and an empty line."""
+        self.view.line(f"[{title}]")
+        for line in [*lines, ""]:
+            self.view.line(line)
+
+    def message(self, text: str, step: int = 0) -> None:
+        """One line on the console and in the log."""
+        self.view.line(text)
+        self.log.write("info", step, type="message", message=text)
+
+    @contextmanager
+    def section(self, text: str, step: int = 0) -> Iterator[None]:
+        """Name a long action before it begins and say afterwards how long it took."""
+        self.view.line(f"{text} ...")
+        start = time.perf_counter()
+        yield
+        ms = int((time.perf_counter() - start) * 1000)
+        self.view.line(f"  done in {ms} ms" if ms < 2000 else f"  done in {ms // 1000} s")
+        self.view.line("")
+        self.log.write("info", step, type="message", message=text, duration_ms=ms)
+
+    def options(self, rows: list[tuple[str, bool | int | float | str]]) -> None:
+        """[Options]: names and values."""
+        width = max(len(name) for name, _ in rows)
+        lines = []
+        for name, value in rows:
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            lines.append(f"  {name:<{width}}: {shown}")
+            self.log.write("option", 0, name=name, value=value)
+        self.block("Options", lines)
+
+    def dataset(self, loaders: dict[str, DataLoader]) -> None:
+        """[Dataset]: the files of each split, and where their loader stands."""
+        lines = []
+        for split, loader in loaders.items():
+            lines.append(f" {split}: {count_tokens(loader.total_tokens)} tokens")
+            for file in loader.files[:SHOWN_FILES]:
+                lines.append(f"   {file.path} : {file.num_tokens:10d}")
+            if len(loader.files) > SHOWN_FILES:
+                lines.append(f"   ... and {len(loader.files) - SHOWN_FILES} more files")
+            state = loader.state()
+            self.log.write(
+                "dataset",
+                0,
+                split=split,
+                files=[file.path for file in loader.files],
+                tokens=loader.total_tokens,
+                file_index=state["file_index"],
+                chunk_index=state["chunk_index"],
+                seed=loader.seed,
+            )
+        self.block("Dataset", lines)
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """What later reports depend on, in JSON's types: for a checkpoint."""
+        loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
+        return {
+            "past_losses": list(self._loss_outliers.window),
+            "past_norms": list(self._norm_outliers.window),
+            "losses_since_evaluation": [loss_sum, self._loss_count],
+        }
+
+    @history.setter
+    def history(self, history: dict[str, Any]) -> None:
+        self._loss_outliers.window.extend(history["past_losses"])
+        self._norm_outliers.window.extend(history["past_norms"])
+        loss_sum, self._loss_count = history["losses_since_evaluation"]
+        self._loss_sum = math.nan if loss_sum is None else loss_sum
+
+    def _percent(self, step: int) -> float:
+        return min(100.0 * step / max(self.total_steps, 1), 100.0)
+
+    def train_step(
+        self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
+    ) -> None:
+        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent."""
+        rate = tokens_per_second(tokens, ms)
+        tail = "" if sol is None else f" | sol {sol:.1f}%"
+        self.view.line(
+            f"[T] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | norm "
+            f"{result.norm:10f} | loss {result.loss:10f} | tps {rate}{tail}"
+        )
+        if result.tokens > 0:
+            self._loss_sum += result.loss
+            self._loss_count += 1
+        for name, value, window in (
+            ("Loss", result.loss, self._loss_outliers),
+            ("Gradient norm", result.norm, self._norm_outliers),
+        ):
+            score = window.score(value)
+            if score > 10:
+                self.message(f"{name} outlier with z-score: {score:.1f}", step)
+        if result.saturated:
+            self.message(f"Elements beyond their delayed fp8 scales: {result.saturated}", step)
+        waited = result.communication
+        self.log.write(
+            "step",
+            step,
+            step_tokens=tokens,
+            duration_ms=int(ms),
+            norm=result.norm,
+            loss=result.loss,
+            lr=lr,
+            lse_max=result.lse_max,
+            lse_mean=result.lse_mean,
+            loss_1k=result.loss_1k,
+            saturated=result.saturated,
+            **({} if waited is None else {"communication": waited}),
+        )
+        self.view.progress(
+            step=step + 1, loss=result.loss, norm=result.norm, lr=lr, ms=ms, tokens=tokens
+        )
+
+    def time_breakdown(
+        self,
+        step: int,
+        timings: Sequence[Sequence[tuple[str, float]]],
+        communication: float | None,
+    ) -> None:
+        """--debug-time-breakdown: the parts of a step, on the console those of rank 0.
+
+        timings: by rank. communication: as in Result.
+        """
+        parts = [_parts(ranges) for ranges in timings]
+        self.view.line("")
+        self.view.line("Timing breakdown:")
+        for p in parts[0]:
+            if "opt" in p:
+                self.view.line(f"  opt {p['opt']:7.2f}ms")
+            else:
+                bwd = p["bwd"] - p["head"]
+                self.view.line(
+                    f"  fwd {p['fwd']:7.2f}ms, head {p['head']:7.2f}ms, bwd {bwd:7.2f}ms"
+                )
+        if communication is not None:
+            self.view.line(f"  waits for other ranks {communication:7.2f}ms")
+        self.view.line("")
+        for rank, breakdown in enumerate(parts):
+            fields = {"type": "time-breakdown", "gpu": rank, "breakdown": breakdown}
+            self.log.write("info", step, **fields)
+
+    def abs_maxes(self, step: int, values: dict[str, float]) -> None:
+        """--debug-log-abs-max: largest absolute values by name; NaN is the largest of all."""
+
+        def largest(kind: str) -> str:
+            of_kind = {name: value for name, value in values.items() if name.startswith(kind)}
+            name = max(of_kind, key=lambda name: (math.isnan(of_kind[name]), of_kind[name]))
+            return f"{name} {of_kind[name]:.4g}"
+
+        self.view.line(f"[A] step {step:5d} | largest: {largest('act.')}, {largest('grad.')}")
+        named = [{"name": name, "value": value} for name, value in values.items()]
+        self.log.write("abs-maxes", step, abs_maxes=named)
+
+    def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
+        """[V]: the evaluation before step `step`. tokens: that were run.
+
+        With the mean training loss since the last one, if there were steps.
+        """
+        count = self._loss_count
+        train = f"train {self._loss_sum / count:9f} | " if count else ""
+        self._loss_sum, self._loss_count = 0.0, 0
+        self.view.line(
+            f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
+            f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
+            bold=True,
+        )
+        self.log.write(
+            "eval",
+            step,
+            eval_tokens=tokens,
+            duration_ms=int(ms),
+            loss=result.loss,
+            loss_1k=result.loss_1k,
+        )
+        self.view.progress(eval_loss=result.loss)
+
+    def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
+        """A record of a rank's monitor, and a line of text for the live view."""
+        self.log.write("gpu", step, rank=rank, **sample)
+        self._gpu_lines[rank] = line
+        self.view.progress(gpu="\n".join(self._gpu_lines.values()))
+
+    def links(self, table: LinkTable) -> None:
+        """[Links]: how the GPUs reach each other, and how fast."""
+        for line in [*table.lines(), ""]:
+            self.view.line(line)
+        self.log.write("links", 0, links=table.records())
+
+    def fast_products(self, step: int, chosen: dict[str, bool]) -> None:
+        """Which fp8 products sum with fewer bits, of those that may."""
+        if chosen:
+            fast = sum(chosen.values())
+            self.view.line(f"  fast accumulation: {fast} of {len(chosen)} fp8 products that may")
+            self.log.write("fast-products", step, fast_products=chosen)
+
+    def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
+        """What --measure-scaling found."""
+        self.view.line(line)
+        self.log.write("scaling", step, **record)
+
+    def close(self) -> None:
+        """Close the view and the log."""
+        self.view.close()
+        self.log.close()

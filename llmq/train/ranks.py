@@ -1,0 +1,322 @@
+"""The ranks of a run: for each a thread, a device and the step over it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.shards import assemble, parts_of, read_group, write_group
+from llmq.comm.collectives import silenced
+from llmq.comm.connect import connect
+from llmq.comm.links import LinkTable
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.model.step import RESULTS, Batch, Piece, Result, Step, StepOptions
+from llmq.plan.plan import comm_options
+from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.machine import Machine
+from llmq.runtime.timing import time_ranges
+from llmq.runtime.workers import Command, RankPool
+from llmq.state.params import Param
+
+T = TypeVar("T")
+IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
+
+
+class Rank:
+    """What one rank's thread owns. Used in that thread only, except for metadata."""
+
+    def __init__(self, dev: Device, beat: Callable[[], None]):
+        """beat: called to show that a long command goes on."""
+        self.dev, self.beat = dev, beat
+        self.step: Step
+        self.micro_step = 0  # the one that is being enqueued, for diagnosis
+
+    def allocate(self, model: ModelConfig, options: StepOptions) -> None:
+        """Make the step."""
+        self.step = Step(self.dev, model, options)
+
+    def warm_up(self, model: ModelConfig, seed: int) -> None:
+        """Do everything once without the other ranks, whatever comes out; capture all graphs.
+
+        So all kernels get loaded, all products tuned, all graphs made. These wait until the GPU is
+        idle, some while holding a lock of the whole process, and a GPU whose stream waits for
+        another rank is not idle before that rank, which may want the same lock, has gone on.
+        """
+        with silenced(self.dev), self.dev.without_graphs():
+            self.step.weights.init(model, seed)
+            self.step.rehearse()
+            self.dev.synchronize()
+        with self.dev.capture_only():
+            self.step.rehearse()
+            self.reset()
+            self.step.rehearse_evaluation()  # as before the first step
+            self.dev.synchronize()
+
+    def reset(self) -> None:
+        """Undo what steps change and loading weights does not."""
+        histories = self.step.extra_state().items()
+        self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
+        self.step.load_extra_state({})  # as if there were none
+        for group, pieces in self.step.state().items():
+            for piece in pieces if group.startswith("adam") else []:
+                self.dev.zero(piece.tensor)
+
+    def finish(self) -> None:
+        """Wait until all that was enqueued is done."""
+        self.dev.synchronize()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Result:
+        """The mean loss over the batches of all ranks."""
+        return self.step.evaluate(self.counted(batches))
+
+    def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, each one noted when it is taken."""
+        for self.micro_step, batch in enumerate(batches):
+            self.beat()
+            yield batch
+
+    def pieces(self, group: str) -> list[Piece]:
+        """What this rank holds of a group of Step.state, or of the "gradients"."""
+        state = self.step.state()
+        if group != "gradients":
+            return state[group]
+        shards = self.step.grads.shard
+        return [piece._replace(tensor=shards[piece.slab.name]) for piece in state["weights"]]
+
+    def write(self, writer: CheckpointWriter) -> list[FileEntry]:
+        """Write this rank's files of a checkpoint."""
+        groups = self.step.state().items()
+        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Take this rank's part of a checkpoint; all ranks do."""
+        for group, pieces in self.step.state().items():
+            read_group(self.dev, reader, group, pieces, self.beat)
+        self.step.load_extra_state(reader.manifest.state)
+        self.step.weights.refresh()
+
+    def load(self, read: Callable[[Param], np.ndarray]) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter."""
+
+        def noted(param: Param) -> np.ndarray:
+            self.beat()
+            return read(param)
+
+        self.step.weights.load(noted)
+
+
+class Rounds:
+    """The batches of an evaluation, of which all ranks take as many, also if it is cut short.
+
+    Otherwise those with fewer would miss the collectives of the others.
+    """
+
+    def __init__(self, world_size: int, count: int, stopped: Callable[[], bool]):
+        """stopped: asked before each batch. Once it says yes, ranks only catch up."""
+        self.cut = False
+        self._count, self._stopped = count, stopped
+        self._taken = [0] * world_size
+        self._lock = threading.Lock()
+
+    def of(self, rank: int) -> Iterator[None]:
+        """One item for every batch that the rank is to take."""
+        while self._another(rank):
+            yield
+
+    def _another(self, rank: int) -> bool:
+        with self._lock:
+            if not self.cut and self._stopped():
+                self.cut, self._count = True, max(self._taken)
+            if self._taken[rank] == self._count:
+                return False
+            self._taken[rank] += 1
+            return True
+
+
+class Ranks:
+    """All ranks, driven from one thread, which with one rank is that rank's thread.
+
+    An error in one rank stops all, names the rank, and is raised by every later call.
+    pool: runs the commands. links: what was measured between the GPUs, None without any.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        sizes: MemorySizes,
+        config: TrainConfig,
+        model: ModelConfig,
+        options: StepOptions,
+    ):
+        """sizes: of one rank. Raises LlmqError where the devices or their links do not serve."""
+        self.world_size = machine.world_size
+        self._ranks: list[Rank | None] = [None] * self.world_size
+        self._enqueued = 0
+        self._commands: dict[int, Command[int]] = {}  # the last RESULTS, by ticket
+        self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
+        self.pool = RankPool(self.world_size, watchdog=config.watchdog, describe=self._describe)
+
+        def open_device(rank: int) -> None:
+            dev = machine.open(sizes, rank=rank, graphs=config.use_cuda_graphs, tune=config.tune)
+            self._ranks[rank] = Rank(dev, self.pool.beat)
+
+        def connect_all(_: int) -> LinkTable | None:
+            return connect(self.devices, comm_options(config), self.pool.workers)
+
+        try:
+            self.pool.run("opening the device", open_device)
+            (self.links,) = self.pool.run("connecting the devices", connect_all, [0])
+            self.run("allocating", lambda rank: rank.allocate(model, options))
+            if self.world_size > 1 and machine.kind == "cuda":
+                self.run("warming up", lambda rank: rank.warm_up(model, config.seed))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def devices(self) -> list[Device]:
+        """By rank."""
+        return [rank.dev for rank in self._ranks]
+
+    @property
+    def first(self) -> Rank:
+        """Rank 0."""
+        return self._ranks[0]
+
+    def _describe(self, index: int) -> str:
+        rank = self._ranks[index]
+        if rank is None:
+            return "no device yet"
+        last = rank.dev.last_operation
+        return f"micro-step {rank.micro_step}, last collective enqueued: {last}"
+
+    def run(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
+        """fn on every rank, in its thread; the results by rank. name: for diagnosis."""
+        return self.pool.run(name, lambda rank: fn(self._ranks[rank]))
+
+    def run_first(self, name: str, fn: Callable[[Rank], T]) -> T:
+        """fn on rank 0."""
+        return self.pool.run(name, lambda rank: fn(self._ranks[rank]), [0])[0]
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def train(
+        self, step: int, lr: float, grad_clip: float, batches: Sequence[Sequence[Batch]]
+    ) -> int:
+        """Enqueue an optimizer step on all ranks, without waiting; returns its ticket.
+
+        batches: the micro-batches of each rank.
+        """
+
+        def enqueue(index: int) -> int:
+            rank = self._ranks[index]
+            return rank.step.train(step, lr, grad_clip, rank.counted(batches[index]))
+
+        ticket = self._ticket(self.pool.post(f"step {step}", enqueue))
+        self._batches[ticket] = batches
+        return ticket
+
+    def batches_of(self, ticket: int) -> Sequence[Sequence[Batch]]:
+        """The micro-batches of each rank in the step with this ticket, one of the last RESULTS."""
+        return self._batches[ticket]
+
+    def result(self, ticket: int) -> Result:
+        """What the step with this ticket measured on all ranks; waits until it is done."""
+        command = self._commands.get(ticket)
+        if command is None:
+            raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
+        return self.run_first("waiting", lambda rank: rank.step.result(command.results[0]))
+
+    def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
+        """The mean loss over the batches of all ranks; each rank's thread takes its own."""
+        command = self.pool.post("evaluation", lambda r: self._ranks[r].evaluate(batches[r]))
+        self._ticket(command)
+        return self.pool.wait(command)[0]
+
+    def _ticket(self, command: Command) -> int:
+        ticket = self._enqueued
+        self._enqueued += 1
+        self._commands[ticket] = command
+        self._commands.pop(ticket - RESULTS, None)
+        self._batches.pop(ticket - RESULTS, None)
+        return ticket
+
+    @contextmanager
+    def time_parts(self) -> Iterator[list[list[tuple[str, float]]]]:
+        """Within the block, time the parts of what runs: afterwards name and milliseconds, by rank.
+
+        Runs without graphs.
+        """
+        stacks = [ExitStack() for _ in range(self.world_size)]
+
+        def begin(rank: Rank) -> list[tuple[str, float]]:
+            return stacks[rank.dev.rank].enter_context(time_ranges(rank.dev))
+
+        timings = self.run("timing", begin)
+        try:
+            yield timings
+        finally:
+            self.run("timing", lambda rank: stacks[rank.dev.rank].close())
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
+        """Write the files of all ranks, in parallel; the writer that commits, and what to."""
+        ranks = range(self.world_size)
+        writers = [CheckpointWriter(directory, step, r, self.world_size) for r in ranks]
+        try:
+            files = self.run("checkpoint", lambda rank: rank.write(writers[rank.dev.rank]))
+        except BaseException:
+            writers[0].discard()
+            raise
+        return writers[0], [entry for entries in files for entry in entries]
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint's manifest holds: the same on all ranks."""
+        return self.run_first("reading scales", lambda rank: rank.step.extra_state())
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
+        self.run("loading the checkpoint", lambda rank: rank.read(reader))
+
+    def load(self, read: Callable[[Param], np.ndarray]) -> None:
+        """Fill the weights. read: a whole parameter; called by all threads."""
+        self.run("loading weights", lambda rank: rank.load(read))
+
+    def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
+        """Random weights."""
+        self.run(
+            "initializing weights",
+            lambda rank: rank.step.weights.init(model, seed, zero_projections=zero_projections),
+        )
+
+    def read_param(self, group: str, param: Param) -> np.ndarray:
+        """A host copy of one whole parameter, padding included; only one is in memory."""
+        name = f"reading {param.name}"
+        parts = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
+        return assemble(param, [part for of_rank in parts for part in of_rank])
+
+    def close(self) -> None:
+        """Free the devices and end the threads. Once more changes nothing."""
+        idle = threading.Barrier(self.world_size)
+
+        def close(index: int) -> None:
+            rank = self._ranks[index]
+            try:
+                if rank is not None:
+                    rank.dev.synchronize()
+            finally:
+                # Until all are idle, a peer may use this rank's memory, also if ranks were stopped.
+                with suppress(threading.BrokenBarrierError):
+                    idle.wait(IDLE_SECONDS)
+                if rank is not None:
+                    rank.dev.close()
+
+        self.pool.close(close)

@@ -1,0 +1,387 @@
+"""llmq.Trainer: a model, its data and its optimizer, driven step by step from Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import parse_dtype
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.schedule import learning_rate
+from llmq.checkpoint.checkpoint import CheckpointReader, Manifest
+from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.shards import check_formats
+from llmq.checkpoint.store import changed_options, check_model, checkpoint_at
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import resolve_model
+from llmq.data.loader import DataLoader
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.data.tokens import MASKED_TARGET, expand_pattern
+from llmq.model.step import Batch, Result, Step
+from llmq.plan.advice import check_fits
+from llmq.plan.checks import attention_backend, check_machine
+from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan, step_options
+from llmq.plan.shrink import memory_limit
+from llmq.runtime.device import Device
+from llmq.runtime.machine import Machine, choose_machine
+from llmq.state.params import Param, weight_table
+from llmq.train.ranks import Ranks, Rounds
+
+
+class Trainer:
+    """One training run.
+
+        with Trainer(model="tiny", from_scratch=True, train_file="data/train*.bin") as trainer:
+            for _ in range(100):
+                print(trainer.step().loss)
+            trainer.export("output/model")
+
+    Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
+    that do not work raise LlmqError before anything is allocated. With several GPUs (gpus=...) each
+    has a thread of its own, all driven from the one that calls; an error in one of them stops all.
+
+    config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
+    world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
+    of the run, resumed ones included. validated_at: how many they were at the last validation.
+    history: of the reports, what a checkpoint keeps of it; {} where there are none.
+    """
+
+    def __init__(self, **options: Any):
+        config = make_config(options)
+        if config.continue_from is not None:
+            raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
+        model, model_dir = resolve_model(config.model, config.from_scratch)
+        self._open(config.validate_with(model), model, model_dir)
+        try:
+            self.load_weights()
+        except BaseException:  # the caller gets nothing that could be closed
+            self.close()
+            raise
+
+    @classmethod
+    def from_config(
+        cls, config: TrainConfig, model: ModelConfig, model_dir: Path | None
+    ) -> Trainer:
+        """A trainer with checked options, without weights: call `load_weights` or `load` next."""
+        self = cls.__new__(cls)
+        self._open(config, model, model_dir)
+        return self
+
+    def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
+        self.config, self.model, self.model_dir = config, model, model_dir
+        self.steps_done = 0
+        self._steps_of_epochs: int | None = None
+        self.validated_at: int | None = None
+        self.history: dict[str, Any] = {}
+        self.machine: Machine = choose_machine(config.device, config.gpus)
+        check_machine(config, model, self.machine)
+        backend = attention_backend(config, model, self.machine)
+        self.world_size = self.machine.world_size
+        spec = self.machine.spec
+        planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
+        options = step_options(planned, backend)
+        self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
+        limit = memory_limit(config, self.machine)
+        check_fits(config, model, spec, backend, self.plan, limit)
+        self.machine.compile_ahead(self.plan.sources)
+        self._hf = None if config.from_scratch else HfWeights(model_dir)
+        if self._hf is not None:
+            self._hf.check(weight_table(model))
+        self.ranks = Ranks(self.machine, self.plan.usage.sizes, config, model, options)
+
+    @property
+    def dev(self) -> Device:
+        """The device of rank 0."""
+        return self.ranks.first.dev
+
+    @property
+    def _step(self) -> Step:
+        """The step of rank 0."""
+        return self.ranks.first.step
+
+    @cached_property
+    def train_loaders(self) -> list[DataLoader]:
+        """Training batches of each rank; opened, and every file checked, at first use."""
+        return self._loaders(self.config.train_file, self.config.train_seed, everything=False)
+
+    @cached_property
+    def eval_loaders(self) -> list[DataLoader]:
+        """Validation batches of each rank; opened, and every file checked, at first use."""
+        return self._loaders(self.config.eval_file, self.config.eval_seed, everything=True)
+
+    @property
+    def train_loader(self) -> DataLoader:
+        """Training batches of rank 0; all ranks are at the same place."""
+        return self.train_loaders[0]
+
+    @property
+    def eval_loader(self) -> DataLoader:
+        """Validation batches of rank 0."""
+        return self.eval_loaders[0]
+
+    def _loaders(self, pattern: str, seed: int, *, everything: bool) -> list[DataLoader]:
+        return [
+            DataLoader(
+                pattern,
+                seq_len=self.config.seq_len,
+                micro_batch=self.config.batch_size,
+                seed=seed,
+                vocab_size=self.model.vocab_size,
+                rank=rank,
+                world_size=self.world_size,
+                everything=everything,
+            )
+            for rank in range(self.world_size)
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """Memory that rank 0 uses and its stack's peak so far; equal to plan.usage after a step."""
+        return Usage.of(self.dev)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over the training data."""
+        return self.train_loader.batches_per_epoch // self.config.grad_accumulation
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: --steps, or those done so far and what is left of the --epochs.
+
+        So it does not matter how much a step took before a checkpoint, on another number of GPUs.
+        """
+        if self.config.steps >= 0:
+            return self.config.steps
+        if self._steps_of_epochs is None:
+            loader, more = self.train_loader, self.config.epochs - 1 - self.train_loader.epoch
+            left = loader.batches_left // self.config.grad_accumulation
+            steps = self.steps_done + (left + more * self.steps_per_epoch if more >= 0 else 0)
+            self.config.check_total(steps)  # which could not be known before
+            self._steps_of_epochs = steps
+        return self._steps_of_epochs
+
+    def learning_rate(self, step: int) -> float:
+        """The schedule's value for a step, counted from 0."""
+        config = self.config
+        return learning_rate(
+            step,
+            steps=self.total_steps,
+            base=config.learning_rate,
+            warmup=config.warmup,
+            cooldown=config.cooldown,
+            final_fraction=config.final_lr_fraction,
+            schedule=config.lr_schedule,
+        )
+
+    # -- training --------------------------------------------------------------------------------
+
+    def step(self, batches: Sequence[Batch] | None = None) -> Result:
+        """One optimizer step; waits for its result.
+
+        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked. With
+        W ranks and A = --grad-accumulation there are W * A of them: batches[i * W + r] is the i-th
+        one of rank r, so that one rank with W * A micro-steps does the same. None takes them from
+        the training files, where such a step has the same sequences for any W. The loss is the mean
+        over all target tokens of the step.
+        """
+        return self.result(self.enqueue_step(batches))
+
+    def enqueue_step(self, batches: Sequence[Batch] | None = None) -> int:
+        """Like `step`, without waiting: the returned ticket is for `result`."""
+        lr = self.learning_rate(self.steps_done)
+        taken = self._next_batches() if batches is None else self._checked(batches)
+        of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
+        ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
+        self.steps_done += 1
+        return ticket
+
+    def result(self, ticket: int) -> Result:
+        """What the step with this ticket measured; at most three steps may follow it."""
+        return self.ranks.result(ticket)
+
+    @property
+    def micro_batches(self) -> int:
+        """In an optimizer step, of all ranks together."""
+        return self.config.grad_accumulation * self.world_size
+
+    def _next_batches(self) -> list[Batch]:
+        self.advance_epoch_if_needed()
+        loaders = itertools.cycle(self.train_loaders)
+        return [loader.next_batch() for loader in itertools.islice(loaders, self.micro_batches)]
+
+    def advance_epoch_if_needed(self) -> bool:
+        """Begin the next epoch if this one has less than a step left; returns whether it did."""
+        loader, count = self.train_loader, self.config.grad_accumulation
+        if loader.batches_per_epoch < count:
+            raise ConfigError(
+                f"--grad-accumulation: {count} micro-batches are more than the "
+                f"{loader.batches_per_epoch} of an epoch: use fewer, or more data"
+            )
+        if loader.has_next(count):
+            return False
+        for loader in self.train_loaders:
+            loader.advance_epoch()
+        return True
+
+    def _checked(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        shape, count = (self.config.batch_size, self.config.seq_len), self.micro_batches
+        vocab_size = self.model.vocab_size
+        if len(batches) != count:
+            of_ranks = f" for each of {self.world_size} ranks" if self.world_size > 1 else ""
+            raise ValueError(
+                f"step: grad_accumulation is {self.config.grad_accumulation}{of_ranks}, got "
+                f"{len(batches)} batches"
+            )
+        for inputs, targets in batches:
+            for name, array in (("inputs", inputs), ("targets", targets)):
+                if array.shape != shape or array.dtype != np.int32:
+                    raise ValueError(
+                        f"step: {name} must be int32 {shape}, got {array.dtype} {array.shape}"
+                    )
+                bad = array.view(np.uint32) >= vocab_size  # a negative id is a large unsigned one
+                bad &= (name == "inputs") | (array != MASKED_TARGET)
+                if bad.any():
+                    allowed = f"token ids in 0..{vocab_size - 1}, targets also {MASKED_TARGET}"
+                    raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
+        return batches
+
+    def validate(
+        self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
+    ) -> Result | None:
+        """The loss on the validation files from their start. max_batches: of a rank; None: all.
+
+        The last batch of all may be incomplete: what fills it does not count. stopped is asked
+        before every batch; None is returned if it said yes.
+        """
+        count = self.eval_loader.batches_per_epoch
+        count = count if max_batches is None else min(count, max_batches)
+        rounds = Rounds(self.world_size, count, stopped or (lambda: False))
+
+        def taken(loader: DataLoader) -> Iterator[Batch]:
+            loader.reset()
+            return (loader.next_batch() for _ in rounds.of(loader.rank))
+
+        result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
+        if rounds.cut:
+            return None
+        self.validated_at = self.steps_done
+        return result
+
+    # -- weights and state -----------------------------------------------------------------------
+
+    def load_weights(self) -> None:
+        """Random weights with --from-scratch, else those of the model directory."""
+        if self._hf is None:
+            self.init_weights()
+        else:
+            self.ranks.load(self._hf.read)
+
+    def init_weights(self) -> None:
+        """Random weights."""
+        zero = self.config.init_proj_to_zero
+        self.ranks.init(self.model, self.config.seed, zero_projections=zero)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
+
+        A model directory has its own; `llmq tokenize` leaves a copy beside the token files.
+        """
+        files = expand_pattern(self.config.train_file) or [Path(self.config.train_file)]
+        for folder in (self.model_dir, files[0].parent / "tokenizer"):
+            if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
+                return str(folder.resolve())
+        return "bytes" if self.model.vocab_size == ByteTokenizer.vocab_size else None
+
+    def save(self, directory: str | Path | None = None) -> Path:
+        """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
+        directory = self.config.checkpoint_dir if directory is None else Path(directory)
+        writer, files = self.ranks.write(directory, self.steps_done)
+        loaded = "train_loaders" in self.__dict__
+        options = asdict(self.config).items()
+        manifest = Manifest(
+            model=self.model,
+            loader=self.train_loader.state() if loaded else {},
+            state=self.ranks.extra_state()
+            | {"validated_at": self.validated_at, "history": self.history},
+            options={name: str(v) if isinstance(v, Path) else v for name, v in options},
+            tokenizer=self.tokenizer,
+        )
+        return writer.commit(manifest, files)
+
+    def load(self, path: str | Path, *, new_data: bool = False) -> None:
+        """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
+
+        new_data: leave the training data where it is instead of going to where it was.
+        Warns of options that were others then and make other numbers. LlmqError, and nothing has
+        changed, if it is damaged, of another model, or (without new_data) of other data.
+        """
+        found = checkpoint_at(Path(path))
+        if found is None:
+            raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
+        with CheckpointReader(found) as reader:
+            reader.check(self._step.table)
+            check_model(reader, self.model)
+            check_formats(reader, self._step.state())
+            if not new_data:  # the last that may refuse: until then nothing has changed
+                self._set_loaders(reader.manifest.loader)
+            loader, saved = reader.manifest.loader, reader.manifest.options
+            saved = saved | {"train_seed": loader["seed"]} if loader else saved
+            runs = (self.config, self.world_size, saved, reader.world)
+            warn(changed_options(*runs, new_data=new_data))
+            self.ranks.read(reader)
+            self.steps_done, self._steps_of_epochs = reader.step, None
+            self.validated_at = reader.manifest.state.get("validated_at")
+            self.history = reader.manifest.state.get("history", {})
+
+    def _set_loaders(self, state: dict[str, Any]) -> None:
+        """Go to where the training data was. {}: no file had been opened, so to its start."""
+        if state:
+            for loader in self.train_loaders:
+                loader.set_state(state)
+        else:
+            for loader in self.__dict__.get("train_loaders", []):
+                loader.reset()
+
+    def export(self, directory: str | Path | None = None) -> None:
+        """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""
+        directory = self.config.out_dir if directory is None else Path(directory)
+        source = self.tokenizer
+        tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
+        dtype = parse_dtype(self.config.model_dtype)
+        export_model(directory, self.model, self._read_weight, dtype, tokenizer)
+
+    def _read_weight(self, param: Param) -> np.ndarray:
+        return self.ranks.read_param("weights", param)
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
+        params = [p for slab in self._step.table for p in slab.params]
+        return {p.name: self.ranks.read_param("gradients", p) for p in params}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Host copies of all master weights by parameter name, padding included."""
+        return {p.name: self._read_weight(p) for slab in self._step.table for p in slab.params}
+
+    def close(self) -> None:
+        """Stop the threads and free the devices."""
+        try:
+            self.ranks.close()
+        finally:
+            for name in ("train_loaders", "eval_loaders"):
+                for loader in self.__dict__.get(name, []):
+                    loader.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
