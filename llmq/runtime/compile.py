@@ -15,7 +15,6 @@ import json
 import os
 import re
 import threading
-import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
+from llmq.base.files import write_shared
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
@@ -50,10 +50,14 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cubin:
-    """Machine code of one source file under one set of definitions."""
+    """Machine code of one source file under one set of definitions.
 
+    path: the file that holds it. resources: by entry point.
+    """
+
+    path: Path
     code: bytes
-    resources: dict[str, Resources]  # by entry point
+    resources: dict[str, Resources]
 
 
 def cache_dir() -> Path:
@@ -188,8 +192,7 @@ def compile_kernels(
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
-            cached = _compile(nvrtc, file, text, flags)
-            _write(path, cached)
+            cached = _write(path, *_compile(nvrtc, file, text, flags))
     return cached
 
 
@@ -229,7 +232,8 @@ def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> 
         thread.join()
 
 
-def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:
+def _compile(nvrtc, file: str, text: str, flags: list[str]) -> tuple[bytes, dict[str, Resources]]:
+    """Machine code, and what its entry points need."""
     includes = cuda_include_dirs(nvrtc.getVersion()[0])
     if not includes:
         raise LlmqError(
@@ -241,7 +245,7 @@ def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:
     try:
         nvrtc.compileProgram(handle, options)
         log = nvrtc.getProgramLog(handle)
-        return Cubin(code=bytes(nvrtc.getCUBIN(handle)), resources=parse_resources(log))
+        return bytes(nvrtc.getCUBIN(handle)), parse_resources(log)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(handle).strip("\0 \n")
         raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}") from error
@@ -252,39 +256,27 @@ def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:
 def _read(path: Path) -> Cubin | None:
     """The cached entry; None when there is none, or not a whole one."""
     try:
-        data = path.read_bytes()
-    except OSError:  # writing will say what is wrong
+        code, facts = path.read_bytes(), json.loads(path.with_suffix(".json").read_bytes())
+        if facts["sha256"] != hashlib.sha256(code).hexdigest():
+            return None
+        resources = {name: Resources(**values) for name, values in facts["resources"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # writing says what is wrong
         return None
-    checksum, body = data[:32], data[32:]
-    if hashlib.sha256(body).digest() != checksum:
-        return None
-    header, code = body.split(b"\n", 1)
-    resources = {name: Resources(**values) for name, values in json.loads(header).items()}
-    return Cubin(code=code, resources=resources)
+    return Cubin(path=path, code=code, resources=resources)
 
 
-def _write(path: Path, cubin: Cubin) -> None:
-    header = json.dumps({name: asdict(r) for name, r in cubin.resources.items()}).encode()
-    body = header + b"\n" + cubin.code
+def _write(path: Path, code: bytes, resources: dict[str, Resources]) -> Cubin:
+    """Keep an entry: the machine code, which CuPy reads, and beside it what belongs to it."""
+    facts = {
+        "sha256": hashlib.sha256(code).hexdigest(),
+        "resources": {name: asdict(r) for name, r in resources.items()},
+    }
     try:
-        write_file(path, hashlib.sha256(body).digest() + body)
+        write_shared(path, code)
+        write_shared(path.with_suffix(".json"), json.dumps(facts).encode())
     except OSError as error:
         raise LlmqError(
             f"cannot keep compiled kernels in {path.parent} ({error.strerror}); "
             "set LLMQ_CACHE_DIR to a folder that can be written"
         ) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file or none: other processes may read and write the same name meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as f:  # for others to read, unlike what tempfile makes
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    return Cubin(path=path, code=code, resources=resources)
