@@ -27,8 +27,8 @@ def load() -> SimpleNamespace:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         from cupy import RawModule
+        from cupy.cuda import driver as cupy_driver
         from cupy.cuda import nvtx, runtime
-        from cupy.cuda.driver import CUDADriverError
     except ImportError as error:
         raise LlmqError(
             f"CuPy cannot be loaded ({error}); install cupy-cuda12x or cupy-cuda13x, or use "
@@ -46,7 +46,7 @@ def load() -> SimpleNamespace:
         driver=driver,
         nvtx=nvtx,
         RawModule=RawModule,
-        DriverError=CUDADriverError,
+        DriverError=cupy_driver.CUDADriverError,
     )
 
 
