@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
@@ -124,27 +125,58 @@ def included_texts(text: str, headers: dict[str, str]) -> list[str]:
     return [headers[name] for name in sorted(used)]
 
 
-@functools.cache
-def _nvrtc():
-    try:
-        from cupy_backends.cuda.libs import nvrtc
+class Nvrtc:
+    """NVRTC's functions. RuntimeError where one fails. version: (major, minor)."""
 
-        nvrtc.getVersion()
+    def __init__(self) -> None:
+        from cuda.bindings import nvrtc
+
+        self._nvrtc = nvrtc
+        self.version: tuple[int, int] = self._call("nvrtcVersion")
+        self.architectures: list[int] = self._call("nvrtcGetSupportedArchs")[0]
+
+    def _call(self, name: str, *args: Any) -> tuple:
+        status, *values = getattr(self._nvrtc, name)(*args)
+        if status:
+            raise RuntimeError(f"{name}: {status.name}")
+        return tuple(values)
+
+    def _read(self, what: str, program: Any) -> bytes:
+        """The Log or CUBIN of a program."""
+        content = bytearray(self._call(f"nvrtcGet{what}Size", program)[0])
+        self._call(f"nvrtcGet{what}", program, content)  # fills it
+        return bytes(content)
+
+    def compile(self, file: str, text: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
+        """Machine code, None where the text does not compile; and the compiler's messages."""
+        (program,) = self._call("nvrtcCreateProgram", text.encode(), file.encode(), 0, [], [])
+        try:
+            flags = [option.encode() for option in options]
+            (status,) = self._nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+            log = self._read("ProgramLog", program).decode(errors="replace").strip("\0 \n")
+            return None if status else self._read("CUBIN", program), log
+        finally:
+            self._call("nvrtcDestroyProgram", program)
+
+
+@functools.cache
+def _nvrtc() -> Nvrtc:
+    try:
+        return Nvrtc()
     except Exception as error:
         raise LlmqError(
             f"the CUDA kernel compiler NVRTC does not load ({error}); install cupy-cuda12x or "
             "cupy-cuda13x together with the NVRTC package of the same CUDA release"
         ) from error
-    return nvrtc
 
 
 def target(capability: int) -> str:
     """The architecture to compile for: the GPU's own, or the nearest older one of its family."""
-    known = [a for a in _nvrtc().getSupportedArchs() if a // 10 == capability // 10]
+    known = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
     usable = [a for a in known if a <= capability]
     if not usable:
         raise LlmqError(
-            f"NVRTC {'.'.join(map(str, _nvrtc().getVersion()))} cannot compile for compute "
+            f"NVRTC {'.'.join(map(str, _nvrtc().version))} cannot compile for compute "
             f"capability {capability / 10}; install a newer CUDA release of CuPy"
         )
     # 90a: the only way to Hopper's warpgroup products and register hand-over.
@@ -181,12 +213,12 @@ def compile_kernels(
     nvrtc = _nvrtc()
     text = program(file, types, consts)
     flags = [f"-arch={target(capability)}", *FLAGS]
-    if nvrtc.getVersion() >= (12, 9):
+    if nvrtc.version >= (12, 9):
         flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
-    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.getVersion())])
+    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.version)])
     path = cache_dir() / f"{file.removesuffix('.cu')}-{key}.cubin"
     # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
     with _locks.setdefault(path, threading.Lock()):
@@ -232,25 +264,21 @@ def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> 
         thread.join()
 
 
-def _compile(nvrtc, file: str, text: str, flags: list[str]) -> tuple[bytes, dict[str, Resources]]:
+def _compile(
+    nvrtc: Nvrtc, file: str, text: str, flags: list[str]
+) -> tuple[bytes, dict[str, Resources]]:
     """Machine code, and what its entry points need."""
-    includes = cuda_include_dirs(nvrtc.getVersion()[0])
+    includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
             "cuda_bf16.h is not found; install nvidia-cuda-runtime-cu12 (or nvidia-cuda-runtime "
             "for CUDA 13), or set CUDA_PATH to a CUDA toolkit"
         )
     options = (*flags, f"-I{KERNEL_DIR}", f"-I{includes[0]}")
-    handle = nvrtc.createProgram(text, file, (), ())
-    try:
-        nvrtc.compileProgram(handle, options)
-        log = nvrtc.getProgramLog(handle)
-        return bytes(nvrtc.getCUBIN(handle)), parse_resources(log)
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(handle).strip("\0 \n")
-        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}") from error
-    finally:
-        nvrtc.destroyProgram(handle)
+    code, log = nvrtc.compile(file, text, options)
+    if code is None:
+        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}")
+    return code, parse_resources(log)
 
 
 def _read(path: Path) -> Cubin | None:

@@ -72,21 +72,6 @@ class Event(ABC):
 
     of_comm = False
 
-    @contextmanager
-    def instead(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Within the block these functions are called instead of the device's methods.
-
-        For measurements: a function gets a method's arguments and calls it, if it kept it.
-        """
-        before = {name: vars(self)[name] for name in methods if name in vars(self)}
-        vars(self).update(methods)
-        try:
-            yield
-        finally:
-            for name in methods:
-                del vars(self)[name]  # what the class defines is seen again
-            vars(self).update(before)
-
     @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait until the work before the last `record` is done."""

@@ -105,9 +105,9 @@ def _cupy() -> str:
 
 
 def _nvrtc() -> str:
-    from cupy_backends.cuda.libs import nvrtc
+    from cuda.bindings import nvrtc
 
-    return ".".join(str(part) for part in nvrtc.getVersion())
+    return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
 
 
 def _cublaslt() -> int:
