@@ -30,8 +30,9 @@ def load() -> SimpleNamespace:
         from cupy.cuda import driver as cupy_driver
         from cupy.cuda import nvtx, runtime
     except ImportError as error:
+        reason = error.__cause__ or error  # CuPy's own message fills a page
         raise LlmqError(
-            f"CuPy cannot be loaded ({error}); install cupy-cuda12x or cupy-cuda13x, or use "
+            f"CuPy cannot be loaded ({reason}); install cupy-cuda12x or cupy-cuda13x, or use "
             "--device cpu"
         ) from error
     try:

@@ -28,8 +28,9 @@ class Loaded:
     def allow(self, smem: int) -> None:
         """Let launches ask for so many bytes of dynamic shared memory."""
         if smem > self.shared:
-            self._raw.max_dynamic_shared_size_bytes = smem
-            self.shared = smem
+            # Another device of this GPU, which has the same module, may have asked for more.
+            self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
+            self._raw.max_dynamic_shared_size_bytes = self.shared
 
 
 class CudaKernels:

@@ -274,7 +274,10 @@ class FakeRawKernel:
         self.kernel = SimpleNamespace(ptr=handle)
         self._api, self._name = api, name
 
-    def _allow(self, value: int) -> None:
-        self._api.shared.append((self._name, value))
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        return max((size for name, size in self._api.shared if name == self._name), default=0)
 
-    max_dynamic_shared_size_bytes = property(fset=_allow)
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, value: int) -> None:
+        self._api.shared.append((self._name, value))

@@ -229,6 +229,10 @@ def test_large_shared_memory_is_asked_for_once_per_size(api, dev):
     for smem in (1000, 60_000, 50_000, 60_000, 70_000):
         dev.launch(OTHER, 1, 32, (x,), smem=smem)
     assert api.shared == [("other", 60_000), ("other", 70_000)]
+    second = CudaDevice(0, SIZES)  # CuPy gives it the same module
+    second.launch(OTHER, 1, 32, (tensor(second),), smem=65_000)
+    assert api.shared[-1] == ("other", 70_000)
+    second.close()
 
 
 def test_an_error_names_kernel_and_launch(api, dev):
