@@ -4,11 +4,11 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.comm.collectives import silenced
-from llmq.runtime import cuda_device
+from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Clock, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from tests.runtime.fake_cuda import fake_api
+from tests.runtime.fake_cuda import FakeApi
 
 SIZES = MemorySizes(device=1 << 12, stack=0, pinned=1 << 8)
 
@@ -23,8 +23,8 @@ def clocked(dev):
 @pytest.fixture
 def dev(monkeypatch):
     """A fake GPU."""
-    api = fake_api()
-    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    api = FakeApi()
+    monkeypatch.setattr(cuda_api, "load", lambda: api)
     monkeypatch.delenv("LLMQ_SYNC", raising=False)
     device = CudaDevice(0, SIZES)
     yield device
