@@ -55,8 +55,7 @@ def slot(layer: int, name: str) -> str:
     return f"layers.{layer}.{name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
+class Activation(NamedTuple):
     """An activation of one layer, and what is kept of it from forward to backward.
 
     shape: (rows, features), rows = B*T. tensor: the whole of it. codes: fp8 (features, rows), which
@@ -67,8 +66,8 @@ class Activation:
     name: str
     shape: tuple[int, int]
     dtype: DType
-    tensor: Tensor | None = None
-    codes: Tensor | None = None
+    tensor: Tensor | None
+    codes: Tensor | None
 
     @property
     def slot(self) -> str:
@@ -82,7 +81,7 @@ class Activation:
         return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
 
 
-class Norm(NamedTuple):
+class NormSite(NamedTuple):
     """One norm of one layer: stream (rows, C) -> out."""
 
     stream: Tensor
@@ -94,28 +93,18 @@ class Layer:
     """What one block keeps: its input, statistics, and the activations that are not recomputed."""
 
     index: int
-    recompute: Recompute
-    """Normalized."""
-    residual: Tensor
-    """(rows, C): the residual stream where the attention half begins."""
-    residual_att: Tensor
-    """(rows, C): the residual stream where the MLP half begins."""
-    ln1: Norm
-    qkv: Activation
-    """(rows, Q): query, key and value heads, after qk_norm and RoPE."""
-    qk_raw: Activation | None
-    """(rows, (Hq+Hkv)*Hd): query and key heads before qk_norm, None without it."""
-    qk_rstd: Tensor | None
-    """F32 (B, T, Hq+Hkv): statistics of qk_norm."""
-    lse: Tensor
-    """F32 (B, Hq, T): statistics of attention."""
-    att: Activation
-    """(rows, Hq*Hd): what attention puts out."""
-    ln2: Norm
-    mlp_up: Activation
-    """(rows, F), or of a gated MLP (rows, 2F)."""
-    mlp_act: Activation
-    """(rows, F)."""
+    recompute: Recompute  # normalized
+    residual: Tensor  # (rows, C), the stream where the attention half begins
+    residual_att: Tensor  # (rows, C), the stream where the MLP half begins
+    ln1: NormSite
+    ln2: NormSite
+    qkv: Activation  # (rows, Q), after qk_norm and RoPE
+    qk_raw: Activation | None  # (rows, (Hq+Hkv)*Hd), before qk_norm
+    qk_rstd: Tensor | None  # F32 (B, T, Hq+Hkv), of qk_norm
+    lse: Tensor  # F32 (B, Hq, T), of attention
+    att: Activation  # (rows, Hq*Hd)
+    mlp_up: Activation  # (rows, F), or of a gated MLP (rows, 2F)
+    mlp_act: Activation  # (rows, F)
 
     def __init__(
         self,
@@ -146,10 +135,7 @@ class Layer:
                 codes = alloc(f"{name}_t", features, rows, dtype=fp8)
             elif kept:
                 tensor = alloc(name, rows, features)
-            shape, dtype = (rows, features), residual.dtype
-            return Activation(
-                layer=index, name=name, shape=shape, dtype=dtype, tensor=tensor, codes=codes
-            )
+            return Activation(index, name, (rows, features), residual.dtype, tensor, codes)
 
         self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
         stats1 = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
@@ -159,11 +145,13 @@ class Layer:
         # input is made again too.
         in_fp8 = fp8 is not None
         kept = not (r.norm or (r.qkv if in_fp8 else r.att))
-        self.ln1 = Norm(residual, stats1, activation("ln1", C, kept=kept, in_fp8=in_fp8))
+        self.ln1 = NormSite(residual, stats1, activation("ln1", C, kept=kept, in_fp8=in_fp8))
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
         kept = not (r.norm or r.ffn)
-        self.ln2 = Norm(self.residual_att, stats2, activation("ln2", C, kept=kept, in_fp8=in_fp8))
+        self.ln2 = NormSite(
+            self.residual_att, stats2, activation("ln2", C, kept=kept, in_fp8=in_fp8)
+        )
         width = 2 * F if config.activation == "swiglu" else F
         self.mlp_up = activation("mlp_up", width, kept=not r.ffn)
         self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, in_fp8=in_fp8)

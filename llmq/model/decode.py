@@ -10,10 +10,10 @@ from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import embedding, norm
+from llmq.model import embedding
 from llmq.model.attention_half import alloc_rope_table
 from llmq.model.linear import Linear
-from llmq.model.norm import Stats
+from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
 from llmq.runtime.device import Device
@@ -26,7 +26,7 @@ class Decoder:
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
         self.dtype: DType = weights.options.dtype
-        self.linear = Linear(dev)
+        self.linear, self.norm = Linear(dev), Normalization(dev, config)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -79,15 +79,13 @@ class Decoder:
         position: int,
     ) -> None:
         dev, config, n = self.dev, self.config, out.shape[0]
-        w, to, eps = BlockWeights(**self._get(f"layers.{layer}")), Target(out), config.norm_eps
+        w, to = BlockWeights(**self._get(f"layers.{layer}")), Target(out)
         if layer == 0:
-            norm.forward(dev, to, stats, residual, w.ln1, w.ln1_bias, eps)
+            self.norm.forward(to, stats, residual, w.ln1, w.ln1_bias)
         else:
-            norm.forward_residual(
-                dev, residual, to, stats, residual, branch, w.ln1, w.ln1_bias, eps
-            )
+            self.norm.forward_residual(residual, to, stats, residual, branch, w.ln1, w.ln1_bias)
         self._attention(layer, w, branch, out, position)
-        norm.forward_residual(dev, residual, to, stats, residual, branch, w.ln2, w.ln2_bias, eps)
+        self.norm.forward_residual(residual, to, stats, residual, branch, w.ln2, w.ln2_bias)
         F, gated = config.intermediate_size, config.activation == "swiglu"
         with (
             dev.scratch("mlp_up", (n, w.up.shape[0]), self.dtype) as mlp_up,
@@ -122,8 +120,8 @@ class Decoder:
             self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
-        dev, config, n = self.dev, self.config, out.shape[0]
-        w, to, eps = HeadWeights(**self._get("head")), Target(out), config.norm_eps
-        norm.forward_residual(dev, residual, to, stats, residual, branch, w.norm, w.norm_bias, eps)
-        lm_head = self._get("embed")["embed"] if config.tied_embeddings else w.lm_head
+        w, n = HeadWeights(**self._get("head")), out.shape[0]
+        to, weight, bias = Target(out), w.norm, w.norm_bias
+        self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
+        lm_head = self._get("embed")["embed"] if self.config.tied_embeddings else w.lm_head
         self.linear.forward(self.logits, out.rows(n - 1, n), lm_head)
