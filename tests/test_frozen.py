@@ -1,4 +1,4 @@
-"""Parameters without a gradient: the others' gradients are the same, and theirs is never written."""
+"""Parameters without a gradient: it is never written, and those of others are the same."""
 
 from __future__ import annotations
 
