@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import RopeScaling, ignored_fields
 from llmq.config.model import ModelConfig
 from llmq.config.presets import preset
+from llmq.model.arch.common import ignored_fields
+from llmq.model.arch.rope_family import RopeScaling
 
 QWEN25_05B = {
     "architectures": ["Qwen2ForCausalLM"],

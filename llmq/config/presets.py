@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import ARCHITECTURES, ignored_fields
 from llmq.config.model import ModelConfig
+from llmq.model.arch import ARCHITECTURES
+from llmq.model.arch.common import ignored_fields
 
 # name: hidden, intermediate, heads, kv heads, layers, norm eps, tied embeddings
 _QWEN25 = {
@@ -66,7 +67,6 @@ _BYTE_TOKENS = {"vocab_size": 257, "eos_token_id": 256, "max_positions": 1024}
 
 def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[str, ModelConfig]:
     """Presets of one architecture; common: the fields that its rows share."""
-    arch = ARCHITECTURES[architecture]
     presets = {}
     for name, (hidden, intermediate, heads, kv_heads, layers, eps, tied) in rows.items():
         fields = {
@@ -77,15 +77,9 @@ def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[st
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": hidden // heads,
-            "norm": arch.norm,
             "norm_eps": eps,
-            "activation": arch.activation,
-            "positions": arch.positions,
-            "qk_norm": arch.qk_norm,
-            "qkv_bias": bool(arch.qkv_bias),
-            "o_bias": bool(arch.qkv_bias) and arch.model_type != "qwen2",
-            "mlp_bias": bool(arch.mlp_bias),
             "tied_embeddings": tied,
+            **ARCHITECTURES[architecture].kinds(),
         }
         presets[name] = ModelConfig(**(fields | common)).validate()
     return presets

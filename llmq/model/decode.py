@@ -88,7 +88,7 @@ class Decoder:
             norm.forward_residual(dev, config, w, "ln1", *args)
         self._attention(layer, w, branch, out, position)
         norm.forward_residual(dev, config, w, "ln2", residual, to, stats, residual, branch)
-        F, gated = config.intermediate_size, config.activation == "swiglu"
+        F, gated = config.intermediate_size, config.gated
         with (
             dev.scratch("mlp_up", (n, w["up"].shape[0]), self.dtype) as mlp_up,
             dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
