@@ -27,6 +27,7 @@ TINY = {
         ),
     ),
     "tiny-mistral": ("mistral", preset("tiny-mistral")),
+    "tiny-phi3": ("phi3", preset("tiny-phi3")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }

@@ -32,6 +32,7 @@ PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
+    "Phi-3-mini": 3_821_079_552,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -50,7 +51,7 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 5
+    assert len(sizes) == 6
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

@@ -44,6 +44,7 @@ _GPT2 = {
     "gpt2-774m": (1280, 5120, 20, 20, 36, 1e-5, True),
     "gpt2-1558m": (1600, 6400, 25, 25, 48, 1e-5, True),
 }
+_PHI3 = {"Phi-3-mini": (3072, 8192, 32, 32, 32, 1e-5, False)}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 
@@ -122,11 +123,21 @@ PRESETS: dict[str, ModelConfig] = {
         eos_token_id=50256,
         max_positions=1024,
     ),
+    **_family(
+        "Phi3ForCausalLM",
+        _PHI3,
+        vocab_size=32064,
+        bos_token_id=1,
+        eos_token_id=32000,
+        pad_token_id=32000,
+        max_positions=4096,
+    ),
     **_family("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, **_BYTE_TOKENS),
+    **_family("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, **_BYTE_TOKENS),
 }
 """Every preset by its canonical name."""
 

@@ -70,6 +70,8 @@ class Architecture:
     """Where the config does not say."""
     eos_token_id: int | None = None
     """Where the config does not say."""
+    pad_token_id: int | None = None
+    """Where the config does not say."""
 
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
@@ -96,14 +98,14 @@ class Architecture:
             raise ConfigError(
                 f"config.json: eos_token_id must be one id or a list of ids, got {eos!r}"
             )
-        bos = get(hf, "bos_token_id", int, None)
+        bos, pad = (get(hf, f"{name}_token_id", int, None) for name in ("bos", "pad"))
         return {
             "architecture": self.name,
             "vocab_size": size(hf, "vocab_size"),
             "bos_token_id": bos if "bos_token_id" in hf else self.bos_token_id,
             "eos_token_id": ids[0] if ids else None,
             "other_eos_token_ids": tuple(ids[1:]),
-            "pad_token_id": get(hf, "pad_token_id", int, None),
+            "pad_token_id": pad if "pad_token_id" in hf else self.pad_token_id,
             "initializer_range": get(hf, "initializer_range", float, 0.02),
             **self.read_sizes(hf),
         }

@@ -39,6 +39,8 @@ class RopeFamily(Architecture):
     """sliding_window of the config is that of all layers."""
     sliding_window: int | None = None
     """Where the config does not say."""
+    rope_kinds: tuple[str, ...] = ("linear", "llama3")
+    """How positions may be stretched."""
     modules: Mapping[str, tuple[str, ...]] = {
         "embed": ("model.embed_tokens",),
         "ln1": ("model.layers.{}.input_layernorm",),
@@ -74,7 +76,7 @@ class RopeFamily(Architecture):
         lacking = None if self.kv_heads_may_lack else REQUIRED
         kv_heads = get(hf, "num_key_value_heads", int, lacking) or heads
         attention_bias = get(hf, "attention_bias", bool, None) or False
-        theta, scaling = read_rope(hf)
+        theta, scaling = read_rope(hf, self.rope_kinds)
         return {
             "hidden_size": hidden,
             "intermediate_size": size(hf, "intermediate_size"),
@@ -101,6 +103,13 @@ class RopeFamily(Architecture):
                 f"{max_positions} and only full attention is implemented; to train on sequences of "
                 f"at most {window} tokens, set max_position_embeddings to {window}"
             )
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """Positions may be stretched only as transformers does for this architecture."""
+        stretched = model.rope_scaling is not None
+        if stretched and model.rope_scaling.kind not in self.rope_kinds:
+            return super().fixed(model) | {"rope_scaling": None}
+        return super().fixed(model)
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """Sizes, rotary positions and biases."""
@@ -137,7 +146,7 @@ class RopeFamily(Architecture):
         return fields
 
 
-def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
 
     Where both are given rope_scaling wins, as it does in transformers 5.
@@ -155,16 +164,17 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = rope.get(f"{outer}.rope_type", rope.get(f"{outer}.type", "default"))
     if kind == "default":
         return theta, None
+    if kind not in kinds:
+        known = ", ".join(("default", *kinds))
+        raise ConfigError(
+            f"config.json: {outer}.rope_type: {kind!r} is not supported, only {known}"
+        )
     if kind == "linear":
         return theta, RopeScaling(kind=kind, factor=get(rope, f"{outer}.factor", float))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            kind=kind,
-            factor=get(rope, f"{outer}.factor", float),
-            low_freq_factor=get(rope, f"{outer}.low_freq_factor", float),
-            high_freq_factor=get(rope, f"{outer}.high_freq_factor", float),
-            original_max_positions=size(rope, f"{outer}.original_max_position_embeddings"),
-        )
-    raise ConfigError(
-        f"config.json: {outer}.rope_type: {kind!r} is not supported, only default, linear, llama3"
+    return theta, RopeScaling(
+        kind=kind,
+        factor=get(rope, f"{outer}.factor", float),
+        low_freq_factor=get(rope, f"{outer}.low_freq_factor", float),
+        high_freq_factor=get(rope, f"{outer}.high_freq_factor", float),
+        original_max_positions=size(rope, f"{outer}.original_max_position_embeddings"),
     )
