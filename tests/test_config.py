@@ -115,6 +115,28 @@ MISTRAL_7B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32768,
 }
+OLMO2_1B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
 PHI3_MINI = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -166,6 +188,7 @@ PUBLISHED = {
     "llama3.2": LLAMA32_1B,
     "mistral": MISTRAL_7B,
     "phi3": PHI3_MINI,
+    "olmo2": OLMO2_1B,
     "gpt2": GPT2,
 }
 
@@ -177,6 +200,7 @@ PUBLISHED = {
         (QWEN3_06B, "qwen3-0.6b", {}),
         (GPT2, "gpt2", {}),
         (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
+        (OLMO2_1B, "olmo-2-1b", {}),
         (
             LLAMA32_1B,
             "llama-3.2-1b",
@@ -194,7 +218,7 @@ PUBLISHED = {
             },
         ),
     ],
-    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "llama3.2"],
+    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "olmo2", "llama3.2"],
 )
 def test_published_configs_equal_presets(hf, preset_name, differences):
     assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)

@@ -33,6 +33,10 @@ PARAMETERS = {
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "Phi-3-mini": 3_821_079_552,
+    "OLMo-2-1B": 1_484_916_736,
+    "OLMo-2-7B": 7_298_617_344,
+    "OLMo-2-13B": 13_716_198_400,
+    "OLMo-2-32B": 32_234_279_936,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -51,7 +55,7 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 6
+    assert len(sizes) == 7
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

@@ -62,7 +62,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
     qk_norm: bool
-    """RMSNorm over Hd on every query and key head before RoPE."""
+    """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
     """Bias on the query, key and value projections."""
     o_bias: bool

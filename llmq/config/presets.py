@@ -45,6 +45,12 @@ _GPT2 = {
     "gpt2-1558m": (1600, 6400, 25, 25, 48, 1e-5, True),
 }
 _PHI3 = {"Phi-3-mini": (3072, 8192, 32, 32, 32, 1e-5, False)}
+_OLMO2 = {
+    "OLMo-2-1B": (2048, 8192, 16, 16, 16, 1e-6, False),
+    "OLMo-2-7B": (4096, 11008, 32, 32, 32, 1e-6, False),
+    "OLMo-2-13B": (5120, 13824, 40, 40, 40, 1e-6, False),
+    "OLMo-2-32B": (5120, 27648, 40, 8, 64, 1e-6, False),
+}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 
@@ -132,12 +138,22 @@ PRESETS: dict[str, ModelConfig] = {
         pad_token_id=32000,
         max_positions=4096,
     ),
+    **_family(
+        "Olmo2ForCausalLM",
+        _OLMO2,
+        vocab_size=100352,
+        eos_token_id=100257,
+        pad_token_id=100277,
+        max_positions=4096,
+        rope_theta=5e5,
+    ),
     **_family("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, **_BYTE_TOKENS),
     **_family("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, **_BYTE_TOKENS),
 }
 """Every preset by its canonical name."""
 

@@ -83,9 +83,13 @@ class Activation:
 
 
 class Norm(NamedTuple):
-    """One norm of one layer: stream (rows, C) -> out."""
+    """One norm of one layer, and the residual stream there; see pre_norm.py and post_norm.py.
+
+    stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
+    """
 
     stream: Tensor
+    branch: Tensor
     stats: Stats
     out: Activation
 
@@ -100,13 +104,15 @@ class Layer:
     """(rows, C): the residual stream where the attention half begins."""
     residual_att: Tensor
     """(rows, C): the residual stream where the MLP half begins."""
+    mlp_branch: Tensor
+    """(rows, C): what the MLP half puts out."""
     ln1: Norm
     qkv: Activation
     """(rows, Q): query, key and value heads, after qk_norm and RoPE."""
     qk_raw: Activation | None
     """(rows, (Hq+Hkv)*Hd): query and key heads before qk_norm, None without it."""
     qk_rstd: Tensor | None
-    """F32 (B, T, Hq+Hkv): statistics of qk_norm."""
+    """F32 (B, T, Hq+Hkv), or if it is wide (B, T, 2): statistics of qk_norm."""
     lse: Tensor
     """F32 (B, Hq, T): statistics of attention."""
     att: Activation
@@ -125,12 +131,15 @@ class Layer:
         recompute: Recompute,
         residual: Tensor,
         shared_residual_att: Tensor | None,
+        branch: Tensor,
+        branch_before: Tensor,
         fp8: DType | None,
         B: int,
         T: int,
     ):
         """shared_residual_att: of all layers whose whole block is recomputed, where it only has to
-        survive until the next block's ln1. fp8: format of codes.
+        survive until the next block's ln1. branch: of all layers, branch_before: what the layer
+        before has put out. fp8: format of codes.
         """
         self.index, self.recompute, self.residual = index, recompute, residual
         rows, C = residual.shape
@@ -158,19 +167,29 @@ class Layer:
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
         in_fp8 = fp8 is not None
-        kept = not (r.norm or (r.qkv if in_fp8 else r.att))
-        self.ln1 = Norm(residual, stats1, activation("ln1", C, kept=kept, in_fp8=in_fp8))
+        # With post_norm the stream is the halves' input, and norms need their output.
+        pre = not config.arch.post_norm
+        branches = [
+            branch if pre or shared else alloc(name, rows, C)
+            for name, shared in (("att_branch", r.block), ("mlp_branch", False))
+        ]
+        att_branch, self.mlp_branch = branches
+        kept = pre and not (r.norm or (r.qkv if in_fp8 else r.att))
+        ln1 = activation("ln1", C, kept=kept, in_fp8=in_fp8)
+        self.ln1 = Norm(residual, branch_before, stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
-        kept = not (r.norm or r.ffn)
-        self.ln2 = Norm(self.residual_att, stats2, activation("ln2", C, kept=kept, in_fp8=in_fp8))
+        kept = pre and not (r.norm or r.ffn)
+        ln2 = activation("ln2", C, kept=kept, in_fp8=in_fp8)
+        self.ln2 = Norm(self.residual_att, att_branch, stats2, ln2)
         width = 2 * F if config.gated else F
         self.mlp_up = activation("mlp_up", width, kept=not r.ffn)
         self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, in_fp8=in_fp8)
         self.qk_raw = self.qk_rstd = None
         if config.qk_norm:
             self.qk_raw = activation("qk_raw", (Hq + Hkv) * Hd, kept=not r.qkv)
-            self.qk_rstd = alloc("qk_rstd", B, T, Hq + Hkv, dtype=F32)
+            norms = 2 if config.arch.wide_qk_norm else Hq + Hkv
+            self.qk_rstd = alloc("qk_rstd", B, T, norms, dtype=F32)
 
     def slot(self, name: str) -> str:
         """The name of one of its gradients among those of all layers."""

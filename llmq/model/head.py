@@ -49,6 +49,8 @@ class Head:
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
         self.stats = norm.alloc_stats(dev, config, "norm.final", rows)
+        if config.arch.post_norm:
+            self.branch_stats = norm.alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
@@ -61,17 +63,23 @@ class Head:
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C)."""
-        norm.forward_residual(
-            self.dev,
-            self.residual,
-            self.operands.measured(HEAD, self.out),
-            self.stats,
-            residual_att,
-            branch,
-            w.norm,
-            w.norm_bias,
-            self.config.norm_eps,
-        )
+        dev, eps, to = self.dev, self.config.norm_eps, self.operands.measured(HEAD, self.out)
+        if self.config.arch.post_norm:
+            stream = Target(self.residual)
+            norm.post(dev, stream, self.branch_stats, branch, residual_att, w.ln1, eps)
+            norm.post(dev, to, self.stats, self.residual, None, w.norm, eps)
+        else:
+            norm.forward_residual(
+                dev,
+                self.residual,
+                to,
+                self.stats,
+                residual_att,
+                branch,
+                w.norm,
+                w.norm_bias,
+                eps,
+            )
 
     def loss(self, lm_head: Operand, targets: Tensor) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
@@ -89,11 +97,19 @@ class Head:
                     )
 
     def loss_and_backward(
-        self, w: HeadWeights, g: HeadGrads, targets: Tensor, to: Target, d_norm: Tensor
+        self,
+        w: HeadWeights,
+        g: HeadGrads,
+        targets: Tensor,
+        branch: Tensor,
+        to: Target,
+        d_residual: Tensor,
+        d_norm: Tensor,
     ) -> None:
-        """Per-token losses, the head's gradients, and `to`, d_residual (rows, C) of the last block.
+        """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
 
-        d_norm (rows, C) is scratch. The loss is the sum over tokens; nothing is divided here.
+        branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
+        which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
         backward = self._backward_fp8 if self.fp8 else self._backward
         for start, stop in self._chunks():
@@ -104,8 +120,14 @@ class Head:
                     d_weight = d_weight._replace(accumulate=True)
                 d_x = d_norm.rows(start, stop)
                 backward(start, stop, x, w.lm_head, targets.rows(start, stop), d_x, d_weight)
-        x, d_residual = self.residual, None
-        norm.backward(self.dev, to, g.norm, g.norm_bias, d_norm, x, w.norm, self.stats, d_residual)
+        dev, x, past = self.dev, self.residual, None
+        if self.config.arch.post_norm:
+            stream = Target(d_residual)
+            norm.backward(dev, stream, g.norm, None, d_norm, x, w.norm, self.stats, past)
+            stats = self.branch_stats
+            norm.backward(dev, to, g.ln1, None, d_residual, branch, w.ln1, stats, past)
+        else:
+            norm.backward(dev, to, g.norm, g.norm_bias, d_norm, x, w.norm, self.stats, past)
 
     def _backward(
         self,

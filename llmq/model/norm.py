@@ -84,6 +84,23 @@ def forward_residual(
             )
 
 
+def post(
+    dev: Device,
+    to: Target,
+    stats: Stats,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    """to (rows, C) = residual + norm(x), or norm(x) alone; rounded as with Architecture.post_norm.
+
+    Its backward pass is `backward` without d_residual.
+    """
+    with _results(dev, to, x.shape) as results:
+        rmsnorm.post(dev, to.out, stats.rstd, x, residual, weight, eps, **results)
+
+
 def backward(
     dev: Device,
     to: Target,

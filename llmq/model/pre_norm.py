@@ -1,4 +1,4 @@
-"""Where the norms of a block stand: before each half, as in all architectures so far.
+"""Where the norms of a block stand in most architectures: before each half.
 
     stream = before + branch      the residual stream, and the output of the half before
     x = norm(stream)              the input of the half, whose output is the next branch
@@ -21,10 +21,10 @@ from llmq.runtime.device import Device
 
 
 class PreNorm:
-    """The norms of all halves of all blocks. branch: (rows, C), which all halves write."""
+    """The norms of all halves of all blocks."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, branch: Tensor):
-        self.dev, self.eps, self.operands, self.branch = dev, config.norm_eps, operands, branch
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
+        self.dev, self.eps, self.operands = dev, config.norm_eps, operands
 
     def forward(
         self,
@@ -71,7 +71,11 @@ class PreNorm:
         if before is None:
             norm.forward(dev, to, stats, stream, weight, bias, eps)
         else:
-            norm.forward_residual(dev, stream, to, stats, before, self.branch, weight, bias, eps)
+            norm.forward_residual(dev, stream, to, stats, before, here.branch, weight, bias, eps)
+
+    def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
+        """Where `backward` leaves the gradient of the output of the half before."""
+        return d_residual
 
     def backward(
         self,

@@ -14,12 +14,13 @@ from llmq.model.arch.common import Architecture
 from llmq.model.arch.gpt2 import Gpt2
 from llmq.model.arch.llama import Llama
 from llmq.model.arch.mistral import Mistral
+from llmq.model.arch.olmo2 import Olmo2
 from llmq.model.arch.phi3 import Phi3
 from llmq.model.arch.qwen2 import Qwen2
 from llmq.model.arch.qwen3 import Qwen3
 
 ARCHITECTURES: dict[str, Architecture] = {
-    arch.name: arch for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3())
+    arch.name: arch for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2())
 }
 """Every supported architecture by the name that config.json gives in "architectures"."""
 

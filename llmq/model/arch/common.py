@@ -59,7 +59,12 @@ class Architecture:
     positions = "rope"
     """'rope' or 'learned'."""
     qk_norm = False
-    """RMSNorm over every query and key head before RoPE."""
+    """RMSNorm of queries and keys before RoPE."""
+    wide_qk_norm = False
+    """It is over all query and over all key channels of a token, else over every head."""
+    post_norm = False
+    """RMSNorm of what each half of a block puts out, else of what goes into it. Then the result is
+    rounded after the product with the weight, else before it too."""
     qkv_bias: bool | None = False
     """None: the config's attention_bias decides."""
     o_bias: bool | None = False
@@ -80,7 +85,8 @@ class Architecture:
     swapped: tuple[str, ...] = ()
     """Parameters whose second half of rows is stored first."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """Our names of a block's norms."""
+    """Our names of the norms in front of a block's halves; with post_norm, ln1's is of the layer
+    before."""
     initial: Mapping[str, str] = {"o": "residual", "down": "residual"}
     """Initial values of matrices that are not 'normal'; 'residual': scaled by 1 / sqrt(2L)."""
 
