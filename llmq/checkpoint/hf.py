@@ -19,7 +19,8 @@ from llmq.base.files import disk_errors, staged_directory
 from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.config.model import ModelConfig
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
-from llmq.state.params import HfPart, Param, Slab, weight_table
+from llmq.model.arch.common import HfPart
+from llmq.state.params import Param, Slab, weight_table
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -177,7 +178,7 @@ class HfWeights:
                     "again or use another one"
                 )
             values = values.reshape(file.tensors[name].shape)
-            out[part.start : part.stop] = values.T if part.transposed else values
+            out[part.start : part.stop] = part.convert(values)
         return out
 
     def close(self) -> None:
@@ -313,4 +314,4 @@ def _hf_tensors(
         values = read(param)
         for part in param.hf:
             rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
-            yield rows.T if part.transposed else rows
+            yield part.convert(rows)

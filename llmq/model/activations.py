@@ -82,9 +82,13 @@ class Activation(NamedTuple):
 
 
 class NormSite(NamedTuple):
-    """One norm of one layer: stream (rows, C) -> out."""
+    """One norm of one layer, and the residual stream there; see pre_norm.py and post_norm.py.
+
+    stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
+    """
 
     stream: Tensor
+    branch: Tensor
     stats: Stats
     out: Activation
 
@@ -96,11 +100,12 @@ class Layer:
     recompute: Recompute  # normalized
     residual: Tensor  # (rows, C), the stream where the attention half begins
     residual_att: Tensor  # (rows, C), the stream where the MLP half begins
+    mlp_branch: Tensor  # (rows, C), what the MLP half puts out
     ln1: NormSite
     ln2: NormSite
     qkv: Activation  # (rows, Q), after qk_norm and RoPE
     qk_raw: Activation | None  # (rows, (Hq+Hkv)*Hd), before qk_norm
-    qk_rstd: Tensor | None  # F32 (B, T, Hq+Hkv), of qk_norm
+    qk_rstd: Tensor | None  # F32 (B, T, Hq+Hkv), of qk_norm; if it is wide (B, T, 2)
     lse: Tensor  # F32 (B, Hq, T), of attention
     att: Activation  # (rows, Hq*Hd)
     mlp_up: Activation  # (rows, F), or of a gated MLP (rows, 2F)
@@ -114,51 +119,59 @@ class Layer:
         recompute: Recompute,
         residual: Tensor,
         shared_residual_att: Tensor | None,
+        branch: Tensor,
+        branch_before: Tensor,
         fp8: DType | None,
         B: int,
         T: int,
     ):
         """shared_residual_att: of all layers whose whole block is recomputed, where it only has to
-        survive until the next block's ln1. fp8: format of codes.
+        survive until the next block's ln1. branch: of all layers, branch_before: what the layer
+        before has put out. fp8: format of codes.
         """
-        self.index, self.recompute, self.residual = index, recompute, residual
+        self._dev, self._fp8, self.index, self.recompute = dev, fp8, index, recompute
+        self.residual = residual
         rows, C = residual.shape
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
-        F, r = config.intermediate_size, recompute
-
-        def alloc(name: str, *shape: int, dtype: DType = residual.dtype) -> Tensor:
-            return dev.alloc(f"{name}.{index}", shape, dtype, "Activations")
-
-        def activation(name: str, features: int, *, kept: bool, in_fp8: bool = False) -> Activation:
-            tensor = codes = None
-            if kept and in_fp8:
-                codes = alloc(f"{name}_t", features, rows, dtype=fp8)
-            elif kept:
-                tensor = alloc(name, rows, features)
-            return Activation(index, name, (rows, features), residual.dtype, tensor, codes)
-
+        F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
         self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
         stats1 = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
         stats2 = norm.alloc_stats(dev, config, f"ln2.{index}", rows)
         self.lse = alloc("lse", B, Hq, T, dtype=F32)
+        # With post_norm the stream is the halves' input, and norms need their output in backward.
+        pre = not config.arch.post_norm
+        att_branch = branch if pre or r.block else alloc("att_branch", rows, C)
+        self.mlp_branch = branch if pre else alloc("mlp_branch", rows, C)
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
-        in_fp8 = fp8 is not None
-        kept = not (r.norm or (r.qkv if in_fp8 else r.att))
-        self.ln1 = NormSite(residual, stats1, activation("ln1", C, kept=kept, in_fp8=in_fp8))
+        kept = pre and not (r.norm or (r.qkv if fp8 is not None else r.att))
+        ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
+        self.ln1 = NormSite(residual, branch_before, stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
-        kept = not (r.norm or r.ffn)
-        self.ln2 = NormSite(
-            self.residual_att, stats2, activation("ln2", C, kept=kept, in_fp8=in_fp8)
-        )
-        width = 2 * F if config.activation == "swiglu" else F
-        self.mlp_up = activation("mlp_up", width, kept=not r.ffn)
-        self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, in_fp8=in_fp8)
+        ln2 = activation("ln2", C, kept=pre and not (r.norm or r.ffn), may_be_codes=True)
+        self.ln2 = NormSite(self.residual_att, att_branch, stats2, ln2)
+        self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
+        self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, may_be_codes=True)
         self.qk_raw = self.qk_rstd = None
         if config.qk_norm:
             self.qk_raw = activation("qk_raw", (Hq + Hkv) * Hd, kept=not r.qkv)
-            self.qk_rstd = alloc("qk_rstd", B, T, Hq + Hkv, dtype=F32)
+            norms = 2 if config.arch.wide_qk_norm else Hq + Hkv
+            self.qk_rstd = alloc("qk_rstd", B, T, norms, dtype=F32)
+
+    def _alloc(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
+        name, dtype = f"{name}.{self.index}", dtype or self.residual.dtype
+        return self._dev.alloc(name, shape, dtype, "Activations")
+
+    def _activation(
+        self, name: str, features: int, *, kept: bool, may_be_codes: bool = False
+    ) -> Activation:
+        shape, tensor, codes = (self.residual.shape[0], features), None, None
+        if kept and may_be_codes and self._fp8 is not None:
+            codes = self._alloc(f"{name}_t", *shape[::-1], dtype=self._fp8)
+        elif kept:
+            tensor = self._alloc(name, *shape)
+        return Activation(self.index, name, shape, self.residual.dtype, tensor, codes)
 
     def slot(self, name: str) -> str:
         """The name of one of its gradients among those of all layers."""

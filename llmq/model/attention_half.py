@@ -19,7 +19,7 @@ from llmq.model.activations import Layer
 from llmq.model.linear import Linear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, qk_norm, rope
+from llmq.ops import attention, qk_norm, rope, wide_qk_norm
 from llmq.runtime.device import Device
 
 
@@ -70,6 +70,7 @@ class AttentionHalf:
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.backend, self.chunks = backend, chunks
         self.rope_table = alloc_rope_table(dev, config, T)
+        self.qk_norm = wide_qk_norm if config.arch.wide_qk_norm else qk_norm
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         """(rows, n * Hd) as (B, T, n, Hd)."""
@@ -101,7 +102,7 @@ class AttentionHalf:
         self.linear.forward(to.qkv, x, w.qkv, w.qkv_bias)
         qkv = self._by_head(to.qkv)
         if to.qk_raw is not None:
-            qk_norm.forward(
+            self.qk_norm.forward(
                 self.dev, qkv, to.qk_raw, layer.qk_rstd, w.q_norm, w.k_norm, self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
@@ -182,7 +183,7 @@ class AttentionHalf:
         if self.rope_table is not None:
             rope.backward(self.dev, by_head, self.rope_table, self.Hq, self.Hkv)
         if qk_raw is not None:
-            qk_norm.backward(
+            self.qk_norm.backward(
                 self.dev, by_head, g.q_norm, g.k_norm, qk_raw, layer.qk_rstd, w.q_norm, w.k_norm,
                 self.Hq, self.Hkv,
             )  # fmt: skip

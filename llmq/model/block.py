@@ -6,9 +6,9 @@
                                              residual_att -+
 
 A half (in brackets) turns its input x into a branch of the residual stream: `attention_half.py`,
-`mlp_half.py`. Where norms stand, and where branches are added, is in `pre_norm.py`: both additions
-happen inside the norm that follows, the second one in the next block's ln1 or in the head's norm,
-which is why a block's output stays split into `residual_att` and `branch`.
+`mlp_half.py`. Where norms stand, and where branches are added, is in `pre_norm.py` (as above) and
+`post_norm.py`: both additions happen with the norm that follows, the second one in the next block's
+ln1 or in the head, which is why a block's output stays split into `residual_att` and a branch.
 Activations are (rows, features), rows = B*T.
 """
 
@@ -25,6 +25,7 @@ from llmq.model.linear import EXACT, FAST, Linear
 from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.model.post_norm import PostNorm
 from llmq.model.pre_norm import PreNorm
 from llmq.model.residuals import Residuals
 from llmq.runtime.device import Device
@@ -54,52 +55,56 @@ class Blocks:
             if any(kind.block for kind in kinds)
             else None
         )
-        self.branch = dev.alloc("branch", shape, dtype, "Activations")
+        branch = before = dev.alloc("branch", shape, dtype, "Activations")
         codes = None if fp8 is None else fp8.value
-        self.layers = [
-            Layer(dev, config, index, kind, residuals.tensors[index], shared, codes, B, T)
-            for index, kind in enumerate(kinds)
-        ]
+        self.layers: list[Layer] = []
+        for index, kind in enumerate(kinds):
+            residual = residuals.tensors[index]
+            layer = Layer(dev, config, index, kind, residual, shared, branch, before, codes, B, T)
+            self.layers.append(layer)
+            before = layer.mlp_branch
         linear = Linear(dev, EXACT if fp8 is None else FAST[fp8.fast].blocks)
-        self.norms = PreNorm(dev, config, operands, self.branch)
+        norms = PostNorm if config.arch.post_norm else PreNorm
+        self.norms = norms(dev, config, operands)
         self.attention = AttentionHalf(
             dev, config, operands, linear, B, T, backend=attention_backend, chunks=attention_chunks
         )
         self.mlp = MlpHalf(dev, config, operands, linear)
 
     def forward(self, index: int, w: BlockWeights) -> None:
-        """residual[l] (or, for l > 0, residual_att[l-1] + branch) -> residual_att[l], branch."""
+        """residual[l] or, for l > 0, residual_att and mlp_branch [l-1] -> those of this layer."""
         layer = self.layers[index]
         before = self.layers[index - 1].residual_att if index > 0 else None
         with ExitStack() as temps:
             x = self.norms.forward(temps, layer.ln1, before, w.ln1, w.ln1_bias)
-            self.attention.forward(temps, layer, w, x, self.branch)
+            self.attention.forward(temps, layer, w, x, layer.ln2.branch)
         with ExitStack() as temps:
             x = self.norms.forward(temps, layer.ln2, layer.residual, w.ln2, w.ln2_bias)
-            self.mlp.forward(temps, layer, w, x, self.branch)
+            self.mlp.forward(temps, layer, w, x, layer.mlp_branch)
 
     def backward(
         self, index: int, w: BlockWeights, g: BlockGrads, d_residual: Tensor, d_x: Tensor
     ) -> None:
         """d_residual (rows, C): gradient of the block's output in, of its input out.
 
-        d_x (rows, C): scratch for the gradient of a half's input. What was not kept is computed
-        again first; scales are those of the forward pass.
+        d_x (rows, C): scratch for the gradient of a half's input, or with post_norm that of the
+        MLP's output in. What was not kept is computed again first; scales are those of the forward
+        pass.
         """
-        layer = self.layers[index]
+        layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         with ExitStack() as temps:
             if layer.recompute.block:  # residual_att is needed first, and needs the attention
                 attention = self._attention_again(temps, layer, w)
             self._backward_mlp(layer, w, g, d_residual, d_x)
             if not layer.recompute.block:
                 attention = self._attention_again(temps, layer, w)
-            self.attention.backward(layer, w, g, attention, d_residual, d_x)
+            self.attention.backward(layer, w, g, attention, d_out, d_x)
         before = self.layers[index - 1].slot("d_mlp") if index > 0 else None
         self.norms.backward(layer.ln1, before, d_residual, d_x, w.ln1, g.ln1, g.ln1_bias)
 
     def _attention_again(self, temps: ExitStack, layer: Layer, w: BlockWeights) -> AttentionAgain:
         x_again = partial(self.norms.again, temps, layer.ln1, None, w.ln1, w.ln1_bias)
-        return self.attention.again(temps, layer, w, x_again, self.branch)
+        return self.attention.again(temps, layer, w, x_again, layer.ln2.branch)
 
     def _backward_mlp(
         self, layer: Layer, w: BlockWeights, g: BlockGrads, d_residual: Tensor, d_x: Tensor
@@ -108,6 +113,6 @@ class Blocks:
         with ExitStack() as temps:
             x_again = partial(self.norms.again, temps, layer.ln2, before, w.ln2, w.ln2_bias)
             mlp = self.mlp.again(temps, layer, w, x_again)
-            self.mlp.backward(layer, w, g, mlp, d_residual, d_x)
+            self.mlp.backward(layer, w, g, mlp, self.norms.d_out(d_residual, d_x), d_x)
         before = layer.slot("d_att")
         self.norms.backward(layer.ln2, before, d_residual, d_x, w.ln2, g.ln2, g.ln2_bias)

@@ -15,7 +15,7 @@ from llmq.model.attention_half import alloc_rope_table
 from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
-from llmq.ops import attention, gelu, qk_norm, rope, swiglu
+from llmq.ops import attention, gelu, qk_norm, rope, swiglu, wide_qk_norm
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
@@ -80,20 +80,36 @@ class Decoder:
     ) -> None:
         dev, config, n = self.dev, self.config, out.shape[0]
         w, to = BlockWeights(**self._get(f"layers.{layer}")), Target(out)
-        if layer == 0:
+        x = residual if config.arch.post_norm else out
+        if layer > 0:
+            self._norm(to, stats, residual, branch, w.ln1, w.ln1_bias)
+        elif not config.arch.post_norm:
             self.norm.forward(to, stats, residual, w.ln1, w.ln1_bias)
-        else:
-            self.norm.forward_residual(residual, to, stats, residual, branch, w.ln1, w.ln1_bias)
-        self._attention(layer, w, branch, out, position)
-        self.norm.forward_residual(residual, to, stats, residual, branch, w.ln2, w.ln2_bias)
-        F, gated = config.intermediate_size, config.activation == "swiglu"
+        self._attention(layer, w, branch, x, position)
+        self._norm(to, stats, residual, branch, w.ln2, w.ln2_bias)
+        F, gated = config.intermediate_size, config.gated
         with (
             dev.scratch("mlp_up", (n, w.up.shape[0]), self.dtype) as mlp_up,
             dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
         ):
-            self.linear.forward(mlp_up, out, w.up, w.up_bias)
+            self.linear.forward(mlp_up, x, w.up, w.up_bias)
             (swiglu if gated else gelu).forward(dev, mlp_act, mlp_up)
             self.linear.forward(branch, mlp_act, w.down, w.down_bias)
+
+    def _norm(
+        self,
+        to: Target,
+        stats: Stats,
+        residual: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        """A norm behind the first half: the branch goes into the residual stream, and to `to`."""
+        if self.config.arch.post_norm:
+            self.norm.post(Target(residual), stats, branch, residual, weight)
+        else:
+            self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
 
     def _attention(
         self, layer: int, w: BlockWeights, branch: Tensor, x: Tensor, position: int
@@ -107,12 +123,13 @@ class Decoder:
             self.linear.forward(flat, x, w.qkv, w.qkv_bias)
             qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
             if config.qk_norm:
+                wide = config.arch.wide_qk_norm
                 with (
                     dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
-                    dev.scratch("qk_rstd", (1, n, Hq + Hkv), F32) as rstd,
+                    dev.scratch("qk_rstd", (1, n, 2 if wide else Hq + Hkv), F32) as rstd,
                 ):
-                    eps = config.norm_eps
-                    qk_norm.forward(dev, qkv, raw, rstd, w.q_norm, w.k_norm, eps, Hq, Hkv)
+                    normalise, eps = (wide_qk_norm if wide else qk_norm).forward, config.norm_eps
+                    normalise(dev, qkv, raw, rstd, w.q_norm, w.k_norm, eps, Hq, Hkv)
             if self.rope_table is not None:
                 rope.forward(dev, qkv, self.rope_table, Hq, Hkv, first_position=position)
             k, v = self.k_cache[layer], self.v_cache[layer]
@@ -120,8 +137,12 @@ class Decoder:
             self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
-        w, n = HeadWeights(**self._get("head")), out.shape[0]
-        to, weight, bias = Target(out), w.norm, w.norm_bias
-        self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
-        lm_head = self._get("embed")["embed"] if self.config.tied_embeddings else w.lm_head
+        config, n = self.config, out.shape[0]
+        w, to = HeadWeights(**self._get("head")), Target(out)
+        if config.arch.post_norm:
+            self._norm(to, stats, residual, branch, w.ln1, None)
+            self.norm.post(to, stats, residual, None, w.norm)
+        else:
+            self._norm(to, stats, residual, branch, w.norm, w.norm_bias)
+        lm_head = self._get("embed")["embed"] if config.tied_embeddings else w.lm_head
         self.linear.forward(self.logits, out.rows(n - 1, n), lm_head)

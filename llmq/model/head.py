@@ -49,6 +49,8 @@ class Head:
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
         self.stats = alloc_stats(dev, config, "norm.final", rows)
+        if config.arch.post_norm:
+            self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
@@ -61,9 +63,14 @@ class Head:
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C)."""
-        to, weight, bias = self.operands.measured(HEAD, self.out), w.norm, w.norm_bias
-        residual, stats = self.residual, self.stats
-        self.norm.forward_residual(residual, to, stats, residual_att, branch, weight, bias)
+        to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
+        if self.config.arch.post_norm:
+            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1)
+            self.norm.post(to, stats, residual, None, w.norm)
+        else:
+            self.norm.forward_residual(
+                residual, to, stats, residual_att, branch, w.norm, w.norm_bias
+            )
 
     def loss(self, lm_head: Operand, targets: Tensor) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
@@ -81,11 +88,19 @@ class Head:
                     )
 
     def loss_and_backward(
-        self, w: HeadWeights, g: HeadGrads, targets: Tensor, to: Target, d_norm: Tensor
+        self,
+        w: HeadWeights,
+        g: HeadGrads,
+        targets: Tensor,
+        branch: Tensor,
+        to: Target,
+        d_residual: Tensor,
+        d_norm: Tensor,
     ) -> None:
-        """Per-token losses, the head's gradients, and `to`, d_residual (rows, C) of the last block.
+        """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
 
-        d_norm (rows, C) is scratch. The loss is the sum over tokens; nothing is divided here.
+        branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
+        which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
         d_logits_of = self._d_logits_fp8 if self.fp8 else self._d_logits
         d_weight = g.lm_head
@@ -98,8 +113,12 @@ class Head:
                 self.linear.weight_gradients(d_weight, None, d_logits, x)
             if d_weight is not None:
                 d_weight = d_weight._replace(accumulate=True)
-        weight, stats = w.norm, self.stats
-        self.norm.backward(to, g.norm, g.norm_bias, d_norm, self.residual, weight, stats, None)
+        x, stats, post = self.residual, self.stats, self.config.arch.post_norm
+        stream = Target(d_residual) if post else to
+        self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
+        if post:
+            stats = self.branch_stats
+            self.norm.backward(to, g.ln1, None, d_residual, branch, w.ln1, stats, None)
 
     @contextmanager
     def _d_logits(

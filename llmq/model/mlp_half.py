@@ -33,7 +33,7 @@ class MlpHalf:
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: Linear):
         self.dev, self.operands, self.linear = dev, operands, linear
-        self.activation = swiglu if config.activation == "swiglu" else gelu
+        self.activation = swiglu if config.gated else gelu
 
     def forward(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor

@@ -101,8 +101,8 @@ class Model:
             if keep:
                 residuals.written(layer)
             weights.release(f"layers.{layer}")
-        last, branch = self.blocks.layers[-1].residual_att, self.blocks.branch
-        self.head.forward(HeadWeights(**weights.get("head")), last, branch)
+        last = self.blocks.layers[-1]
+        self.head.forward(HeadWeights(**weights.get("head")), last.residual_att, last.mlp_branch)
         weights.release("head")
 
     def loss(self, targets: Tensor) -> None:
@@ -151,9 +151,11 @@ class Model:
         d_lm_head = grads.full(slab).get(key)
         w = HeadWeights(**weights.get("head") | {"lm_head": weights.lm_head()})
         g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
-        slot = self.blocks.layers[-1].slot("d_mlp")
-        to = self.operands.half_gradient_target(slot, self.d_residual)
-        self.head.loss_and_backward(w, g, targets.view(targets.size), to, self.d_norm)
+        last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
+        d_out = self.blocks.norms.d_out(d_residual, d_norm)
+        to = self.operands.half_gradient_target(last.slot("d_mlp"), d_out)
+        flat = targets.view(targets.size)
+        self.head.loss_and_backward(w, g, flat, last.mlp_branch, to, d_residual, d_norm)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

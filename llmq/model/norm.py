@@ -72,6 +72,16 @@ class Normalization:
                     **results,
                 )  # fmt: skip
 
+    def post(
+        self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> None:
+        """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
+
+        Its backward pass is `backward` without d_residual.
+        """
+        with _results(self.dev, to, x.shape) as results:
+            rmsnorm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
+
     def backward(
         self,
         to: Target,

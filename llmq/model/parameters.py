@@ -32,11 +32,12 @@ class EmbeddingGrads:
 class BlockWeights:
     """Matrices are (out_features, in_features); a bias, where the model has one, (out_features,).
 
-    ln1, ln2, their biases: (C,). q_norm, k_norm: (Hd,), with qk_norm. qkv: the rows of all query
+    ln1 (of the first block not with post_norm), ln2, their biases: (C,). q_norm, k_norm, with
+    qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,). qkv: the rows of all query
     heads, key heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate.
     """
 
-    ln1: Tensor
+    ln1: Tensor | None = None
     ln1_bias: Tensor | None = None
     qkv: Operand
     qkv_bias: Tensor | None = None
@@ -74,8 +75,11 @@ class BlockGrads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWeights:
-    """norm, its bias: (C,). lm_head: (Vp, C); None where it is not needed."""
+    """norm, its bias: (C,). ln1: (C,), with post_norm, of what the last block puts out.
+    lm_head: (Vp, C); None where it is not needed.
+    """
 
+    ln1: Tensor | None = None
     norm: Tensor
     norm_bias: Tensor | None = None
     lm_head: Operand | None = None
@@ -85,6 +89,7 @@ class HeadWeights:
 class HeadGrads:
     """Where the gradients of HeadWeights go."""
 
+    ln1: Accumulator | None = None
     norm: Accumulator | None = None
     norm_bias: Accumulator | None = None
     lm_head: Accumulator | None = None

@@ -1,4 +1,4 @@
-"""Where the norms of a block stand: before each half, as in all architectures so far.
+"""Where the norms of a block stand in most architectures: before each half.
 
     stream = before + branch      the residual stream, and the output of the half before
     x = norm(stream)              the input of the half, whose output is the next branch
@@ -22,10 +22,10 @@ from llmq.runtime.device import Device
 
 
 class PreNorm:
-    """The norms of all halves of all blocks. branch: (rows, C), which all halves write."""
+    """The norms of all halves of all blocks."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, branch: Tensor):
-        self.norm, self.operands, self.branch = Normalization(dev, config), operands, branch
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
+        self.norm, self.operands = Normalization(dev, config), operands
 
     def forward(
         self, temps: ExitStack, here: NormSite, before: Tensor | None, w: Tensor, b: Tensor | None
@@ -63,7 +63,11 @@ class PreNorm:
         if before is None:
             self.norm.forward(to, stats, stream, w, b)
         else:
-            self.norm.forward_residual(stream, to, stats, before, self.branch, w, b)
+            self.norm.forward_residual(stream, to, stats, before, here.branch, w, b)
+
+    def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
+        """Where `backward` leaves the gradient of the output of the half before."""
+        return d_residual
 
     def backward(
         self,
