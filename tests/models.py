@@ -41,6 +41,8 @@ CONFIGS = {
         **_SHARED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
     "mistral": lambda: transformers.MistralConfig(**_SHARED, sliding_window=None),
+    "phi3": lambda: transformers.Phi3Config(**_SHARED, pad_token_id=None),
+    "olmo2": lambda: transformers.Olmo2Config(**_SHARED, head_dim=32, pad_token_id=None),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import RopeScaling, ignored_fields
 from llmq.config.model import ModelConfig
-from llmq.config.presets import preset
+from llmq.config.presets import PRESETS, preset
+from llmq.model.arch.common import ignored_fields
+from llmq.model.arch.rope_family import RopeScaling
 
 QWEN25_05B = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -114,6 +115,55 @@ MISTRAL_7B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32768,
 }
+OLMO2_1B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 100352,
+}
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 2047,  # released with 4096 and this window
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -137,6 +187,8 @@ PUBLISHED = {
     "qwen3": QWEN3_06B,
     "llama3.2": LLAMA32_1B,
     "mistral": MISTRAL_7B,
+    "phi3": PHI3_MINI,
+    "olmo2": OLMO2_1B,
     "gpt2": GPT2,
 }
 
@@ -147,6 +199,8 @@ PUBLISHED = {
         (QWEN25_05B, "qwen2.5-0.5b", {}),
         (QWEN3_06B, "qwen3-0.6b", {}),
         (GPT2, "gpt2", {}),
+        (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
+        (OLMO2_1B, "olmo-2-1b", {}),
         (
             LLAMA32_1B,
             "llama-3.2-1b",
@@ -164,7 +218,7 @@ PUBLISHED = {
             },
         ),
     ],
-    ids=["qwen2.5", "qwen3", "gpt2", "llama3.2"],
+    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "olmo2", "llama3.2"],
 )
 def test_published_configs_equal_presets(hf, preset_name, differences):
     assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)
@@ -258,7 +312,7 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
     assert ModelConfig.from_hf({"architectures": [model.architecture], **saved}) == model
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3", "tiny-llama", "tiny-mistral", "tiny-gpt2"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny")])
 def test_weights_of_transformers_have_our_shapes(name):
     """A model that transformers builds from our config.json has our biases, norms and sizes."""
     transformers = pytest.importorskip("transformers")
@@ -269,19 +323,20 @@ def test_weights_of_transformers_have_our_shapes(name):
     )
     assert type(built).__name__ == model.architecture
     shapes = {key: tuple(weight.shape) for key, weight in built.state_dict().items()}
-    embed, mlp = ("transformer.wte", "transformer.h.0.mlp.c_fc.weight")
-    if model.positions == "rope":
-        embed, mlp = ("model.embed_tokens", "model.layers.0.mlp.up_proj.weight")
-        attention = "model.layers.0.self_attn"
-        assert shapes[f"{attention}.k_proj.weight"] == (
-            model.num_kv_heads * model.head_dim,
-            model.hidden_size,
-        )
-        assert (f"{attention}.q_proj.bias" in shapes) == model.qkv_bias
-        assert (f"{attention}.o_proj.bias" in shapes) == model.o_bias
-        assert (f"{attention}.q_norm.weight" in shapes) == model.qk_norm
-    assert shapes[f"{embed}.weight"] == (model.vocab_size, model.hidden_size)
-    assert sorted(shapes[mlp]) == sorted((model.hidden_size, model.intermediate_size))
+    names = {key: [m.format(0) for m in ms] for key, ms in model.arch.modules.items()}
+
+    def rows(key):
+        """Of the matrix that the modules of a parameter make up, whose columns are channels."""
+        parts = [shapes[f"{name}.weight"] for name in names[key]]
+        return sum(p[key in model.arch.transposed] for p in parts)
+
+    assert shapes[f"{names['embed'][0]}.weight"] == (model.vocab_size, model.hidden_size)
+    assert rows("qkv") == model.qkv_channels
+    assert rows("up") == model.intermediate_size * (2 if model.gated else 1)
+    for key, bias in (("qkv", model.qkv_bias), ("o", model.o_bias), ("up", model.mlp_bias)):
+        assert all((f"{name}.bias" in shapes) == bias for name in names[key]), key
+    assert any(".q_norm." in name for name in shapes) == model.qk_norm
+    assert f"{names['o'][0]}.weight" in shapes and f"{names['down'][0]}.weight" in shapes
 
 
 @pytest.mark.parametrize(
@@ -332,6 +387,14 @@ def test_weights_of_transformers_have_our_shapes(name):
         (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (MISTRAL_7B, {"sliding_window": 4096}, "set max_position_embeddings to 4096"),
+        (PHI3_MINI, {"max_position_embeddings": 4096}, "set max_position_embeddings to 2047"),
+        (
+            PHI3_MINI,
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+            "rope_scaling.rope_type: 'longrope' is not supported, only default",
+        ),
+        (PHI3_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default"),
+        (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
         (GPT2, {"activation_function": "relu"}, "activation_function: 'relu'"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights: False"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),

@@ -37,6 +37,8 @@ MODELS = {
     "qwen3": {**ROPE, "tie_word_embeddings": True, "head_dim": 16},
     "llama": {**ROPE, "attention_bias": True, "mlp_bias": True, "eos_token_id": [2, 7]},
     "mistral": {**ROPE, "sliding_window": None},
+    "olmo2": {**ROPE, "eos_token_id": 300, "pad_token_id": 299},
+    "phi3": {**ROPE, "eos_token_id": 300, "pad_token_id": 300},
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},

@@ -27,6 +27,12 @@ TINY = {
         ),
     ),
     "tiny-mistral": ("mistral", preset("tiny-mistral")),
+    "tiny-olmo2": ("olmo2", preset("tiny-olmo2")),
+    "olmo2-with-biases": (
+        "olmo2",
+        dataclasses.replace(preset("tiny-olmo2"), qkv_bias=True, o_bias=True),
+    ),
+    "tiny-phi3": ("phi3", preset("tiny-phi3")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import ARCHITECTURES
 from llmq.config.presets import PRESETS, model_warnings, preset, resolve_model
+from llmq.model.arch import ARCHITECTURES
 from llmq.state.params import parameter_count
 
 QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
@@ -32,6 +32,11 @@ PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
+    "Phi-3-mini": 3_821_079_552,
+    "OLMo-2-1B": 1_484_916_736,
+    "OLMo-2-7B": 7_298_617_344,
+    "OLMo-2-13B": 13_716_198_400,
+    "OLMo-2-32B": 32_234_279_936,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -50,7 +55,7 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 5
+    assert len(sizes) == 7
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

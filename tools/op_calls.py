@@ -50,7 +50,9 @@ from llmq.ops import (
     rmsnorm,
     rope,
     swiglu,
+    wide_qk_norm,
 )
+from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE
 from llmq.runtime.device import Device
 
@@ -126,6 +128,10 @@ def scalars() -> np.ndarray:
 def abs_max_calls(*shape: int) -> list[Call]:
     args = {"abs_max": f32(1, value=0.0), "x": bf16(*shape)}
     return [Call("abs_max", abs_max.abs_max, args)]
+
+
+def add_calls(*shape: int) -> list[Call]:
+    return [Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape)))]
 
 
 def adamw_calls(*ends: int) -> list[Call]:
@@ -279,6 +285,19 @@ def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     ]
 
 
+def wide_qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    shared = {"raw": heads, "rstd": f32(B, T, 2, value=1.0)}
+    shared |= {"q_weight": bf16(Hq * Hd), "k_weight": bf16(Hkv * Hd)}
+    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
+    d_weights = {"d_q_weight": gradient(Hq * Hd), "d_k_weight": gradient(Hkv * Hd)}
+    moved = (3 * 2 * (Hq + Hkv) * Hd + 2 * 4) * B * T  # three tensors of heads, and rstd
+    return [
+        Call("forward", wide_qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
+        Call("backward", wide_qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
+    ]
+
+
 def quantize_scaled(dev: Device, x: Tensor, abs_max: Tensor, **fp8: Tensor) -> None:
     names = ("q", "q_t", "scale", "saturated")
     quantize.scaled(dev, x, Fp8Out(*(fp8[name] for name in names)), abs_max=abs_max)
@@ -307,7 +326,10 @@ def rmsnorm_calls(rows: int, C: int) -> list[Call]:
         Call("forward_residual", rmsnorm.forward_residual, fused),
         Call("backward", rmsnorm.backward, backward),
     ]
-    return with_fp8(calls, rows, C)
+    post = forward | {"x": x, "residual": x}
+    fp8 = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C, transposed=False)}
+    calls = [*with_fp8(calls, rows, C), Call("post", rmsnorm.post, post)]
+    return calls + [Call("post fp8", rmsnorm.post, post | fp8)] * fits_fp8(rows, C)
 
 
 def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
@@ -412,6 +434,7 @@ def reduce_calls(*shape: int) -> list[Call]:
 
 OPS: dict[str, Callable[..., list[Call]]] = {
     "abs_max": abs_max_calls,
+    "add": add_calls,
     "adamw": adamw_calls,
     "attention": attention_calls,
     "bias": bias_calls,
@@ -433,6 +456,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "rmsnorm": rmsnorm_calls,
     "rope": rope_calls,
     "swiglu": swiglu_calls,
+    "wide_qk_norm": wide_qk_norm_calls,
 }
 
 

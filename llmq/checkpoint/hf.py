@@ -21,7 +21,8 @@ from llmq.base.files import disk_errors, staged_directory
 from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.config.model import ModelConfig
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
-from llmq.state.params import HfPart, Param, Slab, weight_table
+from llmq.model.arch.common import HfPart
+from llmq.state.params import Param, Slab, weight_table
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -197,7 +198,7 @@ class HfWeights:
                         f"'{tensor.path}': {name} holds NaN or infinity: the model is damaged, "
                         "copy it again or use another one"
                     )
-                target[rows] = values
+                target[part.rows_of(rows, len(target))] = values
         return out
 
     def close(self) -> None:
@@ -341,4 +342,4 @@ def _hf_tensors(
         values = read(param)
         for part in param.hf:
             rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
-            yield rows.T if part.transposed else rows
+            yield part.stored(rows)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import RopeScaling, architecture, read_fields, write_fields
+from llmq.model.arch import architecture, read_fields
+from llmq.model.arch.common import Architecture
+from llmq.model.arch.rope_family import RopeScaling
 
 VOCAB_PADDING = 64
 """Rows of embedding and logits are padded to a multiple of this, which keeps products aligned."""
@@ -60,7 +62,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
     qk_norm: bool
-    """RMSNorm over Hd on every query and key head before RoPE."""
+    """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
     """Bias on the query, key and value projections."""
     o_bias: bool
@@ -81,6 +83,16 @@ class ModelConfig:
     """Standard deviation of freshly initialized matrices."""
 
     @property
+    def arch(self) -> Architecture:
+        """What the architecture fixes, and where its weights are at Hugging Face."""
+        return architecture(self.architecture)
+
+    @property
+    def gated(self) -> bool:
+        """The MLP has a gate: its up projection has 2F rows, the second F are the gate's."""
+        return self.activation == "swiglu"
+
+    @property
     def qkv_channels(self) -> int:
         """Q: width of the packed query, key and value projections."""
         return self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
@@ -99,7 +111,6 @@ class ModelConfig:
 
     def validate(self) -> ModelConfig:
         """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
-        arch = architecture(self.architecture)
         for name in _SIZES:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")
@@ -123,23 +134,7 @@ class ModelConfig:
                     "model rope_scaling: low_freq_factor must be positive and less than "
                     f"high_freq_factor, got {low} and {high}"
                 )
-        expected = {
-            "norm": arch.norm,
-            "activation": arch.activation,
-            "positions": arch.positions,
-            "qk_norm": arch.qk_norm,
-        }
-        if arch.qkv_bias is not None:
-            expected["qkv_bias"] = arch.qkv_bias
-        expected["o_bias"] = self.qkv_bias and arch.model_type != "qwen2"
-        if arch.mlp_bias is not None:
-            expected["mlp_bias"] = arch.mlp_bias
-        if arch.model_type == "gpt2":
-            expected |= {
-                "num_kv_heads": self.num_heads,
-                "hidden_size": self.num_heads * self.head_dim,
-            }
-        for name, value in expected.items():
+        for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)
                 raise ConfigError(f"model {name}: {self.architecture} needs {value!r}, got {got!r}")
@@ -152,4 +147,4 @@ class ModelConfig:
 
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
         """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""
-        return write_fields(self, dtype)
+        return self.arch.write(self, dtype)

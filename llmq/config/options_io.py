@@ -38,13 +38,6 @@ _BEFORE_MODEL = (
     "train-loader-seed eval-loader-seed"
 ).split()
 _AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
-_ARCH_LABELS = {
-    "Qwen2ForCausalLM": "Qwen2",
-    "Qwen3ForCausalLM": "Qwen3",
-    "LlamaForCausalLM": "LLaMA",
-    "MistralForCausalLM": "Mistral",
-    "GPT2LMHeadModel": "GPT2",
-}
 
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -135,7 +128,7 @@ def option_rows(
         rows.append(("steps-per-epoch", steps_per_epoch))
     rows += [(row, shown.pop(row)) for row in ("steps", *_BEFORE_MODEL)]
     rows += [
-        ("arch", _ARCH_LABELS[model.architecture]),
+        ("arch", model.arch.label),
         ("vocab-size", model.vocab_size),
         ("hidden-size", model.hidden_size),
         ("ffn-size", model.intermediate_size),

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.config.hf import ARCHITECTURES, ignored_fields
 from llmq.config.model import ModelConfig
+from llmq.model.arch import ARCHITECTURES
+from llmq.model.arch.common import ignored_fields
 
 # name: hidden, intermediate, heads, kv heads, layers, norm eps, tied embeddings
 _QWEN25 = {
@@ -43,6 +44,13 @@ _GPT2 = {
     "gpt2-774m": (1280, 5120, 20, 20, 36, 1e-5, True),
     "gpt2-1558m": (1600, 6400, 25, 25, 48, 1e-5, True),
 }
+_PHI3 = {"Phi-3-mini": (3072, 8192, 32, 32, 32, 1e-5, False)}
+_OLMO2 = {
+    "OLMo-2-1B": (2048, 8192, 16, 16, 16, 1e-6, False),
+    "OLMo-2-7B": (4096, 11008, 32, 32, 32, 1e-6, False),
+    "OLMo-2-13B": (5120, 13824, 40, 40, 40, 1e-6, False),
+    "OLMo-2-32B": (5120, 27648, 40, 8, 64, 1e-6, False),
+}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 
@@ -66,7 +74,6 @@ _BYTE_TOKENS = {"vocab_size": 257, "eos_token_id": 256, "max_positions": 1024}
 
 def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[str, ModelConfig]:
     """Presets of one architecture; common: the fields that its rows share."""
-    arch = ARCHITECTURES[architecture]
     presets = {}
     for name, (hidden, intermediate, heads, kv_heads, layers, eps, tied) in rows.items():
         fields = {
@@ -77,15 +84,9 @@ def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[st
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": hidden // heads,
-            "norm": arch.norm,
             "norm_eps": eps,
-            "activation": arch.activation,
-            "positions": arch.positions,
-            "qk_norm": arch.qk_norm,
-            "qkv_bias": bool(arch.qkv_bias),
-            "o_bias": bool(arch.qkv_bias) and arch.model_type != "qwen2",
-            "mlp_bias": bool(arch.mlp_bias),
             "tied_embeddings": tied,
+            **ARCHITECTURES[architecture].kinds(),
         }
         presets[name] = ModelConfig(**(fields | common)).validate()
     return presets
@@ -128,11 +129,31 @@ PRESETS: dict[str, ModelConfig] = {
         eos_token_id=50256,
         max_positions=1024,
     ),
+    **_family(
+        "Phi3ForCausalLM",
+        _PHI3,
+        vocab_size=32064,
+        bos_token_id=1,
+        eos_token_id=32000,
+        pad_token_id=32000,
+        max_positions=4096,
+    ),
+    **_family(
+        "Olmo2ForCausalLM",
+        _OLMO2,
+        vocab_size=100352,
+        eos_token_id=100257,
+        pad_token_id=100277,
+        max_positions=4096,
+        rope_theta=5e5,
+    ),
     **_family("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, **_BYTE_TOKENS),
     **_family("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, **_BYTE_TOKENS),
+    **_family("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, **_BYTE_TOKENS),
+    **_family("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, **_BYTE_TOKENS),
 }
 """Every preset by its canonical name."""
 

@@ -1,7 +1,9 @@
-// rmsnorm.cu -- RMSNorm over the channels, alone and fused with the residual addition before it.
+// rmsnorm.cu -- RMSNorm over the channels, alone and fused with the residual addition before or
+// after it.
 //
 //   forward    rstd = 1 / sqrt(mean(x^2) + eps)      out = T(T(rstd * x) * weight)
 //   residual   x = T(residual + branch) is written too, and is what the norm sees
+//   post       out = T(residual + T(rstd * x * weight)), or T(rstd * x * weight) if residual is null
 //   backward   x_hat = rstd * x      d_weight = sum over rows of d_out * x_hat
 //              d_x = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat)) + d_residual
 //
@@ -15,8 +17,8 @@
 //          several rows at a time, loop over the rows. Any grid.
 //          rmsnorm_backward_weight: as column_sum in common.cuh.
 // Cost     each tensor is read or written once, weight and partial once a block; memory-bound.
-// Needs    residual_out may be residual and d_x may be d_residual: a thread reads what it
-//          overwrites. All other tensors are distinct.
+// Needs    residual_out (in post: out) may be residual and d_x may be d_residual: a thread reads
+//          what it overwrites. All other tensors are distinct.
 // Same name  llmq/ops/rmsnorm.py  llmq/ref/rmsnorm.py  tests/ops/test_rmsnorm.py
 #include "common.cuh"
 #include "fp8.cuh"
@@ -42,11 +44,9 @@ __device__ __forceinline__ void forget(Registers& row) {
     for (int i = 0; i < VECTORS; ++i) { forget(reinterpret_cast<uint4&>(row.v[i])); }
 }
 
-// out = norm of the row in x; rstd: where the row's value goes. The row is not there: active false.
-// Returns the largest abs_bits of what is this thread's of the result.
-__device__ __forceinline__ u32 normalise(T* out, f32* rstd, Emitter& fp8, Registers& x,
-                                         Parameter& weight, f32 eps, i64 row, i32 C, bool active,
-                                         Sum<FORWARD_ROWS>& row_sum) {
+// 1 / sqrt(mean(x^2) + eps) of the row in x.
+__device__ __forceinline__ float inverse_root(Registers& x, f32 eps, i32 C,
+                                              Sum<FORWARD_ROWS>& row_sum) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
@@ -57,7 +57,15 @@ __device__ __forceinline__ u32 normalise(T* out, f32* rstd, Emitter& fp8, Regist
         }
     }
     forget(x);
-    const float scale = 1.0f / sqrtf(row_sum(squares) / (float)C + eps);
+    return 1.0f / sqrtf(row_sum(squares) / (float)C + eps);
+}
+
+// out = norm of the row in x; rstd: where the row's value goes. The row is not there: active false.
+// Returns the largest abs_bits of what is this thread's of the result.
+__device__ __forceinline__ u32 normalise(T* out, f32* rstd, Emitter& fp8, Registers& x,
+                                         Parameter& weight, f32 eps, i64 row, i32 C, bool active,
+                                         Sum<FORWARD_ROWS>& row_sum) {
+    const float scale = inverse_root(x, eps, C, row_sum);
     if (active && Registers::column(0) == 0) { *rstd = scale; }
     Registers result;
 #pragma unroll
@@ -124,6 +132,42 @@ rmsnorm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__
         const u32 mine = normalise(out + row * C, rstd + row, fp8, x, w, eps, row, C,
                                    row < rows, row_sum);
         largest = max(largest, mine);
+    }
+    finish_abs_max<ABS_MAX>(abs_max, largest);
+    fp8.finish(saturated);
+}
+
+extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
+rmsnorm_post(T* out, f32* __restrict__ rstd, const T* __restrict__ x, const T* residual,
+             const T* __restrict__ weight, f32 eps, i64 rows, i32 C, f32* abs_max,
+             Q* __restrict__ codes, const f32* __restrict__ scale, i32* saturated) {
+    constexpr int ROWS = FORWARD_ROWS;
+    __shared__ float shared[2 * WARPS * ROWS];
+    Sum<ROWS> row_sum{shared};
+    Emitter fp8(codes, scale, C);
+    u32 largest = 0;
+    Parameter w(weight, C);
+    Registers values, past;
+    for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
+        const i64 row = first + threadIdx.x / (32 * WARPS);
+        const bool active = row < rows;
+        values.load(x + row * C, C, active);
+        past.load(residual + row * C, C, active && residual != nullptr);
+        const float inverse = inverse_root(values, eps, C, row_sum);
+        if (active && Registers::column(0) == 0) { rstd[row] = inverse; }
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const Vec<T>& w_i = w.vector(i);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const T added = from_f32<T>(to_f32(values.v[i][k]) * inverse * to_f32(w_i[k]));
+                values.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(added));
+            }
+        }
+        w.forget_all();
+        values.store(out + row * C, C, active);
+        fp8.emit(values, row, active);
+        largest = max(largest, abs_max_bits(values, C, active));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
     fp8.finish(saturated);

@@ -1,14 +1,17 @@
-"""What a block keeps from forward to backward: options, table, and the tensors of one layer."""
+"""What a block keeps from forward to backward: options, and the tensors of one layer."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmq.base.dtypes import F32, DType
+from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import layer_set
 from llmq.model import norm
+from llmq.model.norm import Stats
 from llmq.runtime.device import Device
 
 
@@ -16,7 +19,7 @@ from llmq.runtime.device import Device
 class Recompute:
     """What is computed again in the backward pass instead of being kept; see `normalized`.
 
-    layers: in which of them, as in llmq.config.option_types.layer_set.
+    layers: in which of them, as in llmq.base.layers.layer_set.
     """
 
     swiglu: bool = False
@@ -47,38 +50,66 @@ class Recompute:
         return [both[layer in chosen] for layer in range(num_layers)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
-    """features: per token. kept: from forward to backward, else scratch. fp8: only its fp8 codes
-    are kept, transposed, because backward only needs it for a weight's gradient.
+def slot(layer: int, name: str) -> str:
+    """The name of a block's tensor among those of all blocks."""
+    return f"layers.{layer}.{name}"
+
+
+class Activation(NamedTuple):
+    """An activation of one layer, and what is kept of it from forward to backward.
+
+    shape: (rows, features), rows = B*T. tensor: the whole of it. codes: fp8 (features, rows), which
+    are enough where backward only needs it for a weight's gradient. With neither it is scratch.
     """
 
-    features: int
-    kept: bool
-    fp8: bool = False
+    layer: int
+    name: str
+    shape: tuple[int, int]
+    dtype: DType
+    tensor: Tensor | None
+    codes: Tensor | None
+
+    @property
+    def slot(self) -> str:
+        """Its name among those of all layers."""
+        return slot(self.layer, self.name)
+
+    def place(self, dev: Device, temps: ExitStack) -> Tensor:
+        """Where it is kept, else scratch that lives as long as temps."""
+        if self.tensor is not None:
+            return self.tensor
+        return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
 
 
-def activation_table(config: ModelConfig, recompute: Recompute, fp8: bool) -> dict[str, Activation]:
-    """By name, in order of computation; recompute: normalized. A product that is recomputed in fp8
-    needs its input's codes as they lie, so that input is recomputed too."""
-    r, C, F = recompute, config.hidden_size, config.intermediate_size
-    heads = config.num_heads + config.num_kv_heads
-    gated = config.activation == "swiglu"
-    table = {
-        "ln1": Activation(features=C, kept=not (r.norm or (r.qkv if fp8 else r.att)), fp8=fp8),
-        "qkv": Activation(features=config.qkv_channels, kept=not r.qkv),
-        "att": Activation(features=config.num_heads * config.head_dim, kept=not r.att),
-        "ln2": Activation(features=C, kept=not (r.norm or r.ffn), fp8=fp8),
-        "mlp_up": Activation(features=2 * F if gated else F, kept=not r.ffn),
-        "mlp_act": Activation(features=F, kept=not r.swiglu, fp8=fp8),
-    }
-    if config.qk_norm:
-        table["qk_raw"] = Activation(features=heads * config.head_dim, kept=not r.qkv)
-    return table
+class NormSite(NamedTuple):
+    """One norm of one layer, and the residual stream there; see pre_norm.py and post_norm.py.
+
+    stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
+    """
+
+    stream: Tensor
+    branch: Tensor
+    stats: Stats
+    out: Activation
 
 
 class Layer:
     """What one block keeps: its input, statistics, and the activations that are not recomputed."""
+
+    index: int
+    recompute: Recompute  # normalized
+    residual: Tensor  # (rows, C), the stream where the attention half begins
+    residual_att: Tensor  # (rows, C), the stream where the MLP half begins
+    mlp_branch: Tensor  # (rows, C), what the MLP half puts out
+    ln1: NormSite
+    ln2: NormSite
+    qkv: Activation  # (rows, Q), after qk_norm and RoPE
+    qk_raw: Activation | None  # (rows, (Hq+Hkv)*Hd), before qk_norm
+    qk_rstd: Tensor | None  # F32 (B, T, Hq+Hkv), of qk_norm; if it is wide (B, T, 2)
+    lse: Tensor  # F32 (B, Hq, T), of attention
+    att: Activation  # (rows, Hq*Hd)
+    mlp_up: Activation  # (rows, F), or of a gated MLP (rows, 2F)
+    mlp_act: Activation  # (rows, F)
 
     def __init__(
         self,
@@ -88,34 +119,60 @@ class Layer:
         recompute: Recompute,
         residual: Tensor,
         shared_residual_att: Tensor | None,
+        branch: Tensor,
+        branch_before: Tensor,
         fp8: DType | None,
         B: int,
         T: int,
     ):
-        """residual: (B*T, C). shared_residual_att: of all layers whose whole block is recomputed,
-        where it only has to survive until the next block's ln1. fp8: format of codes.
+        """shared_residual_att: of all layers whose whole block is recomputed, where it only has to
+        survive until the next block's ln1. branch: of all layers, branch_before: what the layer
+        before has put out. fp8: format of codes.
         """
-        self.recompute = recompute
-        self.table = activation_table(config, recompute, fp8 is not None)
-        rows, dtype = residual.shape[0], residual.dtype
-        C, Hq, Hkv = config.hidden_size, config.num_heads, config.num_kv_heads
-
-        def keep(name: str, *shape: int, dtype: DType = dtype) -> Tensor:
-            return dev.alloc(f"{name}.{index}", shape, dtype, "Activations")
-
+        self._dev, self._fp8, self.index, self.recompute = dev, fp8, index, recompute
         self.residual = residual
-        self.residual_att = (
-            shared_residual_att if recompute.block else keep("residual_att", rows, C)
-        )
-        self.ln1_stats = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
-        self.ln2_stats = norm.alloc_stats(dev, config, f"ln2.{index}", rows)
-        self.lse = keep("lse", B, Hq, T, dtype=F32)
-        self.kept: dict[str, Tensor] = {}
-        self.codes: dict[str, Tensor] = {}  # fp8, (features, rows)
-        for name, entry in self.table.items():
-            if entry.kept and entry.fp8:
-                self.codes[name] = keep(f"{name}_t", entry.features, rows, dtype=fp8)
-            elif entry.kept:
-                self.kept[name] = keep(name, rows, entry.features)
+        rows, C = residual.shape
+        Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
+        F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
+        self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
+        stats1 = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
+        stats2 = norm.alloc_stats(dev, config, f"ln2.{index}", rows)
+        self.lse = alloc("lse", B, Hq, T, dtype=F32)
+        # With post_norm the stream is the halves' input, and norms need their output in backward.
+        pre = not config.arch.post_norm
+        att_branch = branch if pre or r.block else alloc("att_branch", rows, C)
+        self.mlp_branch = branch if pre else alloc("mlp_branch", rows, C)
+        # A product that is computed again in fp8 needs its input's codes as they lie, so that its
+        # input is made again too.
+        kept = pre and not (r.norm or (r.qkv if fp8 is not None else r.att))
+        ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
+        self.ln1 = NormSite(residual, branch_before, stats1, ln1)
+        self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
+        self.att = activation("att", Hq * Hd, kept=not r.att)
+        ln2 = activation("ln2", C, kept=pre and not (r.norm or r.ffn), may_be_codes=True)
+        self.ln2 = NormSite(self.residual_att, att_branch, stats2, ln2)
+        self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
+        self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, may_be_codes=True)
+        self.qk_raw = self.qk_rstd = None
         if config.qk_norm:
-            self.kept["qk_rstd"] = keep("qk_rstd", B, T, Hq + Hkv, dtype=F32)
+            self.qk_raw = activation("qk_raw", (Hq + Hkv) * Hd, kept=not r.qkv)
+            norms = 2 if config.arch.wide_qk_norm else Hq + Hkv
+            self.qk_rstd = alloc("qk_rstd", B, T, norms, dtype=F32)
+
+    def _alloc(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
+        name, dtype = f"{name}.{self.index}", dtype or self.residual.dtype
+        return self._dev.alloc(name, shape, dtype, "Activations")
+
+    def _activation(
+        self, name: str, features: int, *, kept: bool, may_be_codes: bool = False
+    ) -> Activation:
+        shape, tensor, codes = (self.residual.shape[0], features), None, None
+        if kept and may_be_codes and self._fp8 is not None:
+            codes = self._alloc(f"{name}_t", *shape[::-1], dtype=self._fp8)
+        elif kept:
+            tensor = self._alloc(name, *shape)
+        return Activation(self.index, name, shape, self.residual.dtype, tensor, codes)
+
+    def slot(self, name: str) -> str:
+        """The name of one of its gradients among those of all layers."""
+        return slot(self.index, name)

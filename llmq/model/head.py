@@ -15,12 +15,12 @@ import numpy as np
 
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.operand import Fp8, Operand, Target
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import linear, norm
-from llmq.model.activations import Layer
-from llmq.model.linear import EXACT
-from llmq.model.operands import FAST, HEAD, Operands
+from llmq.model.linear import EXACT, FAST, Linear
+from llmq.model.norm import Normalization, alloc_stats
+from llmq.model.operands import HEAD, Operands, Plain
+from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, quantize
 from llmq.runtime.device import Device
 
@@ -40,34 +40,37 @@ class Head:
     """
 
     def __init__(
-        self,
-        dev: Device,
-        config: ModelConfig,
-        operands: Operands,
-        chunks: int,
-        z_loss: float,
+        self, dev: Device, config: ModelConfig, operands: Operands, chunks: int, z_loss: float
     ):
         dtype, rows = operands.dtype, operands.rows
         self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
-        self.operands, self.z_loss = operands, z_loss
+        self.z_loss, self.norm = z_loss, Normalization(dev, config)
         shape = (rows, config.hidden_size)
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
-        self.stats = norm.alloc_stats(dev, config, "norm.final", rows)
+        self.stats = alloc_stats(dev, config, "norm.final", rows)
+        if config.arch.post_norm:
+            self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
         self.fp8 = fp8 is not None and fp8.head
-        self.fast = FAST[fp8.fast][1] if self.fp8 else EXACT
+        self.operands = operands if self.fp8 else Plain(dev, rows, dtype)
+        self.linear = Linear(dev, FAST[fp8.fast].head if self.fp8 else EXACT)
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
 
-    def forward(self, w: dict[str, Tensor], last: Layer, branch: Tensor) -> None:
-        """The final norm, of the last block's residual_att + branch."""
-        to = Target(self.out, self.operands.abs_max(HEAD) if self.fp8 else None)
-        args = (self.residual, to, self.stats, last.residual_att, branch)
-        norm.forward_residual(self.dev, self.config, w, "norm", *args)
+    def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
+        """The final norm, of the last block's residual_att + branch, both (rows, C)."""
+        to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
+        if self.config.arch.post_norm:
+            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1)
+            self.norm.post(to, stats, residual, None, w.norm)
+        else:
+            self.norm.forward_residual(
+                residual, to, stats, residual_att, branch, w.norm, w.norm_bias
+            )
 
     def loss(self, lm_head: Operand, targets: Tensor) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
@@ -86,63 +89,57 @@ class Head:
 
     def loss_and_backward(
         self,
-        w: dict[str, Tensor],
-        g: dict[str, Accumulator],
-        lm_head: Operand,
-        d_lm_head: Accumulator,
+        w: HeadWeights,
+        g: HeadGrads,
         targets: Tensor,
+        branch: Tensor,
         to: Target,
+        d_residual: Tensor,
         d_norm: Tensor,
     ) -> None:
-        """Per-token losses, the head's gradients, and `to`, d_residual (rows, C) of the last block.
+        """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
 
-        d_norm (rows, C) is scratch. The loss is the sum over tokens; nothing is divided here.
+        branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
+        which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
-        backward = self._backward_fp8 if self.fp8 else self._backward
+        d_logits_of = self._d_logits_fp8 if self.fp8 else self._d_logits
+        d_weight = g.lm_head
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=True)
-                accumulate = d_lm_head.accumulate or start > 0
-                d_weight = d_lm_head._replace(accumulate=accumulate)
-                chunk = targets.rows(start, stop), d_norm.rows(start, stop), d_weight
-                backward(start, stop, x, lm_head, *chunk)
-        args = (to, d_norm, self.residual, self.stats, None)
-        norm.backward(self.dev, w, g, "norm", *args)
+                part = targets.rows(start, stop)
+                d_logits = temps.enter_context(d_logits_of(start, stop, x, w.lm_head, part))
+                self.linear.input_gradient(d_norm.rows(start, stop), d_logits, w.lm_head)
+                self.linear.weight_gradients(d_weight, None, d_logits, x)
+            if d_weight is not None:
+                d_weight = d_weight._replace(accumulate=True)
+        x, stats, post = self.residual, self.stats, self.config.arch.post_norm
+        stream = Target(d_residual) if post else to
+        self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
+        if post:
+            stats = self.branch_stats
+            self.norm.backward(to, g.ln1, None, d_residual, branch, w.ln1, stats, None)
 
-    def _backward(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        d_x: Tensor,
-        d_weight: Accumulator,
-    ) -> None:
+    @contextmanager
+    def _d_logits(
+        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+    ) -> Iterator[Operand]:
         with self._logits(start, stop, x, lm_head) as logits:
             self._cross_entropy(start, stop, logits, targets)
-            self._products(logits, x, lm_head, d_x, d_weight)
+            yield logits
 
-    def _backward_fp8(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        d_x: Tensor,
-        d_weight: Accumulator,
-    ) -> None:
+    @contextmanager
+    def _d_logits_fp8(
+        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+    ) -> Iterator[Operand]:
         """The transposed codes take the place of the logits, which are twice as large."""
-        shape = (stop - start, lm_head.codes.shape[0])
+        shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
         with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
             with self._logits(start, stop, x, lm_head) as logits:
                 self._cross_entropy(start, stop, logits, targets, codes)
             with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
                 quantize.transpose(self.dev, transposed, codes)
-                layouts = {"codes": codes, "transposed": transposed}
-                d_logits = Fp8(source=None, scale=self.gradient_scale, **layouts)
-                self._products(d_logits, x, lm_head, d_x, d_weight)
+                yield Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
 
     def _cross_entropy(
         self, start: int, stop: int, logits: Tensor, targets: Tensor, codes: Tensor | None = None
@@ -160,12 +157,6 @@ class Head:
             code_scale=gradient_scale(self.z_loss),
         )
 
-    def _products(
-        self, d_logits: Operand, x: Operand, lm_head: Operand, d_x: Tensor, d_weight: Accumulator
-    ) -> None:
-        linear.input_gradient(self.dev, d_x, d_logits, lm_head, fast=self.fast.d_x)
-        linear.weight_gradients(self.dev, d_weight, None, d_logits, x, fast=self.fast.d_weight)
-
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks
         return [(start, start + size) for start in range(0, self.rows, size)]
@@ -173,14 +164,12 @@ class Head:
     def _input(self, temps: ExitStack, start: int, stop: int, *, transposed: bool) -> Operand:
         """The final norm's output for a chunk, as the head's products take it."""
         x = self.out.rows(start, stop)
-        if not self.fp8:
-            return x
-        return self.operands.quantized(temps, HEAD, x, measured=True, transposed=transposed)
+        return self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
 
     @contextmanager
     def _logits(self, start: int, stop: int, x: Operand, lm_head: Operand) -> Iterator[Tensor]:
         matrix = lm_head.codes if self.fp8 else lm_head
         shape = (stop - start, matrix.shape[0])
         with self.dev.scratch("logits", shape, self.dtype) as logits:
-            linear.forward(self.dev, logits, x, lm_head, fast=self.fast.forward)
+            self.linear.forward(logits, x, lm_head)
             yield logits

@@ -1,11 +1,11 @@
 """The model's normalization, RMSNorm or LayerNorm, behind one set of calls.
 
-`key` names the weights: w[key], and for LayerNorm w[key + "_bias"].
+weight, bias: (C,) each. Statistics with a mean, and a bias, are LayerNorm's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -32,67 +32,79 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
     return Stats(rstd, dev.alloc(f"{name}_mean", (rows,), F32, "Activations"))
 
 
-def forward(
-    dev: Device,
-    config: ModelConfig,
-    w: Mapping[str, Tensor],
-    key: str,
-    to: Target,
-    stats: Stats,
-    x: Tensor,
-) -> None:
-    """to (rows, C) = norm(x)."""
-    with _results(dev, to, x.shape) as results:
-        if stats.mean is None:
-            args = (x, w[key], config.norm_eps)
-            rmsnorm.forward(dev, to.out, stats.rstd, *args, **results)
-        else:
-            args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
-            layernorm.forward(dev, to.out, stats.mean, stats.rstd, *args, **results)
+class Normalization:
+    """The calls, on one device."""
 
+    def __init__(self, dev: Device, config: ModelConfig):
+        self.dev, self.eps = dev, config.norm_eps
 
-def forward_residual(
-    dev: Device,
-    config: ModelConfig,
-    w: Mapping[str, Tensor],
-    key: str,
-    residual_out: Tensor,
-    to: Target,
-    stats: Stats,
-    residual: Tensor,
-    branch: Tensor,
-) -> None:
-    """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
-    with _results(dev, to, residual.shape) as results:
-        if stats.mean is None:
-            args = (residual_out, to.out, stats.rstd, residual, branch, w[key], config.norm_eps)
-            rmsnorm.forward_residual(dev, *args, **results)
-        else:
-            args = (residual_out, to.out, stats.mean, stats.rstd, residual, branch)
-            args += (w[key], w[f"{key}_bias"], config.norm_eps)
-            layernorm.forward_residual(dev, *args, **results)
+    def forward(
+        self, to: Target, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """to (rows, C) = norm(x)."""
+        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        with _results(dev, to, x.shape) as results:
+            if mean is None:
+                rmsnorm.forward(dev, out, rstd, x, weight, eps, **results)
+            else:
+                layernorm.forward(dev, out, mean, rstd, x, weight, bias, eps, **results)
 
+    def forward_residual(
+        self,
+        residual_out: Tensor,
+        to: Target,
+        stats: Stats,
+        residual: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
+        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        with _results(dev, to, residual.shape) as results:
+            if mean is None:
+                rmsnorm.forward_residual(
+                    dev, residual_out, out, rstd, residual, branch, weight, eps, **results
+                )
+            else:
+                layernorm.forward_residual(
+                    dev, residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
+                    **results,
+                )  # fmt: skip
 
-def backward(
-    dev: Device,
-    w: Mapping[str, Tensor],
-    g: Mapping[str, Accumulator],
-    key: str,
-    to: Target,
-    d_out: Tensor,
-    x: Tensor,
-    stats: Stats,
-    d_residual: Tensor | None,
-) -> None:
-    """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself)."""
-    with _results(dev, to, x.shape) as results:
-        if stats.mean is None:
-            args = (to.out, g[key], d_out, x, w[key], stats.rstd, d_residual)
-            rmsnorm.backward(dev, *args, **results)
-        else:
-            args = (to.out, g[key], g[f"{key}_bias"], d_out, x, w[key])
-            args += (stats.mean, stats.rstd, d_residual)
-            layernorm.backward(dev, *args, **results)
+    def post(
+        self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> None:
+        """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
+
+        Its backward pass is `backward` without d_residual.
+        """
+        with _results(self.dev, to, x.shape) as results:
+            rmsnorm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
+
+    def backward(
+        self,
+        to: Target,
+        d_weight: Accumulator | None,
+        d_bias: Accumulator | None,
+        d_out: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        stats: Stats,
+        d_residual: Tensor | None,
+    ) -> None:
+        """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself).
+
+        d_weight, d_bias: None where they are not wanted.
+        """
+        dev, d_x, (rstd, mean) = self.dev, to.out, stats
+        with _results(dev, to, x.shape) as results:
+            if mean is None:
+                rmsnorm.backward(dev, d_x, d_weight, d_out, x, weight, rstd, d_residual, **results)
+            else:
+                layernorm.backward(
+                    dev, d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
+                )
 
 
 @contextmanager
@@ -101,7 +113,7 @@ def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[s
     if to.fp8 is None or to.fp8.transposed is None:
         yield {"abs_max": to.abs_max, "fp8": to.fp8}
         return
-    codes, transposed = to.fp8[:2]
+    codes, transposed = to.fp8.codes, to.fp8.transposed
     made = (
         dev.scratch("norm_codes", shape, transposed.dtype) if codes is None else nullcontext(codes)
     )

@@ -1,4 +1,4 @@
-"""RMSNorm over the channels, alone and fused with the residual addition before it."""
+"""RMSNorm over the channels, alone and fused with the residual addition before or after it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ RMSNORM_FORWARD_RESIDUAL = Kernel(
     "rmsnorm_forward_residual",
     args="T* residual_out, T*? out, f32* rstd, const T* residual, const T* branch, "
     "const T* weight, f32 eps, i64 rows, i32 C, " + ROW_ARGS,
+)
+RMSNORM_POST = Kernel(
+    "rmsnorm.cu",
+    "rmsnorm_post",
+    args="T* out, f32* rstd, const T* x, const T*? residual, const T* weight, f32 eps, i64 rows, "
+    "i32 C, " + ROW_ARGS,
 )
 RMSNORM_BACKWARD = Kernel(
     "rmsnorm.cu",
@@ -136,10 +142,56 @@ def forward_residual(
     )
 
 
+def post(
+    dev: Device,
+    out: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
+    """out = T(residual + T(rstd * x * weight)), or without the sum; rounds as HF's Olmo2 does.
+
+    Its backward pass is `backward` without d_residual: the residual's gradient is out's.
+
+    Args:
+        out       out    T   (rows,C)  F32 or BF16; may be residual
+        rstd      out    F32 (rows,)   1 / sqrt(mean(x^2) + eps)
+        x         in     T   (rows,C)  C a multiple of 8, at most 8192
+        residual  in     T   (rows,C)  or None
+        weight    in     T   (C,)
+        abs_max   inout  F32 (1,)      or None; raised to the largest |out|
+        fp8       out    Fp8Out        or None; out once more, as FP8 codes
+
+    Cost:    two reads and one write of (rows,C); one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "rmsnorm.post"
+    rows, C = expect_rows(op, "x", x)
+    expect(op, "out", out, x.dtype, (rows, C))
+    expect(op, "rstd", rstd, F32, (rows,))
+    if residual is not None:
+        expect(op, "residual", residual, x.dtype, (rows, C))
+    expect(op, "weight", weight, x.dtype, (C,))
+    layout = row_layout(C, x.dtype.itemsize, LANE_VECTORS)
+    launch = row_launch(op, dev, layout, rows, C, abs_max=abs_max, fp8=fp8, **FORWARD)
+    dev.launch(
+        RMSNORM_POST,
+        launch.blocks,
+        launch.threads,
+        (out, rstd, x, residual, weight, eps, rows, C, *launch.args),
+        consts=launch.consts,
+    )
+
+
 def backward(
     dev: Device,
     d_x: Tensor,
-    d_weight: Accumulator,
+    d_weight: Accumulator | None,
     d_out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -156,7 +208,7 @@ def backward(
 
     Args:
         d_x         out    T          (rows,C)  may be d_residual
-        d_weight    inout  F32, BF16  (C,)      added to when accumulating
+        d_weight    inout  F32, BF16  (C,)      or None; added to when accumulating
         d_out       in     T          (rows,C)
         x           in     T          (rows,C)  C a multiple of 8, at most 8192
         weight      in     T          (C,)
@@ -171,7 +223,8 @@ def backward(
     op = "rmsnorm.backward"
     rows, C = expect_rows(op, "x", x)
     expect(op, "d_x", d_x, x.dtype, (rows, C))
-    expect(op, "d_weight", d_weight.tensor, None, (C,))
+    if d_weight is not None:
+        expect(op, "d_weight", d_weight.tensor, None, (C,))
     expect(op, "d_out", d_out, x.dtype, (rows, C))
     expect(op, "weight", weight, x.dtype, (C,))
     expect(op, "rstd", rstd, F32, (rows,))

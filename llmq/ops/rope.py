@@ -62,7 +62,7 @@ ANY_CONSTS = {"HEAD_DIM": 64, "HEADS_PER_THREAD": HEADS_PER_THREAD, "ABS_MAX": 0
 
 
 class Scaling(Protocol):
-    """What make_table reads of a llmq.config.hf.RopeScaling; see there for the meanings."""
+    """What make_table reads of a RopeScaling, see llmq.model.arch.rope_family for the meanings."""
 
     kind: str
     factor: float

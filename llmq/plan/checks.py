@@ -43,7 +43,13 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
         raise ConfigError(
             f"the model's hidden_size is {model.hidden_size}; it must be at most {MAX_COLUMNS}"
         )
-    if model.qk_norm and model.head_dim % QK_NORM_MULTIPLE:
+    widths = [n * model.head_dim for n in (model.num_heads, model.num_kv_heads)]
+    if model.arch.wide_qk_norm and (max(widths) > MAX_COLUMNS or any(n % 8 for n in widths)):
+        raise ConfigError(
+            f"the model has {widths[0]} query and {widths[1]} key channels; where they are "
+            f"normalized together they must be multiples of 8 up to {MAX_COLUMNS}"
+        )
+    if model.qk_norm and not model.arch.wide_qk_norm and model.head_dim % QK_NORM_MULTIPLE:
         raise ConfigError(
             f"the model's head_dim is {model.head_dim}; where queries and keys are normalized it "
             f"must be a multiple of {QK_NORM_MULTIPLE}"

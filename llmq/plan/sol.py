@@ -21,7 +21,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> FlopsPerToken:
     """llm.q's formula: forward and two backward products; attention counts its causal half."""
     C, F, L = config.hidden_size, config.intermediate_size, config.num_layers
     width = config.num_heads * config.head_dim
-    matrices = 3 if config.activation == "swiglu" else 2
+    matrices = 3 if config.gated else 2
     return FlopsPerToken(
         blocks=6 * L * C * (matrices * F + width + config.qkv_channels),
         lm_head=6 * config.vocab_size * C,

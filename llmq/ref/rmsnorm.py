@@ -1,4 +1,4 @@
-"""Reference of RMSNorm, alone and fused with the residual addition."""
+"""Reference of RMSNorm, alone and fused with the residual addition before or after it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ CASES = {
 BLOCK = 1 << 17  # elements of the rows worked on at a time, so that temporaries stay in the cache
 
 
-def _normalise(
-    out: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float
-) -> None:
-    """out and rstd from x in the computing precision; out may have a narrower type."""
+def _rstd(x: np.ndarray, eps: float) -> np.ndarray:
+    """1 / sqrt(mean(x^2) + eps) of each row."""
     mean_square = np.vecdot(x, x)
     mean_square /= x.dtype.type(x.shape[-1])
     mean_square += x.dtype.type(eps)
     np.sqrt(mean_square, out=mean_square)
-    np.divide(x.dtype.type(1), mean_square, out=rstd)
+    return np.divide(x.dtype.type(1), mean_square, out=mean_square)
+
+
+def _normalise(
+    out: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float
+) -> None:
+    """out and rstd from x in the computing precision; out may have a narrower type."""
+    rstd[...] = _rstd(x, eps)
     if out.dtype == x.dtype:
         np.multiply(x, rstd[:, None], out=out)
         out *= weight
@@ -81,6 +86,33 @@ def rmsnorm_forward_residual(
         residual_out[...] = compute(residual) + compute(branch)
     out = np.empty_like(residual_out) if out is None else out
     _normalise(out, rstd, compute(residual_out), weight, eps)
+    update_abs_max(abs_max, out)
+    emit_fp8(codes, None, scale, saturated, out)
+
+
+def rmsnorm_post(
+    out: np.ndarray,
+    rstd: np.ndarray,
+    x: np.ndarray,
+    residual: np.ndarray | None,
+    weight: np.ndarray,
+    eps: float,
+    rows: int,
+    C: int,
+    abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
+) -> None:
+    """out = T(residual + T(rstd * x * weight)), or without the sum."""
+    wide = compute(x)
+    rstd[...] = _rstd(wide, eps)
+    normalised = wide * rstd[:, None]
+    normalised *= compute(weight)
+    if residual is None:
+        out[...] = normalised
+    else:
+        out[...] = compute(residual) + compute(normalised.astype(out.dtype, copy=False))
     update_abs_max(abs_max, out)
     emit_fp8(codes, None, scale, saturated, out)
 

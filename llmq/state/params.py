@@ -15,29 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 import numpy as np
 
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.model.arch.common import HfPart
 from llmq.runtime.arena import align_up
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HfPart:
-    """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
-
-    transposed: stored (in_features, out_features), as GPT-2's Conv1D does.
-    """
-
-    name: str
-    start: int
-    stop: int
-    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,98 +134,73 @@ def _slab(name: str, rows: list[tuple], world_size: int) -> Slab:
     return Slab(name=name, params=tuple(params), size=size, shard_size=size // world_size)
 
 
-def _whole(name: str, rows: int, transposed: bool = False) -> tuple[HfPart, ...]:
-    return (HfPart(name=name, start=0, stop=rows, transposed=transposed),)
-
-
-def _split(names: list[str], rows: list[int]) -> tuple[HfPart, ...]:
-    ends = np.cumsum(rows).tolist()
-    return tuple(
-        HfPart(name=name, start=end - n, stop=end)
-        for name, n, end in zip(names, rows, ends, strict=True)
-    )
-
-
-def _norm(config: ModelConfig, key: str, full: str, hf: str) -> list[tuple]:
-    channels = (config.hidden_size,)
-    rows = [(key, f"{full}.weight", channels, False, "one", _whole(f"{hf}.weight", channels[0]))]
-    if config.norm == "layernorm":
-        bias = _whole(f"{hf}.bias", channels[0])
-        rows.append((f"{key}_bias", f"{full}.bias", channels, False, "zero", bias))
+def _rows(
+    config: ModelConfig,
+    key: str,
+    module: str,
+    shape: tuple[int, ...],
+    parts: list[int] | None = None,
+    *,
+    bias: bool = False,
+    layer: int | None = None,
+) -> list[tuple]:
+    """A module's weight and bias. parts: rows of what Hugging Face may store one by one."""
+    arch, matrix, parts = config.arch, len(shape) == 2, parts or [shape[0]]
+    init = arch.initial.get(key, "normal") if matrix else "one"
+    weight = arch.parts(key, "weight", parts, layer)
+    rows = [(key, f"{module}.weight", shape, matrix, init, weight)]
+    if bias:
+        hf = arch.parts(key, "bias", parts, layer)
+        rows.append((f"{key}_bias", f"{module}.bias", shape[:1], False, "zero", hf))
     return rows
 
 
-def _linear(
-    key: str, full: str, shape: tuple[int, int], bias: bool, init: str, parts: dict[str, int],
-    transposed: bool,
-) -> list[tuple]:  # fmt: skip
-    """parts: the HF modules whose rows, in this order, make up the matrix."""
-    names, rows = list(parts), list(parts.values())
-    if transposed:
-        weight = _whole(f"{names[0]}.weight", shape[0], transposed=True)
-    else:
-        weight = _split([f"{n}.weight" for n in names], rows)
-    table = [(key, f"{full}.weight", shape, True, init, weight)]
-    if bias:
-        hf_bias = _split([f"{n}.bias" for n in names], rows)
-        table.append((f"{key}_bias", f"{full}.bias", shape[:1], False, "zero", hf_bias))
-    return table
+def _front_norm(config: ModelConfig, layer: int) -> list[tuple]:
+    """ln1 of a block, or with post_norm of the head, which is layer L."""
+    bias, post = config.norm == "layernorm", config.arch.post_norm
+    layer = layer - 1 if post else layer
+    if layer < 0:
+        return []
+    module = f"model.layers.{layer}.{config.arch.norm_names['ln1']}"
+    return _rows(config, "ln1", module, (config.hidden_size,), bias=bias, layer=layer)
 
 
 def _block(config: ModelConfig, layer: int) -> list[tuple]:
     C, F, Hd = config.hidden_size, config.intermediate_size, config.head_dim
     Hq, Hkv, Q = config.num_heads, config.num_kv_heads, config.qkv_channels
-    gpt2 = config.architecture == "GPT2LMHeadModel"
-    full = f"model.layers.{layer}"
-    hf = f"transformer.h.{layer}" if gpt2 else full
-    attn = f"{hf}.attn" if gpt2 else f"{hf}.self_attn"
-    if gpt2:
-        qkv, out = {f"{attn}.c_attn": Q}, {f"{attn}.c_proj": C}
-        up, down = {f"{hf}.mlp.c_fc": F}, {f"{hf}.mlp.c_proj": C}
-    else:
-        qkv = {f"{attn}.q_proj": Hq * Hd, f"{attn}.k_proj": Hkv * Hd, f"{attn}.v_proj": Hkv * Hd}
-        up, out = {f"{hf}.mlp.up_proj": F, f"{hf}.mlp.gate_proj": F}, {f"{attn}.o_proj": C}
-        down = {f"{hf}.mlp.down_proj": C}
-    F2 = sum(up.values())
-    name1, name2 = ("ln_1", "ln_2") if gpt2 else ("input_layernorm", "post_attention_layernorm")
-    rows = _norm(config, "ln1", f"{full}.input_layernorm", f"{hf}.{name1}")
-    rows += _linear("qkv", f"{full}.self_attn.qkv", (Q, C), config.qkv_bias, "normal", qkv, gpt2)
+    up, mlp_bias = [F, F] if config.gated else [F], config.mlp_bias
+    full, centred = f"model.layers.{layer}", config.norm == "layernorm"
+    rows = partial(_rows, config, layer=layer)
+    qkv = [Hq * Hd, Hkv * Hd, Hkv * Hd]
+
+    table = _front_norm(config, layer)
+    table += rows("qkv", f"{full}.self_attn.qkv", (Q, C), qkv, bias=config.qkv_bias)
     if config.qk_norm:
-        for key in ("q_norm", "k_norm"):
-            name = f"{full}.self_attn.{key}.weight"
-            rows.append((key, name, (Hd,), False, "one", _whole(name, Hd)))
-    rows += _linear(
-        "o", f"{full}.self_attn.o_proj", (C, Hq * Hd), config.o_bias, "residual", out, gpt2
-    )
-    rows += _norm(config, "ln2", f"{full}.post_attention_layernorm", f"{hf}.{name2}")
-    rows += _linear("up", f"{full}.mlp.up", (F2, C), config.mlp_bias, "normal", up, gpt2)
-    rows += _linear(
-        "down", f"{full}.mlp.down_proj", (C, F), config.mlp_bias, "residual", down, gpt2
-    )
-    return rows
+        heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
+        table += rows("q_norm", f"{full}.self_attn.q_norm", (heads[0] * Hd,))
+        table += rows("k_norm", f"{full}.self_attn.k_norm", (heads[1] * Hd,))
+    table += rows("o", f"{full}.self_attn.o_proj", (C, Hq * Hd), bias=config.o_bias)
+    table += rows("ln2", f"{full}.{config.arch.norm_names['ln2']}", (C,), bias=centred)
+    table += rows("up", f"{full}.mlp.up", (sum(up), C), up, bias=mlp_bias)
+    table += rows("down", f"{full}.mlp.down_proj", (C, F), bias=mlp_bias)
+    return table
 
 
 @lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
 def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied)."""
     C, V, Vp = config.hidden_size, config.vocab_size, config.padded_vocab
-    gpt2 = config.architecture == "GPT2LMHeadModel"
-    names = (
-        ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
-    )
-    hf_embed = _whole(f"{names[0]}.weight", V)
-    blocks = {"embed": [("embed", "model.embed_tokens.weight", (Vp, C), True, "normal", hf_embed)]}
+    blocks = {"embed": _rows(config, "embed", "model.embed_tokens", (Vp, C), [V])}
     if config.positions == "learned":
-        P = config.max_positions
-        hf_positions = _whole("transformer.wpe.weight", P)
-        name = "model.position_embedding.weight"
-        blocks["embed"].append(("positions", name, (P, C), True, "normal", hf_positions))
+        shape = (config.max_positions, C)
+        blocks["embed"] += _rows(config, "positions", "model.position_embedding", shape)
     for layer in range(config.num_layers):
         blocks[f"layers.{layer}"] = _block(config, layer)
-    blocks["head"] = _norm(config, "norm", "model.norm", names[1])
+    centred = config.norm == "layernorm"
+    blocks["head"] = _front_norm(config, config.num_layers) if config.arch.post_norm else []
+    blocks["head"] += _rows(config, "norm", "model.norm", (C,), bias=centred)
     if not config.tied_embeddings:
-        hf_head = _whole("lm_head.weight", V)
-        blocks["head"].append(("lm_head", "lm_head.weight", (Vp, C), True, "normal", hf_head))
+        blocks["head"] += _rows(config, "lm_head", "lm_head", (Vp, C), [V])
 
     numbered = [(block, *row) for block, rows in blocks.items() for row in rows]
     numbered = [(index, *row) for index, row in enumerate(numbered)]

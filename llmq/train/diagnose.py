@@ -27,9 +27,9 @@ from llmq.train.ranks import Rank, Ranks
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack
 
-# In order of computation: a block's activations, under the names they have in block.py, and its
+# In order of computation: a block's activations, under their names in activations.py, and its
 # gradients, by key; d_...: gradients that only fp8 products measure.
-_FORWARD = "ln1 qk_raw qkv att residual_att ln2 mlp_up mlp_act".split()
+_FORWARD = ("ln1 qk_raw qkv att att_branch residual_att ln2 mlp_up mlp_act mlp_branch").split()
 _BACKWARD = (
     "d_mlp down down_bias d_mlp_up up up_bias ln2 ln2_bias d_att o o_bias q_norm k_norm d_qkv qkv "
     "qkv_bias ln1 ln1_bias"

@@ -68,6 +68,28 @@ def test_forward_residual(dev, rng, shape, dtype):
     np.testing.assert_array_equal(in_place["out"], got["out"])
 
 
+@SHAPES
+def test_post(dev, rng, shape, dtype):
+    rows, C = shape
+    arrays = {
+        "out": nan(shape, dtype),
+        "rstd": nan(rows, F32),
+        "x": coarse(rng, shape, dtype),
+        "residual": coarse(rng, shape, dtype),
+        "weight": coarse(rng, C, dtype),
+    }
+    got = run_exact(dev, lambda dev, **t: rmsnorm.post(dev, **t, eps=EPS), arrays)
+    run_exact(dev, lambda dev, **t: rmsnorm.post(dev, **t, eps=EPS), arrays | {"residual": None})
+
+    del arrays["out"]  # the same in place
+    in_place = run(
+        dev,
+        lambda dev, residual, **t: rmsnorm.post(dev, residual, residual=residual, **t, eps=EPS),
+        arrays,
+    )
+    np.testing.assert_array_equal(in_place["residual"], got["out"])
+
+
 def call_backward(accumulate: bool):
     """rmsnorm.backward on tensors by name; d_x None: in place over d_residual."""
 
@@ -128,6 +150,10 @@ def test_abs_max(dev, rng, name, dtype):
     arrays["x"][:, -1] = 2  # not 0, which would make a NaN of an infinite weight
     call = partial(rmsnorm.forward, eps=EPS)
     check_abs_max(dev, call, arrays, stored="out", spoiled="weight")
+
+    past = {"residual": coarse(rng, shape, dtype)}
+    call = partial(rmsnorm.post, eps=EPS)
+    check_abs_max(dev, call, arrays | past, stored="out", spoiled="weight")
 
     arrays["residual"] = arrays.pop("x")
     arrays |= {"residual_out": nan(shape, dtype), "branch": coarse(rng, shape, dtype)}
@@ -248,9 +274,16 @@ def test_fp8_forward_equals_two_steps(dev, rng, shape, dtype, format):
     fused = arrays | {"residual_out": nan(shape, dtype), "residual": arrays["x"]}
     fused["branch"] = coarse(rng, shape, dtype)
     del fused["x"]
+    post = arrays | {"residual": coarse(rng, shape, dtype)}
+
+    def call_post(dev, out, x, **t):
+        """out is always written."""
+        rmsnorm.post(dev, out or dev.alloc("o", shape, dtype, "Activations"), x=x, **t, eps=EPS)
+
     for device in (dev, host_device()):
         call = partial(rmsnorm.forward, eps=EPS)
         check_fp8(device, call, arrays, "out", format, "codes")
+        check_fp8(device, call_post, post, "out", format, "codes")
         call = partial(rmsnorm.forward_residual, eps=EPS)
         check_fp8(device, call, fused, "out", format, "codes")
 

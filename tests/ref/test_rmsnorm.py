@@ -55,6 +55,22 @@ def test_forward_residual_is_addition_then_norm(rng, dtype, in_place):
     np.testing.assert_array_equal(rstd, want_rstd)
 
 
+def test_post_rounds_once_before_the_sum(rng):
+    x, residual, weight = (rng.normal(size=s).astype(np.float32) for s in [(64, 256)] * 2 + [256])
+    tx, past, tw = (torch.tensor(a).bfloat16() for a in (x, residual, weight))
+    wide = tx.float()  # what transformers' Olmo2RMSNorm computes
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    normalised = (tw * (wide * scale)).bfloat16()
+    arrays = [a.astype(BF16.numpy) for a in (x, residual, weight)]
+    for given, want in ((arrays[1], past + normalised), (None, normalised)):
+        out, rstd = np.full_like(arrays[0], np.nan), np.full(64, np.nan, np.float32)
+        ref.rmsnorm_post(out, rstd, arrays[0], given, arrays[2], EPS, 64, 256)
+        got, want = out.astype(np.float32), want.float().numpy()
+        # rstd may be one F32 rounding off, which now and then turns a rounding to BF16.
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8)
+        assert (got != want).mean() < 1e-3
+
+
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_gradients_equal_torch(rng, with_residual):
     rows, C = 11, 72

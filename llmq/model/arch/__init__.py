@@ -1,0 +1,43 @@
+"""One file an architecture: config.json's fields, names of weights, norms, biases, first values.
+
+Everything else (weight table, options, plan, decoding, export) follows from these descriptions.
+Imports base. Start with `common.py`, then `llama.py`. A new architecture is a file and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.model.arch.common import Architecture
+from llmq.model.arch.gpt2 import Gpt2
+from llmq.model.arch.llama import Llama
+from llmq.model.arch.mistral import Mistral
+from llmq.model.arch.olmo2 import Olmo2
+from llmq.model.arch.phi3 import Phi3
+from llmq.model.arch.qwen2 import Qwen2
+from llmq.model.arch.qwen3 import Qwen3
+
+ARCHITECTURES: dict[str, Architecture] = {
+    arch.name: arch for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2())
+}
+"""Every supported architecture by the name that config.json gives in "architectures"."""
+
+
+def architecture(name: Any) -> Architecture:
+    """The architecture of this name; ConfigError if there is none."""
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"config.json: architectures: {name!r} is not supported, only "
+            + ", ".join(ARCHITECTURES)
+        )
+    return ARCHITECTURES[name]
+
+
+def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ModelConfig for a parsed config.json; ConfigError as Architecture.read."""
+    names = hf.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")
+    return architecture(names[0]).read(hf)

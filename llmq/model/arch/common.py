@@ -1,0 +1,231 @@
+"""What architectures share: readers of config.json's fields, and the base of their descriptions.
+
+Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype) and transformers 5
+(rope_parameters, dtype). A field that asks for what is not implemented is an error, never skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from llmq.base.errors import ConfigError
+
+REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfPart:
+    """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
+
+    transposed: stored (in_features, out_features), as GPT-2's Conv1D does. swapped: the second half
+    of the rows is stored first.
+    """
+
+    name: str
+    start: int
+    stop: int
+    transposed: bool = False
+    swapped: bool = False
+
+    def rows_of(self, rows: slice, count: int) -> slice | list[int]:
+        """Where rows of the stored array, which has `count`, are in ours; and the other way round.
+
+        A slice, or a list of indices.
+        """
+        if not self.swapped:
+            return rows
+        return [(row + count // 2) % count for row in range(*rows.indices(count))]
+
+    def stored(self, values: Any) -> Any:
+        """Our rows as the stored array has them."""
+        values = values[self.rows_of(slice(None), len(values))]
+        return values.T if self.transposed else values
+
+
+class Architecture:
+    """One family of models: what its class at Hugging Face fixes, and where its weights are there.
+
+    A subclass, in a file of its own, says what differs. Where `model` is an argument it is a
+    llmq.config.model.ModelConfig, whose fields `read` gives.
+    """
+
+    name: str
+    """Class at Hugging Face: config.json's "architectures"."""
+    model_type: str
+    """config.json's "model_type"."""
+    label: str
+    """Name in [Options] and in the log."""
+
+    norm = "rmsnorm"
+    """'rmsnorm' or 'layernorm'."""
+    activation = "swiglu"
+    """'swiglu', or 'gelu': its tanh approximation."""
+    positions = "rope"
+    """'rope' or 'learned'."""
+    qk_norm = False
+    """RMSNorm of queries and keys before RoPE."""
+    wide_qk_norm = False
+    """It is over all query and over all key channels of a token, else over every head."""
+    post_norm = False
+    """RMSNorm of what each half of a block puts out, else of what goes into it. Then the result is
+    rounded after the product with the weight, else before it too."""
+    qkv_bias: bool | None = False
+    """None: the config's attention_bias decides."""
+    o_bias: bool | None = False
+    """None: as qkv_bias."""
+    mlp_bias: bool | None = False
+    """None: the config's mlp_bias decides."""
+    bos_token_id: int | None = None
+    """Where the config does not say."""
+    eos_token_id: int | None = None
+    """Where the config does not say."""
+    pad_token_id: int | None = None
+    """Where the config does not say."""
+
+    modules: Mapping[str, tuple[str, ...]]
+    """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
+    transposed: tuple[str, ...] = ()
+    """Parameters whose matrices are stored (in_features, out_features)."""
+    swapped: tuple[str, ...] = ()
+    """Parameters whose second half of rows is stored first."""
+    norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
+    """Our names of the norms in front of a block's halves; with post_norm, ln1's is of the layer
+    before."""
+    initial: Mapping[str, str] = {"o": "residual", "down": "residual"}
+    """Initial values of matrices that are not 'normal'; 'residual': scaled by 1 / sqrt(2L)."""
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of ModelConfig for a parsed config.json of this architecture.
+
+        Raises ConfigError naming the first field that is missing or malformed, or that asks for a
+        computation which is not implemented. Dropout is ignored: see ignored_fields.
+        """
+        reject(hf, "quantization_config", None)
+        reject(hf, "model_type", self.model_type)
+        eos = hf.get("eos_token_id", self.eos_token_id)
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token, int) for token in ids):
+            raise ConfigError(
+                f"config.json: eos_token_id must be one id or a list of ids, got {eos!r}"
+            )
+        bos, pad = (get(hf, f"{name}_token_id", int, None) for name in ("bos", "pad"))
+        return {
+            "architecture": self.name,
+            "vocab_size": size(hf, "vocab_size"),
+            "bos_token_id": bos if "bos_token_id" in hf else self.bos_token_id,
+            "eos_token_id": ids[0] if ids else None,
+            "other_eos_token_ids": tuple(ids[1:]),
+            "pad_token_id": pad if "pad_token_id" in hf else self.pad_token_id,
+            "initializer_range": get(hf, "initializer_range", float, 0.02),
+            **self.read_sizes(hf),
+        }
+
+    def write(self, model: Any, dtype: str) -> dict[str, Any]:
+        """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32').
+
+        transformers 4 and 5 both load it as the same model: positions and dtype are written in both
+        spellings.
+        """
+        eos = model.eos_token_ids
+        hf_dtype = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        return {
+            "architectures": [self.name],
+            "model_type": self.model_type,
+            "vocab_size": model.vocab_size,
+            **self.write_sizes(model),
+            "tie_word_embeddings": model.tied_embeddings,
+            "initializer_range": model.initializer_range,
+            "bos_token_id": model.bos_token_id,
+            "eos_token_id": list(eos) if len(eos) > 1 else model.eos_token_id,
+            "pad_token_id": model.pad_token_id,
+            "use_cache": True,
+            "torch_dtype": hf_dtype,
+            "dtype": hf_dtype,
+        }
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of ModelConfig that `read` does not know."""
+        raise NotImplementedError
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """What read_sizes reads."""
+        raise NotImplementedError
+
+    def kinds(self, qkv_bias: bool = False, mlp_bias: bool = False) -> dict[str, Any]:
+        """Kinds of layers as fields of ModelConfig; biases as given where the config decides."""
+        qkv_bias = qkv_bias if self.qkv_bias is None else self.qkv_bias
+        return {
+            "norm": self.norm,
+            "activation": self.activation,
+            "positions": self.positions,
+            "qk_norm": self.qk_norm,
+            "qkv_bias": qkv_bias,
+            "o_bias": qkv_bias if self.o_bias is None else self.o_bias,
+            "mlp_bias": mlp_bias if self.mlp_bias is None else self.mlp_bias,
+        }
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """Fields that a model of this architecture must have, given its other fields."""
+        return self.kinds(model.qkv_bias, model.mlp_bias)
+
+    def parts(
+        self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None
+    ) -> tuple[HfPart, ...]:
+        """Where a parameter is at Hugging Face. tensor: "weight" or "bias" of its modules.
+
+        rows: of the parts that are stored one by one if there are several modules.
+        """
+        modules = self.modules[key]
+        rows = rows if len(modules) > 1 else [sum(rows)]
+        return tuple(
+            HfPart(
+                name=f"{module.format(layer)}.{tensor}",
+                start=stop - count,
+                stop=stop,
+                transposed=tensor == "weight" and key in self.transposed,
+                swapped=key in self.swapped,
+            )
+            for module, count, stop in zip(modules, rows, accumulate(rows), strict=True)
+        )
+
+
+def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
+    """One line for every field of config.json that is known to be left out of training: dropout."""
+    names = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+    return [
+        f"config.json: {name} {hf[name]} is ignored, there is no dropout"
+        for name in names
+        if hf.get(name)
+    ]
+
+
+def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -> Any:
+    """hf[name], of the type `kind`; null is allowed where the default is None."""
+    value = hf.get(name, default)
+    if value is REQUIRED:
+        raise ConfigError(f"config.json: {name} is missing")
+    if value is None and default is None:
+        return None
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config.json: {name}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def size(hf: Mapping[str, Any], name: str) -> int:
+    """hf[name], a positive int."""
+    value = get(hf, name, int)
+    if value <= 0:
+        raise ConfigError(f"config.json: {name}: must be positive, got {value}")
+    return value
+
+
+def reject(hf: Mapping[str, Any], name: str, *supported: Any) -> None:
+    """Raise unless the field is absent or has one of the supported values."""
+    if name in hf and hf[name] not in supported:
+        wanted = " or ".join(repr(value) for value in supported)
+        raise ConfigError(f"config.json: {name}: {hf[name]!r} is not supported, only {wanted}")

@@ -1,0 +1,19 @@
+"""Llama 1 to 3: biases by attention_bias and mlp_bias."""
+
+from __future__ import annotations
+
+from llmq.model.arch.rope_family import RopeFamily
+
+
+class Llama(RopeFamily):
+    """What RopeFamily describes, with more choices in its config."""
+
+    name = "LlamaForCausalLM"
+    model_type = "llama"
+    label = "LLaMA"
+    qkv_bias = None
+    o_bias = None
+    mlp_bias = None
+    kv_heads_may_lack = True
+    bos_token_id = 1
+    eos_token_id = 2

@@ -1,0 +1,23 @@
+"""Mistral: Llama without biases; a window of attention must hold all positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmq.model.arch.rope_family import RopeFamily
+
+
+class Mistral(RopeFamily):
+    """A config without sliding_window means one of 4096."""
+
+    name = "MistralForCausalLM"
+    model_type = "mistral"
+    label = "Mistral"
+    windowed = True
+    sliding_window = 4096
+    bos_token_id = 1
+    eos_token_id = 2
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """With full attention."""
+        return super().write_sizes(model) | {"sliding_window": None}

@@ -1,0 +1,31 @@
+"""OLMo 2: norms of what each half of a block puts out, and of all queries and all keys at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmq.model.arch.rope_family import RopeFamily
+
+
+class Olmo2(RopeFamily):
+    """The norm in front of a block, ln1, is the last one of the layer before at Hugging Face."""
+
+    name = "Olmo2ForCausalLM"
+    model_type = "olmo2"
+    label = "OLMo2"
+    post_norm = True
+    qk_norm = True
+    wide_qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    kv_heads_may_lack = True
+    norm_eps = 1e-5
+    eos_token_id = 50279
+    pad_token_id = 1
+    norm_names: Mapping[str, str] = {
+        "ln1": "post_feedforward_layernorm",
+        "ln2": "post_attention_layernorm",
+    }
+    modules = RopeFamily.modules | {
+        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
+    }

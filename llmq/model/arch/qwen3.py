@@ -1,0 +1,17 @@
+"""Qwen3: RMSNorm on query and key heads, whose size is given; biases by attention_bias."""
+
+from __future__ import annotations
+
+from llmq.model.arch.qwen2 import Qwen2
+
+
+class Qwen3(Qwen2):
+    """Its config has Qwen2's fields of windows."""
+
+    name = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    label = "Qwen3"
+    qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    head_dim = 128

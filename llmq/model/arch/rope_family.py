@@ -1,0 +1,180 @@
+"""Llama and its relatives, which differ in biases, windows and a norm: sizes, RoPE, names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.model.arch.common import REQUIRED, Architecture, get, reject, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length of the first training."""
+
+    kind: str
+    """'llama3' (by wavelength; uses the last three fields) or 'linear' (positions / factor)."""
+    factor: float
+    """Stretch factor, at least 1."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions / low_freq_factor are stretched fully."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
+    original_max_positions: int = 8192
+    """llama3: sequence length before stretching, in tokens."""
+
+
+class RopeFamily(Architecture):
+    """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, the same names everywhere."""
+
+    head_dim: int | None = None
+    """Where the config does not say; None: hidden_size / num_attention_heads."""
+    kv_heads_may_lack = False
+    """A config without num_key_value_heads means as many as there are query heads."""
+    norm_eps = 1e-6
+    """Where the config does not say."""
+    windowed = False
+    """sliding_window of the config is that of all layers."""
+    sliding_window: int | None = None
+    """Where the config does not say."""
+    rope_kinds: tuple[str, ...] = ("linear", "llama3")
+    """How positions may be stretched."""
+    modules: Mapping[str, tuple[str, ...]] = {
+        "embed": ("model.embed_tokens",),
+        "ln1": ("model.layers.{}.input_layernorm",),
+        "qkv": tuple(f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"),
+        "q_norm": ("model.layers.{}.self_attn.q_norm",),
+        "k_norm": ("model.layers.{}.self_attn.k_norm",),
+        "o": ("model.layers.{}.self_attn.o_proj",),
+        "ln2": ("model.layers.{}.post_attention_layernorm",),
+        "up": ("model.layers.{}.mlp.up_proj", "model.layers.{}.mlp.gate_proj"),
+        "down": ("model.layers.{}.mlp.down_proj",),
+        "norm": ("model.norm",),
+        "lm_head": ("lm_head",),
+    }
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes, rotary positions and biases."""
+        reject(hf, "hidden_act", "silu", "swish")
+        # Qwen2's layers from max_window_layers on have the window.
+        if (get(hf, "max_window_layers", int, None) or 0) < size(hf, "num_hidden_layers"):
+            reject(hf, "use_sliding_window", False, None)
+        reject(hf, "use_mrope", False, None)
+        heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
+        max_positions = size(hf, "max_position_embeddings")
+        self._check_window(hf, max_positions)
+        if any(kind != "full_attention" for kind in get(hf, "layer_types", list, None) or ()):
+            raise ConfigError("config.json: layer_types: only 'full_attention' is supported")
+        head_dim = get(hf, "head_dim", int, self.head_dim)
+        if head_dim is None and hidden % heads:
+            raise ConfigError(
+                f"config.json: hidden_size {hidden} is no multiple of the {heads} heads; "
+                "give head_dim"
+            )
+        lacking = None if self.kv_heads_may_lack else REQUIRED
+        kv_heads = get(hf, "num_key_value_heads", int, lacking) or heads
+        attention_bias = get(hf, "attention_bias", bool, None) or False
+        theta, scaling = read_rope(hf, self.rope_kinds)
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": size(hf, "intermediate_size"),
+            "num_layers": size(hf, "num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim or hidden // heads,
+            "max_positions": max_positions,
+            "norm_eps": get(hf, "rms_norm_eps", float, self.norm_eps),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "tied_embeddings": get(hf, "tie_word_embeddings", bool, False),
+            **self.kinds(
+                attention_bias, self.mlp_bias is None and get(hf, "mlp_bias", bool, False)
+            ),
+        }
+
+    def _check_window(self, hf: Mapping[str, Any], max_positions: int) -> None:
+        given = get(hf, "sliding_window", int, None)
+        window = given if "sliding_window" in hf else self.sliding_window
+        if self.windowed and window is not None and window < max_positions:
+            raise ConfigError(
+                f"config.json: sliding_window {window} is shorter than max_position_embeddings "
+                f"{max_positions} and only full attention is implemented; to train on sequences of "
+                f"at most {window} tokens, set max_position_embeddings to {window}"
+            )
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """Positions may be stretched only as transformers does for this architecture."""
+        stretched = model.rope_scaling is not None
+        if stretched and model.rope_scaling.kind not in self.rope_kinds:
+            return super().fixed(model) | {"rope_scaling": None}
+        return super().fixed(model)
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Sizes, rotary positions and biases."""
+        scaling = model.rope_scaling
+        rope: dict[str, Any] | None = None
+        if scaling is not None:
+            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling is not None and scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+        theta = model.rope_theta
+        fields = {
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "max_position_embeddings": model.max_positions,
+            "rms_norm_eps": model.norm_eps,
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "rope_theta": theta,
+            "rope_scaling": rope,
+            "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": theta},
+        }
+        if self.qkv_bias is None:
+            fields["attention_bias"] = model.qkv_bias
+        if self.mlp_bias is None:
+            fields["mlp_bias"] = model.mlp_bias
+        return fields
+
+
+def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
+
+    Where both are given rope_scaling wins, as it does in transformers 5.
+    """
+    outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = {f"{outer}.{name}": value for name, value in (get(hf, outer, dict, None) or {}).items()}
+    nested = [name for name, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise ConfigError(f"config.json: {nested[0]}: parameters per layer type are not supported")
+    reject(hf, "partial_rotary_factor", 1, None)
+    reject(rope, f"{outer}.partial_rotary_factor", 1, None)
+    theta = get(hf, "rope_theta", float, 10000.0)
+    theta = get(rope, f"{outer}.rope_theta", float, theta)
+
+    kind = rope.get(f"{outer}.rope_type", rope.get(f"{outer}.type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in kinds:
+        known = ", ".join(("default", *kinds))
+        raise ConfigError(
+            f"config.json: {outer}.rope_type: {kind!r} is not supported, only {known}"
+        )
+    if kind == "linear":
+        return theta, RopeScaling(kind=kind, factor=get(rope, f"{outer}.factor", float))
+    return theta, RopeScaling(
+        kind=kind,
+        factor=get(rope, f"{outer}.factor", float),
+        low_freq_factor=get(rope, f"{outer}.low_freq_factor", float),
+        high_freq_factor=get(rope, f"{outer}.high_freq_factor", float),
+        original_max_positions=size(rope, f"{outer}.original_max_position_embeddings"),
+    )
