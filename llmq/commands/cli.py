@@ -24,6 +24,7 @@ from llmq.config.option_types import parse_size
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import given_fields, make_config
 from llmq.config.presets import model_warnings, resolve_model
+from llmq.plan.idle_options import option_warnings
 
 app = typer.Typer(
     name="llmq",
@@ -77,7 +78,7 @@ def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelC
     config = make_config(given, file)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
-    warn(config.warnings() + model_warnings(model_dir))
+    warn(option_warnings(config) + model_warnings(model_dir))
     return config, model, model_dir
 
 

@@ -14,24 +14,22 @@ from llmq.config.command_line import command_line
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import check_fits, mib, room
+from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine, installed_attention
 from llmq.plan.cost import StepTime, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Candidate, Fit
-from llmq.plan.plan import (
-    Plan,
-    allocator_table,
-    fewest_attention_parts,
-    make_plan,
-    needed_bytes,
-)
-from llmq.plan.shrink import Limits, memory_limit
+from llmq.plan.idle_options import rank_warnings
+from llmq.plan.memory import Limits, memory_limit, needed_bytes
+from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.machine import PLAN_SPEC, Machine, choose_machine
 from llmq.state.params import parameter_count
 
-CONTEXT_WHEN_ASKED = 256 * MIB  # of plan.CONTEXT_BYTES, taken already when the free memory is read
+CONTEXT_WHEN_ASKED = (
+    256 * MIB
+)  # of memory.CONTEXT_BYTES, taken already when the free memory is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ def run_plan(
     where = _target(config, model, gpu_memory, host_memory, card)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
-    warn(config.rank_warnings(where.world_size))
+    warn(rank_warnings(config, where.world_size))
     if fit is not None:
         _print_fit(config, model, where, fit, json)
         return

@@ -19,29 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmq.base.dtypes import F64, DType
+from llmq.base.dtypes import F64
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import global_norm, reduce
 from llmq.runtime.device import Device, Event
 from llmq.state.params import Slab
+from llmq.state.placement import Placement
 
 SLOTS = 2
 # Elements: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, long beside a launch. A multiple of 512, so
 # that the scales of 8-bit moments of each piece of an update are aligned.
 PIECE = 8 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientOptions:
-    """dtype: F32 or BF16. shard: blocks are streamed. place: of their shards.
-
-    all_to_all: ranks exchange parts and sum them here, else the library reduces.
-    """
-
-    dtype: DType
-    shard: bool = False
-    place: str = "device"
-    all_to_all: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,49 +50,61 @@ class _Slot:
 class Gradients:
     """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
 
-    shard[name]: this rank's elements of a slab's gradients, complete after the last micro-step.
+    slabs: those that have gradients. shard[name]: this rank's elements of a slab's gradients,
+    complete after the last micro-step.
     """
 
     def __init__(
-        self, dev: Device, table: tuple[Slab, ...], options: GradientOptions, scalars: Tensor
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        placement: Placement,
+        scalars: Tensor,
+        *,
+        all_to_all: bool = False,
     ):
-        self.dev, self.options, self.scalars = dev, options, scalars
-        self.slabs = {slab.name: slab for slab in table}
+        """all_to_all: ranks exchange parts and sum them here, else the library reduces."""
+        self.dev, self.placement, self.scalars = dev, placement, scalars
+        self.slabs = {slab.name: slab for slab in table if placement[slab.name].trainable}
         self.shard: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
-        streams = options.shard and (dev.world_size > 1 or options.place != "device")
-        for slab in table:
-            if not (slab.is_block and streams):
-                self._whole[slab.name] = self._alloc(f"{slab.name}.grad", slab.size)
-                self.shard[slab.name] = slab.shard(self._whole[slab.name], dev.rank)
-            else:
-                args = (f"{slab.name}.grad", slab.shard_size)
-                self.shard[slab.name] = self._alloc(*args, place=options.place)
-        streamed = [slab for slab in table if slab.name not in self._whole]
-        self._on_host = bool(streamed) and options.place != "device"
+        for slab in self.slabs.values():
+            self._alloc_sums(slab)
+        streamed = [slab for name, slab in self.slabs.items() if name not in self._whole]
+        self._on_host = any(self.shard[slab.name].on_host for slab in streamed)
         self._in_place = self._on_host and dev.world_size == 1
         self._slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
         self._computed, self._asked, self._done = dev.event(), dev.event(), dev.event()
-        spare = max(slab.shard_size for slab in table)
-        self._spare = (
-            self._alloc("grad.spare", spare) if options.all_to_all and dev.world_size > 1 else None
-        )
+        self._spare: Tensor | None = None
+        if all_to_all and dev.world_size > 1:
+            longest = max(self.slabs.values(), key=lambda slab: slab.shard_size)
+            self._spare = self._alloc("grad.spare", longest.shard_size, longest)
         self._squares = self._alloc_squares()
         self._open = False
 
-    def _alloc(self, name: str, size: int, place: str = "device") -> Tensor:
-        """Zeros: the gaps between parameters count in the norm."""
-        tensor = self.dev.alloc(name, (size,), self.options.dtype, "Gradients", place)
+    def _alloc_sums(self, slab: Slab) -> None:
+        name, store = slab.name, self.placement[slab.name].gradient
+        if store.streamed:
+            shard = self._alloc(f"{name}.grad", slab.shard_size, slab, store.memory)
+        else:
+            self._whole[name] = self._alloc(f"{name}.grad", slab.size, slab, store.memory)
+            shard = slab.shard(self._whole[name], self.dev.rank)
+        self.shard[name] = shard
+
+    def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
+        """Zeros in the slab's format: the gaps between parameters count in the norm."""
+        dtype = self.placement[slab.name].gradient.dtype
+        tensor = self.dev.alloc(name, (size,), dtype, "Gradients", place)
         self.dev.zero(tensor)
         return tensor
 
     def _alloc_slot(self, index: int, slabs: list[Slab]) -> _Slot:
-        longest = max(slab.shard_size for slab in slabs)
+        longest = max(slabs, key=lambda slab: slab.size)
         return _Slot(
-            full=self._alloc(f"grad.slot.{index}", max(slab.size for slab in slabs)),
+            full=self._alloc(f"grad.slot.{index}", longest.size, longest),
             reduced=self.dev.event(),
             arrived=self.dev.event(),
-            left=[self.dev.event() for _ in _pieces(longest)] if self._on_host else [],
+            left=[self.dev.event() for _ in _pieces(longest.shard_size)] if self._on_host else [],
         )
 
     def _alloc_squares(self) -> dict[str, Tensor]:
@@ -292,7 +292,7 @@ class Gradients:
             raise AssertionError("grads: end_micro_step without start_micro_step")
         self._open = False
         if self.dev.world_size > 1:
-            if self._last:
+            if self._last and "vectors" in self._whole:
                 self._on_comm("vectors", self._reduce_whole)
             if self._slots or self._last:
                 with self.dev.on(self.dev.comm.exchange_stream):

@@ -28,8 +28,9 @@ from llmq.data.tokens import MASKED_TARGET, expand_pattern
 from llmq.model.step import Batch, Result, Step
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
-from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan, step_options
-from llmq.plan.shrink import memory_limit
+from llmq.plan.memory import memory_limit
+from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan
+from llmq.plan.step_options import step_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
@@ -87,7 +88,7 @@ class Trainer:
         self.world_size = self.machine.world_size
         spec = self.machine.spec
         planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        options = step_options(planned, backend)
+        options = step_options(planned, model, backend, self.world_size)
         self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
         limit = memory_limit(config, self.machine)
         check_fits(config, model, spec, backend, self.plan, limit)
