@@ -24,7 +24,6 @@ from llmq.config.option_types import (
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings, resolve_model
-from llmq.plan.idle_options import option_warnings
 
 ConfigFile = Annotated[
     Path | None,
@@ -131,6 +130,8 @@ def load_run(
     given: dict[str, Any], file: Path | None
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings."""
+    from llmq.plan.idle_options import option_warnings  # loads NumPy, which --help does without
+
     config = make_config(given, file)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
