@@ -18,6 +18,7 @@ from llmq.plan.step_options import comm_options, step_options
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
+from llmq.state.placement import Placement
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 
@@ -51,8 +52,9 @@ class Usage:
 class Plan:
     """One optimizer step, counted. usage, flops, traffic and launches are those of one rank.
 
-    sources: what its kernels, and those of an evaluation, are compiled from. micro_steps: what each
-    of them enqueues, and how many of them do; update: what follows them.
+    placement: where weights, gradients and moments are. sources: what its kernels, and those of an
+    evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
+    update: what follows them.
     """
 
     usage: Usage
@@ -63,6 +65,7 @@ class Plan:
     flops: int
     traffic: int
     launches: int
+    placement: Placement
     sources: frozenset[Source]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
@@ -139,6 +142,7 @@ def make_plan(
         flops=int(cost[0]),
         traffic=int(cost[1]),
         launches=int(cost[2]),
+        placement=options.placement,
         sources=frozenset(dev.sources),
         micro_steps=tuple(micro_steps),
         update=update,

@@ -329,7 +329,7 @@ class Trainer:
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
-            reader.check(self._step.table)
+            reader.check(self._step.table, self._step.optimizer.m)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
@@ -365,7 +365,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
-        params = [p for slab in self._step.table for p in slab.params]
+        params = [p for slab in self._step.grads.slabs.values() for p in slab.params]
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
