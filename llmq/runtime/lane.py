@@ -164,6 +164,6 @@ class Lane:
         self._last = slot.gone[-1]
 
     def join(self) -> None:
-        """Let the current stream wait until all is gone that has left: the last is, in its order."""
+        """Let the current stream wait until all that has left is gone, the last of it last."""
         if self._last is not None:
             self.dev.wait(self._last)
