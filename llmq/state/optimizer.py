@@ -19,6 +19,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
 from llmq.state.placement import Placement
@@ -107,11 +108,7 @@ class AdamW:
             shape = (dev.world_size, len(STATS))
             self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
             dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
-        self.arrived, self.updated, self.left = (
-            [dev.event() for _ in range(BUFFERS)] for _ in range(3)
-        )
-        self.start, self.quantized = dev.event(), dev.event()
-        self.gone = [dev.event() for _ in range(SLOTS)]
+        self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
@@ -203,7 +200,9 @@ class _Staging:
     ):
         self.dev, self.optimizer = optimizer.dev, optimizer
         self._whole_buffers, self._code_buffers = wholes, codes
-        self._pieces = self._wholes = 0  # that were begun
+        self._pieces, self._wholes = optimizer.pieces, optimizer.wholes
+        for lane in (self._pieces, self._wholes):
+            lane.forget()
         sizes: dict[str, tuple[int, DType]] = {}
         for state in states:
             for name, tensor in self._moved(state).items():
@@ -218,9 +217,7 @@ class _Staging:
             for name, (size, dtype) in sizes.items()
         }
         if any(self.passes_through(state) for state in states):
-            self.dev.record(optimizer.start)
-            with self.dev.on("copy"):
-                self.dev.wait(optimizer.start)
+            self._pieces.follow()
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
@@ -243,20 +240,17 @@ class _Staging:
         if not self._stays(state):
             yield None
             return
-        index, size = self._wholes % SLOTS, state.master.size
-        gone, quantized = self.optimizer.gone[index], self.optimizer.quantized
-        if self._wholes >= SLOTS:
-            with self.dev.on("copy"):
-                self.dev.wait(gone)
-        codes = self._code_buffers[index].rows(0, size) if state.codes.on_host else state.codes
-        yield self._whole_buffers[index].rows(0, size), codes
-        self.dev.record(quantized)
-        with self.dev.on("store"):
-            self.dev.wait(quantized)
+        slot, size = self._wholes.take(state.master.name), state.master.size
+        with self.dev.on("copy"):  # on which the master arrives, in pieces
+            self._wholes.free(slot)
+        codes = self._code_buffers[slot].rows(0, size) if state.codes.on_host else state.codes
+        yield self._whole_buffers[slot].rows(0, size), codes
+
+        def leave() -> None:
             if state.codes.on_host:
                 self.dev.copy(state.codes, codes)
-            self.dev.record(gone)
-        self._wholes += 1
+
+        self._wholes.leave(slot, leave)
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
@@ -268,37 +262,27 @@ class _Staging:
         if not moved:
             yield state
             return
-        index = self._pieces % BUFFERS
-        arrived, updated, left = (
-            events[index]
-            for events in (self.optimizer.arrived, self.optimizer.updated, self.optimizer.left)
-        )
+        slot = self._pieces.take(state.master.name)
         here = {"master": master} if master else {}
         for name, tensor in moved.items():
             if name not in here:
-                here[name] = self._buffers[name][index].rows(0, tensor.size)
-        with self.dev.on("copy"):
-            if self._pieces >= BUFFERS:
-                self.dev.wait(left)
+                here[name] = self._buffers[name][slot].rows(0, tensor.size)
+
+        def arrive() -> None:
             for name, tensor in moved.items():
                 self.dev.copy(here[name], tensor)
-            self.dev.record(arrived)
-        self.dev.wait(arrived)
-        yield state._replace(**here)
-        self.dev.record(updated)
-        with self.dev.on("store"):
-            self.dev.wait(updated)
+
+        def leave() -> None:
             for name, tensor in moved.items():
                 if name != "grad":
                     self.dev.copy(tensor, here[name])
-            self.dev.record(left)
-        self._pieces += 1
+
+        self._pieces.arrive(slot, arrive)
+        self._pieces.use(slot)
+        yield state._replace(**here)
+        self._pieces.leave(slot, leave)
 
     def finish(self) -> None:
         """What follows on the main stream comes after all that leaves."""
-        for events, used in (
-            (self.optimizer.left, self._pieces),
-            (self.optimizer.gone, self._wholes),
-        ):
-            for event in events[:used]:
-                self.dev.wait(event)
+        self._pieces.join()
+        self._wholes.join()
