@@ -6,7 +6,7 @@ However many ranks there are, they share the same sequences: world * accum * B =
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -153,6 +153,7 @@ def run(
     make: Callable[..., Device] = HostDevice,
     spec: DeviceSpec = HOST_SPEC,
     connect: Callable[..., Any] = connect,
+    frozen: Collection[str] = (),
     **options: Any,
 ) -> Outcome:
     """Run a program (train_steps() if None) on every rank, and check what must always hold.
@@ -160,11 +161,11 @@ def run(
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
     make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
-    connect: as llmq.comm.collectives's.
+    connect: as llmq.comm.collectives's. frozen: slabs that are not trained.
     """
     cfg = config(world, accum, **options)
-    plan = make_plan(cfg, of, spec, world_size=world)
-    made = step_options(cfg, of, world_size=world)
+    plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen)
+    made = step_options(cfg, of, world_size=world, frozen=frozen)
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:

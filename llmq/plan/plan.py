@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -96,14 +96,15 @@ def make_plan(
     backend: str = "native",
     world_size: int = 1,
     parts: tuple[str, ...] = PARTS,
+    frozen: Collection[str] = (),
 ) -> Plan:
     """Run one step of one rank on a PlanDevice. config: normalized. Takes well under a second.
 
     parts: what is run and counted. An evaluation does not need more than a step; running it makes
-    sure.
+    sure. frozen: slabs that are not trained.
     """
     dev = PlanDevice(spec, world_size=world_size)
-    options = step_options(config, model, backend, world_size)
+    options = step_options(config, model, backend, world_size, frozen)
     exchange = comm_options(config, options.placement)
     connect([dev], exchange)
     step = Step(dev, model, options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from llmq.base.dtypes import E4M3, parse_dtype
 from llmq.comm.options import CommOptions
 from llmq.config.model import ModelConfig
@@ -29,9 +31,16 @@ def fp8_options(config: TrainConfig) -> Fp8Options | None:
 
 
 def step_options(
-    config: TrainConfig, model: ModelConfig, backend: str = "native", world_size: int = 1
+    config: TrainConfig,
+    model: ModelConfig,
+    backend: str = "native",
+    world_size: int = 1,
+    frozen: Collection[str] = (),
 ) -> StepOptions:
-    """The part of a run's options that shapes its step. backend: "native" or "cudnn" attention."""
+    """The part of a run's options that shapes its step.
+
+    backend: "native" or "cudnn" attention. frozen: slabs that are not trained.
+    """
     return StepOptions(
         model=ModelOptions(
             micro_batch=config.batch_size,
@@ -53,7 +62,7 @@ def step_options(
             attention_chunks=config.attn_bwd_chunks,
             offload_residual=config.offload_residual,
         ),
-        placement=place(config, weight_table(model, world_size), world_size),
+        placement=place(config, weight_table(model, world_size), world_size, frozen),
         all_to_all=config.all_to_all_reduce,
         adamw=AdamWConstants(
             beta1=config.beta_1,
