@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError
+from llmq.base.layers import layer_set
 from llmq.config.option_types import (
     NEWEST,
-    layer_set,
     parse_dtype_name,
     parse_every,
     parse_layers,

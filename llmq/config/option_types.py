@@ -138,19 +138,6 @@ def parse_layers(value: Any) -> str:
     return text
 
 
-def layer_set(text: str, num_layers: int) -> frozenset[int]:
-    """The layers that a value of parse_layers names. ValueError if there are not so many."""
-    if text == "all":
-        return frozenset(range(num_layers))
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) >= num_layers:  # before a set of that size is made
-            raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
-        layers.update(range(int(first), int(last or first) + 1))
-    return frozenset(layers)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """How one field of TrainConfig is set from outside."""

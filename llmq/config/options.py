@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from llmq.base.errors import ConfigError
+from llmq.base.layers import layer_set
 from llmq.config.fields import FP8_DTYPES, Fields
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import Option, layer_set, options_of
+from llmq.config.option_types import Option, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0

@@ -10,8 +10,11 @@ from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import embedding, linear, norm
+from llmq.model import embedding, norm
+from llmq.model.attention_half import alloc_rope_table
+from llmq.model.linear import Linear
 from llmq.model.norm import Stats
+from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
@@ -23,6 +26,7 @@ class Decoder:
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
         self.dtype: DType = weights.options.dtype
+        self.linear = Linear(dev)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -31,12 +35,7 @@ class Decoder:
 
         self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
         self.tokens = dev.alloc("tokens", (positions,), I32, "Activations")
-        self.rope_table: Tensor | None = None
-        if config.positions == "rope":
-            scaling = config.rope_scaling
-            table = rope.make_table(positions, config.head_dim, config.rope_theta, scaling)
-            self.rope_table = dev.alloc("rope_table", table.shape, F32, "Activations")
-            dev.upload(self.rope_table, table)
+        self.rope_table = alloc_rope_table(dev, config, positions)
         self.logits = dev.alloc("logits", (1, config.padded_vocab), self.dtype, "Activations")
 
     def forward(self, tokens: np.ndarray, position: int) -> None:
@@ -58,8 +57,8 @@ class Decoder:
             layernorm = self.config.norm == "layernorm"
             mean = scratch("mean", n, dtype=F32) if layernorm else None
             stats = Stats(scratch("rstd", n, dtype=F32), mean)
-            args = (self._get("embed"), residual.view(1, n, C), part.view(1, n), position)
-            embedding.forward(self.dev, *args)
+            w = EmbeddingWeights(**self._get("embed"))
+            embedding.forward(self.dev, w, residual.view(1, n, C), part.view(1, n), position)
             for layer in range(self.config.num_layers):
                 self._block(layer, residual, branch, out, stats, position)
             self._head(residual, branch, out, stats)
@@ -79,26 +78,27 @@ class Decoder:
         stats: Stats,
         position: int,
     ) -> None:
-        dev, config, w, n = self.dev, self.config, self._get(f"layers.{layer}"), out.shape[0]
-        to = Target(out)
+        dev, config, n = self.dev, self.config, out.shape[0]
+        w, to, eps = BlockWeights(**self._get(f"layers.{layer}")), Target(out), config.norm_eps
         if layer == 0:
-            norm.forward(dev, config, w, "ln1", to, stats, residual)
+            norm.forward(dev, to, stats, residual, w.ln1, w.ln1_bias, eps)
         else:
-            args = (residual, to, stats, residual, branch)
-            norm.forward_residual(dev, config, w, "ln1", *args)
+            norm.forward_residual(
+                dev, residual, to, stats, residual, branch, w.ln1, w.ln1_bias, eps
+            )
         self._attention(layer, w, branch, out, position)
-        norm.forward_residual(dev, config, w, "ln2", residual, to, stats, residual, branch)
+        norm.forward_residual(dev, residual, to, stats, residual, branch, w.ln2, w.ln2_bias, eps)
         F, gated = config.intermediate_size, config.activation == "swiglu"
         with (
-            dev.scratch("mlp_up", (n, w["up"].shape[0]), self.dtype) as mlp_up,
+            dev.scratch("mlp_up", (n, w.up.shape[0]), self.dtype) as mlp_up,
             dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
         ):
-            linear.forward(dev, mlp_up, out, w["up"], w.get("up_bias"))
+            self.linear.forward(mlp_up, out, w.up, w.up_bias)
             (swiglu if gated else gelu).forward(dev, mlp_act, mlp_up)
-            linear.forward(dev, branch, mlp_act, w["down"], w.get("down_bias"))
+            self.linear.forward(branch, mlp_act, w.down, w.down_bias)
 
     def _attention(
-        self, layer: int, w: dict[str, Tensor], branch: Tensor, x: Tensor, position: int
+        self, layer: int, w: BlockWeights, branch: Tensor, x: Tensor, position: int
     ) -> None:
         dev, config, n = self.dev, self.config, x.shape[0]
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
@@ -106,25 +106,24 @@ class Decoder:
             dev.scratch("qkv", (n, config.qkv_channels), self.dtype) as flat,
             dev.scratch("att", (n, Hq * Hd), self.dtype) as att,
         ):
-            linear.forward(dev, flat, x, w["qkv"], w.get("qkv_bias"))
+            self.linear.forward(flat, x, w.qkv, w.qkv_bias)
             qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
             if config.qk_norm:
                 with (
                     dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
                     dev.scratch("qk_rstd", (1, n, Hq + Hkv), F32) as rstd,
                 ):
-                    args = (raw, rstd, w["q_norm"], w["k_norm"], config.norm_eps, Hq, Hkv)
-                    qk_norm.forward(dev, qkv, *args)
+                    eps = config.norm_eps
+                    qk_norm.forward(dev, qkv, raw, rstd, w.q_norm, w.k_norm, eps, Hq, Hkv)
             if self.rope_table is not None:
                 rope.forward(dev, qkv, self.rope_table, Hq, Hkv, first_position=position)
-            caches = (self.k_cache[layer], self.v_cache[layer])
-            attention.decode(dev, att.view(1, n, Hq, Hd), qkv, *caches, position, Hq, Hkv)
-            linear.forward(dev, branch, att, w["o"], w.get("o_bias"))
+            k, v = self.k_cache[layer], self.v_cache[layer]
+            attention.decode(dev, att.view(1, n, Hq, Hd), qkv, k, v, position, Hq, Hkv)
+            self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
         dev, config, n = self.dev, self.config, out.shape[0]
-        w = self._get("head")
-        args = (residual, Target(out), stats, residual, branch)
-        norm.forward_residual(dev, config, w, "norm", *args)
-        lm_head = self._get("embed")["embed"] if config.tied_embeddings else w["lm_head"]
-        linear.forward(dev, self.logits, out.rows(n - 1, n), lm_head)
+        w, to, eps = HeadWeights(**self._get("head")), Target(out), config.norm_eps
+        norm.forward_residual(dev, residual, to, stats, residual, branch, w.norm, w.norm_bias, eps)
+        lm_head = self._get("embed")["embed"] if config.tied_embeddings else w.lm_head
+        self.linear.forward(self.logits, out.rows(n - 1, n), lm_head)

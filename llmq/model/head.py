@@ -17,10 +17,10 @@ from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import linear, norm
-from llmq.model.activations import Layer
-from llmq.model.linear import EXACT
-from llmq.model.operands import FAST, HEAD, Operands
+from llmq.model import norm
+from llmq.model.linear import EXACT, FAST, Linear
+from llmq.model.operands import HEAD, Operands, Plain
+from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, quantize
 from llmq.runtime.device import Device
 
@@ -40,16 +40,11 @@ class Head:
     """
 
     def __init__(
-        self,
-        dev: Device,
-        config: ModelConfig,
-        operands: Operands,
-        chunks: int,
-        z_loss: float,
+        self, dev: Device, config: ModelConfig, operands: Operands, chunks: int, z_loss: float
     ):
         dtype, rows = operands.dtype, operands.rows
         self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
-        self.operands, self.z_loss = operands, z_loss
+        self.z_loss = z_loss
         shape = (rows, config.hidden_size)
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
@@ -58,16 +53,25 @@ class Head:
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
         self.fp8 = fp8 is not None and fp8.head
-        self.fast = FAST[fp8.fast][1] if self.fp8 else EXACT
+        self.operands = operands if self.fp8 else Plain(dev, rows, dtype)
+        self.linear = Linear(dev, FAST[fp8.fast].head if self.fp8 else EXACT)
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
 
-    def forward(self, w: dict[str, Tensor], last: Layer, branch: Tensor) -> None:
-        """The final norm, of the last block's residual_att + branch."""
-        to = Target(self.out, self.operands.abs_max(HEAD) if self.fp8 else None)
-        args = (self.residual, to, self.stats, last.residual_att, branch)
-        norm.forward_residual(self.dev, self.config, w, "norm", *args)
+    def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
+        """The final norm, of the last block's residual_att + branch, both (rows, C)."""
+        norm.forward_residual(
+            self.dev,
+            self.residual,
+            self.operands.measured(HEAD, self.out),
+            self.stats,
+            residual_att,
+            branch,
+            w.norm,
+            w.norm_bias,
+            self.config.norm_eps,
+        )
 
     def loss(self, lm_head: Operand, targets: Tensor) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
@@ -85,14 +89,7 @@ class Head:
                     )
 
     def loss_and_backward(
-        self,
-        w: dict[str, Tensor],
-        g: dict[str, Accumulator],
-        lm_head: Operand,
-        d_lm_head: Accumulator,
-        targets: Tensor,
-        to: Target,
-        d_norm: Tensor,
+        self, w: HeadWeights, g: HeadGrads, targets: Tensor, to: Target, d_norm: Tensor
     ) -> None:
         """Per-token losses, the head's gradients, and `to`, d_residual (rows, C) of the last block.
 
@@ -102,12 +99,13 @@ class Head:
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=True)
-                accumulate = d_lm_head.accumulate or start > 0
-                d_weight = d_lm_head._replace(accumulate=accumulate)
-                chunk = targets.rows(start, stop), d_norm.rows(start, stop), d_weight
-                backward(start, stop, x, lm_head, *chunk)
-        args = (to, d_norm, self.residual, self.stats, None)
-        norm.backward(self.dev, w, g, "norm", *args)
+                d_weight = g.lm_head
+                if d_weight is not None and start > 0:
+                    d_weight = d_weight._replace(accumulate=True)
+                d_x = d_norm.rows(start, stop)
+                backward(start, stop, x, w.lm_head, targets.rows(start, stop), d_x, d_weight)
+        x, d_residual = self.residual, None
+        norm.backward(self.dev, to, g.norm, g.norm_bias, d_norm, x, w.norm, self.stats, d_residual)
 
     def _backward(
         self,
@@ -117,7 +115,7 @@ class Head:
         lm_head: Operand,
         targets: Tensor,
         d_x: Tensor,
-        d_weight: Accumulator,
+        d_weight: Accumulator | None,
     ) -> None:
         with self._logits(start, stop, x, lm_head) as logits:
             self._cross_entropy(start, stop, logits, targets)
@@ -131,7 +129,7 @@ class Head:
         lm_head: Operand,
         targets: Tensor,
         d_x: Tensor,
-        d_weight: Accumulator,
+        d_weight: Accumulator | None,
     ) -> None:
         """The transposed codes take the place of the logits, which are twice as large."""
         shape = (stop - start, lm_head.codes.shape[0])
@@ -140,8 +138,9 @@ class Head:
                 self._cross_entropy(start, stop, logits, targets, codes)
             with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
                 quantize.transpose(self.dev, transposed, codes)
-                layouts = {"codes": codes, "transposed": transposed}
-                d_logits = Fp8(source=None, scale=self.gradient_scale, **layouts)
+                d_logits = Fp8(
+                    source=None, codes=codes, transposed=transposed, scale=self.gradient_scale
+                )
                 self._products(d_logits, x, lm_head, d_x, d_weight)
 
     def _cross_entropy(
@@ -161,10 +160,15 @@ class Head:
         )
 
     def _products(
-        self, d_logits: Operand, x: Operand, lm_head: Operand, d_x: Tensor, d_weight: Accumulator
+        self,
+        d_logits: Operand,
+        x: Operand,
+        lm_head: Operand,
+        d_x: Tensor,
+        d_weight: Accumulator | None,
     ) -> None:
-        linear.input_gradient(self.dev, d_x, d_logits, lm_head, fast=self.fast.d_x)
-        linear.weight_gradients(self.dev, d_weight, None, d_logits, x, fast=self.fast.d_weight)
+        self.linear.input_gradient(d_x, d_logits, lm_head)
+        self.linear.weight_gradients(d_weight, None, d_logits, x)
 
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks
@@ -173,14 +177,12 @@ class Head:
     def _input(self, temps: ExitStack, start: int, stop: int, *, transposed: bool) -> Operand:
         """The final norm's output for a chunk, as the head's products take it."""
         x = self.out.rows(start, stop)
-        if not self.fp8:
-            return x
-        return self.operands.quantized(temps, HEAD, x, measured=True, transposed=transposed)
+        return self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
 
     @contextmanager
     def _logits(self, start: int, stop: int, x: Operand, lm_head: Operand) -> Iterator[Tensor]:
         matrix = lm_head.codes if self.fp8 else lm_head
         shape = (stop - start, matrix.shape[0])
         with self.dev.scratch("logits", shape, self.dtype) as logits:
-            linear.forward(self.dev, logits, x, lm_head, fast=self.fast.forward)
+            self.linear.forward(logits, x, lm_head)
             yield logits

@@ -33,68 +33,94 @@ class Fast(NamedTuple):
     d_weight: bool = False
 
 
+class FastProducts(NamedTuple):
+    """Which of a model's."""
+
+    blocks: Fast
+    head: Fast
+
+
 EXACT = Fast()
+# By --fp8-fast-accumulation. What is lost grows with the length of the sums: over features in most
+# products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
+# input.
+FAST = {
+    "none": FastProducts(EXACT, EXACT),
+    "forward": FastProducts(Fast(forward=True), Fast(forward=True)),
+    "activations": FastProducts(Fast(forward=True, d_x=True), Fast(forward=True)),
+    "all": FastProducts(*[Fast(forward=True, d_x=True, d_weight=True)] * 2),
+}
 
 
-def forward(
-    dev: Device,
-    out: Tensor,
-    x: Operand,
-    weight: Operand,
-    bias: Tensor | None = None,
-    *,
-    fast: bool = False,
-) -> None:
-    """out (rows, out_features) = x (rows, in_features) @ weight^T + bias."""
-    if isinstance(weight, Fp8):
-        scales = (x.scale, weight.scale)
-        args = (x.codes, weight.codes, *scales)
-        matmul_fp8(dev, out, *args, bias=bias, fast_accumulation=fast)
-    else:
-        matmul(dev, out, x, weight, trans_b=True, bias=bias)
+class Linear:
+    """The products of linear layers on one device."""
 
+    def __init__(self, dev: Device, fast: Fast = EXACT):
+        self.dev, self.fast = dev, fast
 
-def input_gradient(
-    dev: Device, d_x: Tensor, d_out: Operand, weight: Operand, *, fast: bool = False
-) -> None:
-    """d_x (rows, in_features) = d_out @ weight."""
-    if isinstance(weight, Fp8):
-        args = (d_out.codes, weight.transposed, d_out.scale, weight.scale)
-        matmul_fp8(dev, d_x, *args, fast_accumulation=fast)
-    else:
-        matmul(dev, d_x, d_out, weight)
+    def forward(self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None) -> None:
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias."""
+        if isinstance(weight, Fp8):
+            matmul_fp8(
+                self.dev,
+                out,
+                x.codes,
+                weight.codes,
+                x.scale,
+                weight.scale,
+                bias=bias,
+                fast_accumulation=self.fast.forward,
+            )
+        else:
+            matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
 
+    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
+        if isinstance(weight, Fp8):
+            matmul_fp8(
+                self.dev,
+                d_x,
+                d_out.codes,
+                weight.transposed,
+                d_out.scale,
+                weight.scale,
+                fast_accumulation=self.fast.d_x,
+            )
+        else:
+            matmul(self.dev, d_x, d_out, weight)
 
-def weight_gradients(
-    dev: Device,
-    d_weight: Accumulator,
-    d_bias: Accumulator | None,
-    d_out: Operand,
-    x: Operand,
-    *,
-    fast: bool = False,
-) -> None:
-    """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
+    def weight_gradients(
+        self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
+    ) -> None:
+        """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
 
-    A BF16 accumulator cannot add inside the product, which would round to nearest every time and
-    lose small contributions; it gets the product's BF16 result added with stochastic rounding.
-    """
-    target = d_weight.tensor
-    if target.dtype == F32 or not d_weight.accumulate:
-        _weight_product(dev, target, d_out, x, d_weight.accumulate, fast)
-    else:
-        with dev.scratch("d_weight", target.shape, target.dtype) as product:
-            _weight_product(dev, product, d_out, x, False, fast)
-            reduce.add(dev, d_weight, product)
-    if d_bias is not None:
-        bias_op.backward(dev, d_bias, d_out.source if isinstance(d_out, Fp8) else d_out)
+        None: not wanted, because the parameter is frozen or there is none. A BF16 accumulator
+        cannot add inside the product, which would round to nearest every time and lose small
+        contributions; it gets the product's BF16 result added with stochastic rounding.
+        """
+        if d_weight is not None:
+            target = d_weight.tensor
+            if target.dtype == F32 or not d_weight.accumulate:
+                self._weight_product(target, d_out, x, d_weight.accumulate)
+            else:
+                with self.dev.scratch("d_weight", target.shape, target.dtype) as product:
+                    self._weight_product(product, d_out, x, False)
+                    reduce.add(self.dev, d_weight, product)
+        if d_bias is not None:
+            source = d_out.source if isinstance(d_out, Fp8) else d_out
+            bias_op.backward(self.dev, d_bias, source)
 
-
-def _weight_product(
-    dev: Device, out: Tensor, d_out: Operand, x: Operand, accumulate: bool, fast: bool
-) -> None:
-    if isinstance(x, Fp8):
-        args = (d_out.transposed, x.transposed, d_out.scale, x.scale)
-        matmul_fp8(dev, out, *args, accumulate=accumulate, fast_accumulation=fast)
-    else:
-        matmul(dev, out, d_out, x, trans_a=True, accumulate=accumulate)
+    def _weight_product(self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool) -> None:
+        if isinstance(x, Fp8):
+            matmul_fp8(
+                self.dev,
+                out,
+                d_out.transposed,
+                x.transposed,
+                d_out.scale,
+                x.scale,
+                accumulate=accumulate,
+                fast_accumulation=self.fast.d_weight,
+            )
+        else:
+            matmul(self.dev, out, d_out, x, trans_a=True, accumulate=accumulate)

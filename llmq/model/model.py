@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.base.dtypes import DType
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model import embedding
 from llmq.model.activations import Recompute
 from llmq.model.block import Blocks
+from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
-from llmq.model.operands import Fp8Options, Operands, slot
+from llmq.model.operands import Fp8Options
+from llmq.model.parameters import (
+    BlockGrads,
+    BlockWeights,
+    EmbeddingGrads,
+    EmbeddingWeights,
+    HeadGrads,
+    HeadWeights,
+)
 from llmq.model.residuals import Residuals
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
@@ -44,8 +53,8 @@ class Model:
         self.residuals = Residuals(
             dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
         )
-        args = (options.fp8, config.num_layers, *shape, options.dtype)
-        self.operands = Operands(dev, *args)
+        rows, C = shape
+        self.operands = make_operands(dev, options.fp8, config.num_layers, rows, C, options.dtype)
         self.blocks = Blocks(
             dev,
             config,
@@ -81,18 +90,19 @@ class Model:
         weights.gather("embed")
         weights.gather("layers.0")
         residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
-        embedding.forward(self.dev, weights.get("embed"), residual, tokens)
+        embedding.forward(self.dev, EmbeddingWeights(**weights.get("embed")), residual, tokens)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             if keep:
                 residuals.write(layer)
             with self.dev.range(f"forward {layer}"):
-                self.blocks.forward(layer, weights.get(f"layers.{layer}"))
+                self.blocks.forward(layer, BlockWeights(**weights.get(f"layers.{layer}")))
             if keep:
                 residuals.written(layer)
             weights.release(f"layers.{layer}")
-        self.head.forward(weights.get("head"), self.blocks.layers[-1], self.blocks.branch)
+        last, branch = self.blocks.layers[-1].residual_att, self.blocks.branch
+        self.head.forward(HeadWeights(**weights.get("head")), last, branch)
         weights.release("head")
 
     def loss(self, targets: Tensor) -> None:
@@ -122,14 +132,15 @@ class Model:
             name = f"layers.{layer}"
             residuals.read(layer)
             with self.dev.range(f"backward {layer}"):
-                w = weights.get(name, transposed=True)
-                self.blocks.backward(layer, w, grads.full(name), self.d_residual, self.d_norm)
+                w = BlockWeights(**weights.get(name, transposed=True))
+                g = BlockGrads(**grads.full(name))
+                self.blocks.backward(layer, w, g, self.d_residual, self.d_norm)
             residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
-        tied = self.config.tied_embeddings
-        embedding.backward(self.dev, grads.full("embed"), d_residual, tokens, tied=tied)
+        g, tied = EmbeddingGrads(**grads.full("embed")), self.config.tied_embeddings
+        embedding.backward(self.dev, g, d_residual, tokens, tied=tied)
         grads.notify("embed")
         grads.end_micro_step()
 
@@ -137,16 +148,12 @@ class Model:
         weights, (slab, key) = self.weights, self._head_slab
         for name in {slab, "head"}:
             weights.gather(name)
-        d_lm_head: Accumulator = grads.full(slab)[key]
-        self.head.loss_and_backward(
-            weights.get("head"),
-            grads.full("head"),
-            weights.lm_head(),
-            d_lm_head,
-            targets.view(targets.size),
-            self.operands.passing(slot(self._layers[-1], "d_mlp"), self.d_residual),
-            self.d_norm,
-        )
+        d_lm_head = grads.full(slab).get(key)
+        w = HeadWeights(**weights.get("head") | {"lm_head": weights.lm_head()})
+        g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
+        slot = self.blocks.layers[-1].slot("d_mlp")
+        to = self.operands.half_gradient_target(slot, self.d_residual)
+        self.head.loss_and_backward(w, g, targets.view(targets.size), to, self.d_norm)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

@@ -1,11 +1,11 @@
 """The model's normalization, RMSNorm or LayerNorm, behind one set of calls.
 
-`key` names the weights: w[key], and for LayerNorm w[key + "_bias"].
+weight, bias: (C,) each. Statistics with a mean, and a bias, are LayerNorm's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -34,65 +34,79 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 def forward(
     dev: Device,
-    config: ModelConfig,
-    w: Mapping[str, Tensor],
-    key: str,
     to: Target,
     stats: Stats,
     x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
 ) -> None:
     """to (rows, C) = norm(x)."""
+    rstd, mean = stats
     with _results(dev, to, x.shape) as results:
-        if stats.mean is None:
-            args = (x, w[key], config.norm_eps)
-            rmsnorm.forward(dev, to.out, stats.rstd, *args, **results)
+        if mean is None:
+            rmsnorm.forward(dev, to.out, rstd, x, weight, eps, **results)
         else:
-            args = (x, w[key], w[f"{key}_bias"], config.norm_eps)
-            layernorm.forward(dev, to.out, stats.mean, stats.rstd, *args, **results)
+            layernorm.forward(dev, to.out, mean, rstd, x, weight, bias, eps, **results)
 
 
 def forward_residual(
     dev: Device,
-    config: ModelConfig,
-    w: Mapping[str, Tensor],
-    key: str,
     residual_out: Tensor,
     to: Target,
     stats: Stats,
     residual: Tensor,
     branch: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
 ) -> None:
     """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
+    rstd, mean = stats
     with _results(dev, to, residual.shape) as results:
-        if stats.mean is None:
-            args = (residual_out, to.out, stats.rstd, residual, branch, w[key], config.norm_eps)
-            rmsnorm.forward_residual(dev, *args, **results)
+        if mean is None:
+            rmsnorm.forward_residual(
+                dev, residual_out, to.out, rstd, residual, branch, weight, eps, **results
+            )
         else:
-            args = (residual_out, to.out, stats.mean, stats.rstd, residual, branch)
-            args += (w[key], w[f"{key}_bias"], config.norm_eps)
-            layernorm.forward_residual(dev, *args, **results)
+            layernorm.forward_residual(
+                dev,
+                residual_out,
+                to.out,
+                mean,
+                rstd,
+                residual,
+                branch,
+                weight,
+                bias,
+                eps,
+                **results,
+            )
 
 
 def backward(
     dev: Device,
-    w: Mapping[str, Tensor],
-    g: Mapping[str, Accumulator],
-    key: str,
     to: Target,
+    d_weight: Accumulator | None,
+    d_bias: Accumulator | None,
     d_out: Tensor,
     x: Tensor,
+    weight: Tensor,
     stats: Stats,
     d_residual: Tensor | None,
 ) -> None:
-    """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself)."""
+    """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself).
+
+    d_weight, d_bias: None where the weights are frozen.
+    """
+    rstd, mean = stats
     with _results(dev, to, x.shape) as results:
-        if stats.mean is None:
-            args = (to.out, g[key], d_out, x, w[key], stats.rstd, d_residual)
-            rmsnorm.backward(dev, *args, **results)
+        if mean is None:
+            rmsnorm.backward(dev, to.out, d_weight, d_out, x, weight, rstd, d_residual, **results)
         else:
-            args = (to.out, g[key], g[f"{key}_bias"], d_out, x, w[key])
-            args += (stats.mean, stats.rstd, d_residual)
-            layernorm.backward(dev, *args, **results)
+            layernorm.backward(
+                dev, to.out, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
+            )
 
 
 @contextmanager
@@ -101,7 +115,7 @@ def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[s
     if to.fp8 is None or to.fp8.transposed is None:
         yield {"abs_max": to.abs_max, "fp8": to.fp8}
         return
-    codes, transposed = to.fp8[:2]
+    codes, transposed = to.fp8.codes, to.fp8.transposed
     made = (
         dev.scratch("norm_codes", shape, transposed.dtype) if codes is None else nullcontext(codes)
     )

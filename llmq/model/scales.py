@@ -1,4 +1,6 @@
-"""Scales of a model's fp8 tensors: a slot for each, with its largest absolute value and its scale.
+"""Scales of activations and of their gradients in fp8; those of weights are in `state/quants.py`.
+
+There is a slot for each tensor, with its largest absolute value and its scale.
 
 just in time   A tensor's scale follows from its own largest value. Slots are filled anew in every
                micro-step and kept until its end.
@@ -29,29 +31,17 @@ STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
 
 
 class Scales:
-    """A slot for each name. known: whether scales are there before the tensors are."""
+    """A slot for each name, for scales just in time."""
 
-    def __init__(self, dev: Device, limits: Mapping[str, float], *, delayed: bool):
+    def __init__(self, dev: Device, limits: Mapping[str, float]):
         """limits: by name, the largest finite value of its format."""
-        self.dev, self.delayed = dev, delayed
-        n = len(limits)
-        self.abs_maxes = self._alloc("abs_maxes", n, STRIDE)
-        self.scales = self._alloc("scales", n, STRIDE)
+        self.dev = dev
+        self.abs_maxes = self._alloc("abs_maxes", len(limits), STRIDE)
+        self.scales = self._alloc("scales", len(limits), STRIDE)
         self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
-        self.known = False
         # Of tensors that are made again: nobody reads it.
         self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
         dev.zero(self._ignored)
-        if not delayed:
-            return
-        self._history = self._alloc("abs_max_history", HISTORY, n)
-        self._limits = self._alloc("fp8_limits", n)
-        self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")
-        self._saturated_of = slots(self._saturated, limits)
-        world = dev.world_size
-        self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
-        dev.zero(self._history)
-        dev.upload(self._limits, np.array(list(limits.values()), np.float32) / np.float32(MARGIN))
 
     def _alloc(self, name: str, *shape: int) -> Tensor:
         return self.dev.alloc(name, shape, F32, "Activations")
@@ -64,34 +54,53 @@ class Scales:
         """F32 (1,): x ~ code * scale."""
         return self._scale_of[name]
 
-    def fp8_out(
-        self, name: str, codes: Tensor | None, transposed: Tensor | None, *, again: bool
-    ) -> Fp8Out:
-        """Where a kernel writes a tensor's codes if its scale is known.
+    def fp8_out_again(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
+        """Where a kernel writes the codes of a tensor that it makes again.
 
-        again: it is that of the time when the tensor was made first, and what saturates is counted.
+        The scale is that of the first time, when what saturates was counted.
         """
-        count = self._ignored if again else self._saturated_of[name]
-        return Fp8Out(codes, transposed, self.scale(name), count)
+        return Fp8Out(codes, transposed, self.scale(name), self._ignored)
+
+    def forget(self) -> None:
+        """Begin to record largest values anew."""
+        self.dev.zero(self.abs_maxes)
+
+
+class DelayedScales(Scales):
+    """A slot for each name, with a history. known: whether there are scales from earlier steps."""
+
+    def __init__(self, dev: Device, limits: Mapping[str, float]):
+        super().__init__(dev, limits)
+        n, world = len(limits), dev.world_size
+        self.known = False
+        self._history = self._alloc("abs_max_history", HISTORY, n)
+        self._limits = self._alloc("fp8_limits", n)
+        self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")
+        self._saturated_of = slots(self._saturated, limits)
+        self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
+        dev.zero(self._history)
+        dev.upload(self._limits, np.array(list(limits.values()), np.float32) / np.float32(MARGIN))
+
+    def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
+        """Where a kernel writes a tensor's codes when scales are known."""
+        return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
     def forget(self) -> None:
         """Begin to record largest values, and to count what saturates, anew."""
-        self.dev.zero(self.abs_maxes)
-        if self.delayed:
-            self.dev.zero(self._saturated)
+        super().forget()
+        self.dev.zero(self._saturated)
 
     def finish_step(self, stats: Tensor) -> None:
-        """Delayed scales for the next step. Only launches.
+        """Scales for the next step. Only launches.
 
         stats: F64 (10,), this rank's count of saturated elements is added; the norm becomes NaN
         where a tensor had an infinity, which is clamped like any other large number.
         """
-        if self.delayed:
-            fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
-            self._record()
+        fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
+        self._record()
 
     def calibrate(self) -> None:
-        """The first delayed scales, from tensors that were quantized just in time."""
+        """The first scales, from tensors that were quantized just in time."""
         self._record()
         self.known = True
 
@@ -116,9 +125,9 @@ class Scales:
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Continue with a history; one that is not of the same tensors is none at all."""
         columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
-        self.known = self.delayed and all(len(column) == HISTORY for column in columns)
+        self.known = all(len(column) == HISTORY for column in columns)
         if self.known:
             self.dev.upload(self._history, np.array(columns, np.float32).T)
             self._update(None)
-        elif self.delayed:
+        else:
             self.dev.zero(self._history)

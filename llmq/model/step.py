@@ -273,8 +273,7 @@ class Step:
 
     def _forward_backward(self, *, accumulate: bool, last: bool, stale: bool) -> None:
         self.model.forward(self.tokens, stale=stale, keep=True)
-        args = (self.grads, self.tokens, self.targets)
-        self.model.backward(*args, accumulate=accumulate, last=last)
+        self.model.backward(self.grads, self.tokens, self.targets, accumulate=accumulate, last=last)
 
     def _evaluate(self, stale: bool) -> None:
         self.model.forward(self.tokens, stale=stale, keep=False)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llmq.base.layers import layer_set
 from llmq.config.cards import Card
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import layer_set
 from llmq.config.options import TrainConfig
 from llmq.plan.cost import PARTS, StepTime, step_time
 from llmq.plan.memory import needed_bytes, page_tables

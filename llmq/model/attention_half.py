@@ -1,0 +1,220 @@
+"""The attention half of a block, between its norm and the residual stream.
+
+    x -> qkv (-> qk_norm) (-> rope) -> attention -> o -> out
+
+`operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from llmq.base.dtypes import F32
+from llmq.base.operand import Operand, Target
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.config.model import ModelConfig
+from llmq.model.activations import Layer
+from llmq.model.linear import Linear
+from llmq.model.operands import InputAgain, Operands
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import attention, qk_norm, rope
+from llmq.runtime.device import Device
+
+
+class _Tensors(NamedTuple):
+    """qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att: (rows, Hq * Hd)."""
+
+    qkv: Tensor
+    qk_raw: Tensor | None
+    att: Tensor
+
+
+class AttentionAgain(NamedTuple):
+    """What backward needs. x: (rows, C). o_input: att as the output product's operand."""
+
+    x: Operand
+    tensors: _Tensors
+    o_input: Operand
+
+
+def alloc_rope_table(dev: Device, config: ModelConfig, positions: int) -> Tensor | None:
+    """F32 (positions, Hd/2, 2), filled; None for models without RoPE."""
+    if config.positions != "rope":
+        return None
+    table = rope.make_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    tensor = dev.alloc("rope_table", table.shape, F32, "Activations")
+    dev.upload(tensor, table)
+    return tensor
+
+
+class AttentionHalf:
+    """The attention halves of all layers. Scratch lives as long as `temps`."""
+
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        operands: Operands,
+        linear: Linear,
+        B: int,
+        T: int,
+        *,
+        backend: str,
+        chunks: int,
+    ):
+        """backend: "native" or "cudnn". chunks: parts of attention's backward pass."""
+        self.dev, self.config, self.operands, self.linear = dev, config, operands, linear
+        self.B, self.T, self.Hd = B, T, config.head_dim
+        self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
+        self.backend, self.chunks = backend, chunks
+        self.rope_table = alloc_rope_table(dev, config, T)
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """(rows, n * Hd) as (B, T, n, Hd)."""
+        return tensor.view(self.B, self.T, tensor.shape[1] // self.Hd, self.Hd)
+
+    def _tensors(self, temps: ExitStack, layer: Layer) -> _Tensors:
+        """Where they are kept, else scratch."""
+        qkv, qk_raw = layer.qkv.place(self.dev, temps), None
+        if layer.qk_raw is not None:
+            qk_raw = self._by_head(layer.qk_raw.place(self.dev, temps))
+        return _Tensors(qkv, qk_raw, layer.att.place(self.dev, temps))
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def forward(
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
+    ) -> None:
+        """out (rows, C), from x (rows, C)."""
+        tensors = self._tensors(temps, layer)
+        self._qkv(layer, w, x, tensors)
+        self._attend(layer, tensors)
+        o_input = self.operands.of_tensor(
+            temps, layer.att.slot, tensors.att, measured=False, transposed=False
+        )
+        self.linear.forward(out, o_input, w.o, w.o_bias)
+
+    def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
+        """The query, key and value heads that attention takes."""
+        self.linear.forward(to.qkv, x, w.qkv, w.qkv_bias)
+        qkv = self._by_head(to.qkv)
+        if to.qk_raw is not None:
+            qk_norm.forward(
+                self.dev,
+                qkv,
+                to.qk_raw,
+                layer.qk_rstd,
+                w.q_norm,
+                w.k_norm,
+                self.config.norm_eps,
+                self.Hq,
+                self.Hkv,
+            )
+        if self.rope_table is not None:
+            rope.forward(self.dev, qkv, self.rope_table, self.Hq, self.Hkv)
+
+    def _attend(self, layer: Layer, tensors: _Tensors) -> None:
+        out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
+        attention.forward(self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, backend=self.backend)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def again(
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, x_again: InputAgain, out: Tensor
+    ) -> AttentionAgain:
+        """What backward needs: kept, or computed again; out too, if the whole block is."""
+        r = layer.recompute
+        tensors = self._tensors(temps, layer)
+        x = x_again(product=r.qkv)
+        if r.qkv:
+            self._qkv(layer, w, x, tensors)
+        if r.att:
+            self._attend(layer, tensors)
+        o_input = self.operands.of_tensor_again(temps, layer.att.slot, tensors.att, product=r.block)
+        if r.block:
+            self.linear.forward(out, o_input, w.o, w.o_bias)
+        return AttentionAgain(x, tensors, o_input)
+
+    def backward(
+        self,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        again: AttentionAgain,
+        d_out: Tensor,
+        d_x: Tensor,
+    ) -> None:
+        """d_x (rows, C) and the weights' gradients, from d_out (rows, C)."""
+        dev, (qkv, qk_raw, att) = self.dev, again.tensors
+        with ExitStack() as temps:
+            d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
+            with ExitStack() as inner:
+                d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
+                d_o = self.operands.half_gradient(inner, layer.slot("d_att"), d_out)
+                self.linear.input_gradient(d_att, d_o, w.o)
+                self.linear.weight_gradients(g.o, g.o_bias, d_o, again.o_input)
+                attention.backward(
+                    dev,
+                    self._by_head(d_qkv),
+                    self._by_head(d_att),
+                    self._by_head(att),
+                    layer.lse,
+                    self._by_head(qkv),
+                    self.Hq,
+                    self.Hkv,
+                    chunks=self.chunks,
+                    backend=self.backend,
+                )
+            d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
+            self.linear.input_gradient(d_x, d_product, w.qkv)
+            self.linear.weight_gradients(g.qkv, d_bias, d_product, again.x)
+
+    def _backward_positions(
+        self,
+        temps: ExitStack,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        qk_raw: Tensor | None,
+        d_qkv: Tensor,
+    ) -> tuple[Operand, Accumulator | None]:
+        """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it.
+
+        Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
+        """
+        slot, by_head = layer.slot("d_qkv"), self._by_head(d_qkv)
+        if self.rope_table is not None and qk_raw is None:
+
+            def write(to: Target) -> None:
+                rope.backward(
+                    self.dev,
+                    by_head,
+                    self.rope_table,
+                    self.Hq,
+                    self.Hkv,
+                    abs_max=to.abs_max,
+                    d_bias=g.qkv_bias,
+                    fp8=to.fp8,
+                )
+
+            return self.operands.gradient(temps, slot, write, out=d_qkv, bias=False), None
+        if self.rope_table is not None:
+            rope.backward(self.dev, by_head, self.rope_table, self.Hq, self.Hkv)
+        if qk_raw is not None:
+            qk_norm.backward(
+                self.dev,
+                by_head,
+                g.q_norm,
+                g.k_norm,
+                qk_raw,
+                layer.qk_rstd,
+                w.q_norm,
+                w.k_norm,
+                self.Hq,
+                self.Hkv,
+            )
+        return self.operands.of_tensor(
+            temps, slot, d_qkv, measured=False, transposed=True
+        ), g.qkv_bias

@@ -1,0 +1,124 @@
+"""The MLP half of a block, between its norm and the residual stream.
+
+    x -> up -> swiglu|gelu -> down -> out
+
+`operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from llmq.base.operand import Operand, Target
+from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
+from llmq.model.activations import Layer
+from llmq.model.linear import Linear
+from llmq.model.operands import InputAgain, Operands
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import gelu, swiglu
+from llmq.runtime.device import Device
+
+
+class MlpAgain(NamedTuple):
+    """What backward needs. x: (rows, C). mlp_up: (rows, F), or of a gated MLP (rows, 2F)."""
+
+    x: Operand
+    mlp_up: Tensor
+
+
+class MlpHalf:
+    """The MLP halves of all layers. Scratch lives as long as `temps`."""
+
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: Linear):
+        self.dev, self.operands, self.linear = dev, operands, linear
+        self.activation = swiglu if config.activation == "swiglu" else gelu
+
+    def forward(
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
+    ) -> None:
+        """out (rows, C), from x (rows, C)."""
+        mlp_up = layer.mlp_up.place(self.dev, temps)
+        self.linear.forward(mlp_up, x, w.up, w.up_bias)
+
+        def activate(to: Target) -> None:
+            self.activation.forward(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+
+        mlp_act = self.operands.input(temps, layer.mlp_act, activate)
+        self.linear.forward(out, mlp_act, w.down, w.down_bias)
+
+    def again(
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, x_again: InputAgain
+    ) -> MlpAgain:
+        """What backward needs: kept, or computed again."""
+        computed = layer.recompute.ffn
+        mlp_up = layer.mlp_up.place(self.dev, temps)
+        x = x_again(product=computed)
+        if computed:
+            self.linear.forward(mlp_up, x, w.up, w.up_bias)
+        return MlpAgain(x, mlp_up)
+
+    def backward(
+        self,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        again: MlpAgain,
+        d_out: Tensor,
+        d_x: Tensor,
+    ) -> None:
+        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up."""
+        mlp_up = again.mlp_up
+
+        def write(to: Target) -> None:
+            self._backward_down(layer, w, g, mlp_up, d_out, to)
+
+        with ExitStack() as temps:
+            slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
+            d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
+            self.linear.input_gradient(d_x, d_mlp_up, w.up)
+            self.linear.weight_gradients(g.up, g.up_bias, d_mlp_up, again.x)
+
+    def _backward_down(
+        self,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        mlp_up: Tensor,
+        d_out: Tensor,
+        to: Target,
+    ) -> None:
+        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
+        with ExitStack() as temps:
+            shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
+            d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
+            d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
+            self.linear.input_gradient(d_mlp_act, d_down, w.down)
+            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to)
+            self.linear.weight_gradients(g.down, g.down_bias, d_down, mlp_act)
+
+    def _activate_backward(
+        self, temps: ExitStack, layer: Layer, mlp_up: Tensor, d_mlp_act: Tensor, to: Target
+    ) -> Operand:
+        """Returns the activation, which the same kernel makes again if it was not kept."""
+        dev, backward = self.dev, self.activation.backward
+        kept = self.operands.kept(layer.mlp_act)
+        if kept is not None:
+            backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+            return kept
+
+        def write(act: Target) -> None:
+            backward(
+                dev,
+                to.out,
+                d_mlp_act,
+                mlp_up,
+                abs_max=to.abs_max,
+                fp8=to.fp8,
+                out=act.out,
+                out_fp8=act.fp8,
+            )
+
+        # The activation may go where its gradient is, which is not needed again.
+        return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)
