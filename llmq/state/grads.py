@@ -16,9 +16,10 @@ ranks have it in a part of the slot that is free once the slot is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from llmq.base.dtypes import F64, DType
 from llmq.base.tensor import Accumulator, Tensor
@@ -46,8 +47,18 @@ class GradientOptions:
     all_to_all: bool = False
 
 
+class MicroStep(NamedTuple):
+    """What a micro-step does with gradients; a part of its graph's key.
+
+    accumulate: add to them, else overwrite; False in the first of a step. last: they get reduced.
+    """
+
+    accumulate: bool
+    last: bool
+
+
 class _Exchange:
-    """How parts of a slab's gradients on all ranks become sums on the rank that owns them."""
+    """How what all ranks have of a slab becomes sums on the rank that owns them."""
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
         """spare: room for a shard, where the sums are made here and not by the library."""
@@ -55,9 +66,9 @@ class _Exchange:
         self.stream = dev.comm.exchange_stream if dev.world_size > 1 else "comm"
 
     def parts(self, slab: Slab, buffer: Tensor, written: Event) -> list[Tensor]:
-        """What makes this rank's shard when it is summed; a part of buffer if it is one alone.
+        """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare.
 
-        written: recorded when all of buffer (slab.size,) was; data may leave from then on.
+        written: recorded when all of buffer was; data may leave from then on.
         """
         if self.spare is None:
             self.dev.comm.reduce_scatter(buffer)
@@ -85,32 +96,23 @@ class _Exchange:
 
 
 class _Whole:
-    """Slabs whose gradients are resident. Several ranks reduce them in the last micro-step.
-
-    accumulate, last: of the micro-step that is enqueued now, here and below; of capture time.
-    """
+    """Resident slabs, which several ranks reduce in the last micro-step."""
 
     def __init__(self, exchange: _Exchange, whole: dict[str, Tensor], shard: dict[str, Tensor]):
         self._exchange, self._whole, self._shard = exchange, whole, shard
         self._lane = Lane(exchange.dev, ["whole"], leave=exchange.stream)
 
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        """Begin a micro-step."""
+    def start(self) -> None:
+        """Before a micro-step."""
         self._lane.forget()
-        self._accumulate, self._reduces = accumulate, last and self._exchange.dev.world_size > 1
-        for name, whole in {} if accumulate else self._whole.items():
-            self._exchange.zero_gaps(slabs[name], whole)
 
-    def load(self, slab: Slab) -> None:
-        """Nothing arrives."""
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        """Where products put a slab's gradients (slab.size,), and whether they add to them."""
+        return self._whole[slab.name], step.accumulate
 
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
-        """Where products write a slab's gradients (slab.size,), and whether they add to them."""
-        return self._whole[slab.name], self._accumulate
-
-    def notify(self, slab: Slab) -> None:
+    def notify(self, slab: Slab, step: MicroStep) -> None:
         """The slab's gradients of this micro-step are enqueued."""
-        if self._reduces:
+        if step.last and self._exchange.dev.world_size > 1:
             self._lane.leave("whole", partial(self._reduce, slab))
 
     def _reduce(self, slab: Slab) -> None:
@@ -119,136 +121,130 @@ class _Whole:
         if self._exchange.spare is not None:
             self._exchange.add(slab, shard, parts, accumulate=False)
 
-    def end(self) -> None:
-        """The current stream goes on once all sums are complete."""
+    def end(self, step: MicroStep) -> None:
+        """Let the current stream wait for what was started."""
+        self._lane.join()
+
+
+class _HostShards:
+    """Shards in host memory: what is in a slot of the lane arrives from them and leaves to them.
+
+    squares[name]: sums of squares of a shard's last sums, made before they leave.
+    """
+
+    def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
+        self.dev, self._shard, self._squares = dev, shard, squares
+        self.lane = Lane(dev, range(SLOTS))
+
+    def arrive(self, slab: Slab, slot: Hashable, place: Tensor) -> None:
+        """The shard comes to `place` on the device, when the current stream has got here."""
+        self.lane.follow()
+        self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
+
+    def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
+        """What the current stream has added up goes back."""
+        if last:
+            sums = place.rows(0, slab.shard_size)
+            global_norm.partials(self.dev, self._squares[slab.name], sums)
+        self.lane.leave(slot, *self._copies(slab, self._shard[slab.name], place))
+
+    def _copies(self, slab: Slab, dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
+        starts = range(0, slab.shard_size, PIECE)
+        ends = [(start, min(start + PIECE, slab.shard_size)) for start in starts]
+        return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in ends]
+
+
+class _InPlace:
+    """Blocks of one rank, with shards in host memory: products add to them in a slot."""
+
+    def __init__(self, slots: list[Tensor], host: _HostShards):
+        self._slots, self._host, self._lane = slots, host, host.lane
+
+    def start(self) -> None:
+        self._lane.forget()
+
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        """Give the slab a slot, and start bringing what products add to."""
+        slot = self._lane.take(slab.name)
+        if step.accumulate:
+            self._host.arrive(slab, slot, self._slots[slot])
+
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        slot = self._lane.slot_of(slab.name)
+        wait = self._lane.use if step.accumulate else self._lane.free
+        wait(slot)
+        return self._slots[slot].rows(0, slab.size), step.accumulate
+
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        slot = self._lane.slot_of(slab.name)
+        self._host.leave(slab, slot, self._slots[slot], last=step.last)
+
+    def end(self, step: MicroStep) -> None:
         self._lane.join()
 
 
 class _Streamed:
     """Blocks of several ranks: in every micro-step a slot is reduced and added to the shard.
 
-    A shard in host memory is, meanwhile, in a part of the slot that is free once that is reduced.
+    host: where shards are in host memory; one is then added to in the slot, in a part of it that
+    is free once it is reduced.
     """
 
     def __init__(
-        self, exchange: _Exchange, slots: list[Tensor], shard: dict[str, Tensor], host: _Host | None
+        self,
+        exchange: _Exchange,
+        slots: list[Tensor],
+        shard: dict[str, Tensor],
+        host: _HostShards | None,
     ):
-        self.dev, self._exchange = exchange.dev, exchange
-        self._slots, self._shard, self._host = slots, shard, host
-        self._lane = Lane(self.dev, range(len(slots)), leave=exchange.stream)
+        self._exchange, self._slots, self._shard, self._host = exchange, slots, shard, host
+        self._reduced = Lane(exchange.dev, range(SLOTS), leave=exchange.stream)
+        self._lanes = [self._reduced, *([host.lane] if host else [])]
 
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        self._lane.forget()
-        self._accumulate, self._last = accumulate, last
-        if self._host is not None:
-            self._host.start(last)
+    def start(self) -> None:
+        for lane in self._lanes:
+            lane.forget()
 
-    def load(self, slab: Slab) -> None:
-        self._lane.take(slab.name)
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        self._reduced.take(slab.name)
 
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
-        slot = self._lane.slot_of(slab.name)
-        self._lane.free(slot)
-        if self._host is not None:
-            self._host.lane.free(slot)
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        slot = self._reduced.slot_of(slab.name)
+        for lane in self._lanes:
+            lane.free(slot)
         full = self._slots[slot].rows(0, slab.size)
         self._exchange.zero_gaps(slab, full)
         return full, False
 
-    def notify(self, slab: Slab) -> None:
-        slot = self._lane.slot_of(slab.name)
-        full = self._slots[slot].rows(0, slab.size)
-        target = self._shard[slab.name] if self._host is None else self.dev.comm.free_part(full)
-        self._lane.leave(slot, partial(self._add, slab, slot, full, target))
-        if self._host is not None:
-            with self.dev.on(self._exchange.stream):
-                self._host.leave(slab, slot, target)
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        dev, host, slot = self._exchange.dev, self._host, self._reduced.slot_of(slab.name)
+        full, target = self._slots[slot].rows(0, slab.size), self._shard[slab.name]
+        if host is not None:
+            target = dev.comm.free_part(full)
 
-    def _add(self, slab: Slab, slot: int, full: Tensor, target: Tensor) -> None:
-        parts = self._exchange.parts(slab, full, self._lane.used(slot))
-        if self._host is not None and self._accumulate:
-            self._host.arrive(slab, slot, target)
-            self._host.lane.use(slot)
-        self._exchange.add(slab, target, parts, accumulate=self._accumulate)
+        def add() -> None:
+            parts = self._exchange.parts(slab, full, self._reduced.used(slot))
+            if host is not None and step.accumulate:
+                host.arrive(slab, slot, target)
+                host.lane.use(slot)
+            self._exchange.add(slab, target, parts, accumulate=step.accumulate)
 
-    def end(self) -> None:
-        # In the last micro-step what is whole is reduced after the blocks, on the same stream.
-        if not self._last:
-            self._lane.join()
-        if self._host is not None:
-            self._host.lane.join()
+        self._reduced.leave(slot, add)
+        if host is not None:
+            with dev.on(self._exchange.stream):
+                host.leave(slab, slot, target, last=step.last)
 
-
-class _InPlace:
-    """Blocks of one rank whose sums are in host memory: products add to them in the slot."""
-
-    def __init__(self, slots: list[Tensor], host: _Host):
-        self._slots, self._host, self._lane = slots, host, host.lane
-
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        self._accumulate = accumulate
-        self._host.start(last)
-
-    def load(self, slab: Slab) -> None:
-        slot = self._lane.take(slab.name)
-        if self._accumulate:
-            self._host.arrive(slab, slot, self._slots[slot])
-
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
-        slot = self._lane.slot_of(slab.name)
-        if self._accumulate:
-            self._lane.use(slot)
-        else:
-            self._lane.free(slot)
-        return self._slots[slot].rows(0, slab.size), self._accumulate
-
-    def notify(self, slab: Slab) -> None:
-        slot = self._lane.slot_of(slab.name)
-        self._host.leave(slab, slot, self._slots[slot])
-
-    def end(self) -> None:
-        self._lane.join()
-
-
-class _Host:
-    """Shards in host memory on their way to a slot and back, in pieces.
-
-    squares[name]: of each block of threads, of a shard's last sums, made when they leave.
-    """
-
-    def __init__(
-        self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor], slots: int
-    ):
-        self.dev, self._shard, self._squares = dev, shard, squares
-        self.lane = Lane(dev, range(slots))
-
-    def start(self, last: bool) -> None:
-        self.lane.forget()
-        self._last = last
-
-    def arrive(self, slab: Slab, slot: int, place: Tensor) -> None:
-        """The shard comes to its place on the device, when the current stream has got here."""
-        self.lane.follow()
-        self.lane.arrive(slot, *self._copies(place, self._shard[slab.name]))
-
-    def leave(self, slab: Slab, slot: int, place: Tensor) -> None:
-        """What the current stream has added up goes to host memory; the last sums, squared."""
-        shard = self._shard[slab.name]
-        if self._last:
-            sums = place.rows(0, shard.size)
-            global_norm.partials(self.dev, self._squares[slab.name], sums)
-        self.lane.leave(slot, *self._copies(shard, place))
-
-    def _copies(self, dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
-        size = min(dst.size, src.size)
-        ends = [(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
-        return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in ends]
+    def end(self, step: MicroStep) -> None:
+        # In the last micro-step whole slabs are reduced behind these, on the same stream.
+        for lane in self._lanes[step.last :]:
+            lane.join()
 
 
 class Gradients:
     """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
 
     shard[name]: this rank's elements of a slab's gradients, complete after the last micro-step.
+    slots: of streamed blocks; what nobody needs between micro-steps.
     """
 
     def __init__(
@@ -268,34 +264,32 @@ class Gradients:
                 self.shard[slab.name] = self._alloc(*args, place=options.place)
         streamed = [slab for slab in table if slab.name not in self._whole]
         self._on_host = bool(streamed) and options.place != "device"
-        # What nobody needs between micro-steps.
-        self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
+        longest = max((slab.size for slab in streamed), default=0)
+        self.slots = [
+            self._alloc(f"grad.slot.{i}", longest) for i in range(SLOTS if streamed else 0)
+        ]
         spare = max(slab.shard_size for slab in table)
-        room = (
-            self._alloc("grad.spare", spare) if options.all_to_all and dev.world_size > 1 else None
+        exchange = _Exchange(
+            dev,
+            scalars,
+            self._alloc("grad.spare", spare) if options.all_to_all and dev.world_size > 1 else None,
         )
         self._squares = self._alloc_squares()
-        exchange = _Exchange(dev, scalars, room)
-        self._homes: list[_Whole | _Streamed | _InPlace] = [
-            _Whole(exchange, self._whole, self.shard)
-        ]
-        if streamed:
-            host = _Host(dev, self.shard, self._squares, SLOTS) if self._on_host else None
-            self._homes.append(
-                _InPlace(self.slots, host)
-                if dev.world_size == 1
-                else _Streamed(exchange, self.slots, self.shard, host)
-            )
-        self._open = False  # of capture time: within a micro-step
+        self._zero_gaps = exchange.zero_gaps
+        host = _HostShards(dev, self.shard, self._squares) if self._on_host else None
+        self._homes: list[_Whole | _InPlace | _Streamed]
+        self._homes = [_Whole(exchange, self._whole, self.shard)]
+        if streamed and dev.world_size > 1:
+            self._homes.append(_Streamed(exchange, self.slots, self.shard, host))
+        elif streamed:
+            self._homes.append(_InPlace(self.slots, host))
+        self._step: MicroStep | None = None  # that is being enqueued: of capture time
 
     def _alloc(self, name: str, size: int, place: str = "device") -> Tensor:
         """Zeros: the gaps between parameters count in the norm."""
         tensor = self.dev.alloc(name, (size,), self.options.dtype, "Gradients", place)
         self.dev.zero(tensor)
         return tensor
-
-    def _alloc_slot(self, index: int, slabs: list[Slab]) -> Tensor:
-        return self._alloc(f"grad.slot.{index}", max(slab.size for slab in slabs))
 
     def _alloc_squares(self) -> dict[str, Tensor]:
         """Of each shard the sums of squares that its blocks of threads make."""
@@ -311,56 +305,54 @@ class Gradients:
         return self.dev.world_size > 1 or self._on_host
 
     def start_micro_step(self, accumulate: bool, last: bool) -> None:
-        """accumulate False: the first of a step, gradients are overwritten. last: they get reduced.
-
-        Both are a part of the graph's key.
-        """
-        if self._open:
+        """Begin a micro-step; accumulate, last: as MicroStep's."""
+        if self._step is not None:
             raise AssertionError("grads: start_micro_step inside a micro-step")
-        self._open = True
+        self._step = MicroStep(accumulate, last)
         for home in self._homes:
-            home.start(self.slabs, accumulate=accumulate, last=last)
+            home.start()
+        for name, whole in {} if accumulate else self._whole.items():
+            self._zero_gaps(self.slabs[name], whole)
 
-    def _home(self, name: str) -> _Whole | _Streamed | _InPlace:
-        return self._homes[0 if name in self._whole else 1]
+    def _now(self, call: str) -> MicroStep:
+        if self._step is None:
+            raise AssertionError(f"grads: {call} outside of a micro-step")
+        return self._step
+
+    def _home(self, name: str) -> _Whole | _InPlace | _Streamed:
+        return self._homes[name not in self._whole]
 
     def load(self, block: str) -> None:
         """Give the block a slot, and start bringing what products add to. One block ahead."""
-        if not self._open:
-            raise AssertionError(f"grads: load({block!r}) outside of a micro-step")
-        if block in self.slabs:
-            self._home(block).load(self.slabs[block])
+        step = self._now(f"load({block!r})")
+        if block in self.slabs and block not in self._whole:
+            self._home(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
         """Where the gradients of a block's parameters go in this micro-step, by key."""
-        if not self._open:
-            raise AssertionError(f"grads: full({block!r}) outside of a micro-step")
-        where: dict[str, Accumulator] = {}
-        for name in ("vectors", block):
-            if slab := self.slabs.get(name):
-                tensor, accumulate = self._home(name).full(slab)
-                where |= {
-                    p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
-                    for p in slab.params
-                    if p.block == block
-                }
+        step, where = self._now(f"full({block!r})"), {}
+        for slab in [self.slabs[name] for name in ("vectors", block) if name in self.slabs]:
+            tensor, accumulate = self._home(slab.name).full(slab, step)
+            where |= {
+                p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
+                for p in slab.params
+                if p.block == block
+            }
         return where
 
     def notify(self, block: str) -> None:
         """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
-        if not self._open:
-            raise AssertionError(f"grads: notify({block!r}) outside of a micro-step")
+        step = self._now(f"notify({block!r})")
         if block in self.slabs:
-            self._home(block).notify(self.slabs[block])
+            self._home(block).notify(self.slabs[block], step)
 
     def end_micro_step(self) -> None:
         """Close the micro-step: what follows on the main stream comes after all reductions."""
-        if not self._open:
-            raise AssertionError("grads: end_micro_step without start_micro_step")
-        self._open = False
-        self._home("vectors").notify(self.slabs["vectors"])
+        step = self._now("end_micro_step")
+        self.notify("vectors")
         for home in self._homes:
-            home.end()
+            home.end(step)
+        self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
         """stats[norm_squared] += the squares of all shards, after the last micro-step.
