@@ -15,14 +15,14 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.plan.estimate import Planner
-from llmq.plan.plan import OutOfMemory, Plan, needed_bytes
+from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.plan import Plan
 from llmq.plan.shrink import (
     MARGIN,
     REARRANGING,
     ROUNDING,
     STAYING,
     Changes,
-    Limits,
     Saver,
     Shrinker,
     changed,

@@ -22,6 +22,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
+from llmq.state.placement import Placement
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
@@ -38,25 +39,11 @@ class AdamWConstants:
     weight_decay: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOptions:
-    """Formats and places ("device", "pinned", "write_combined") of the moments.
-
-    zero_copy: the update works in host memory directly.
-    """
-
-    constants: AdamWConstants
-    m_dtype: DType
-    v_dtype: DType
-    m_place: str = "device"
-    v_place: str = "device"
-    zero_copy: bool = False
-
-
 class _State(NamedTuple):
     """All that the update of one slab's shard reads and writes, or of a piece of it.
 
-    Scales stay on the device. codes: of a whole shard, what is made of its master at the end.
+    Scales stay on the device. codes: of a whole shard, what is made at the end of its master, which
+    all comes from host memory.
     """
 
     master: Tensor
@@ -82,23 +69,33 @@ class AdamW:
     m_scale, v_scale: of 8-bit moments, F32 per 128 elements.
     """
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], options: OptimizerOptions):
-        self.dev, self.table, self.options = dev, table, options
+    def __init__(
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        placement: Placement,
+        constants: AdamWConstants,
+        *,
+        zero_copy: bool = False,
+    ):
+        """zero_copy: the update works in host memory directly."""
+        self.dev, self.placement, self.constants = dev, placement, constants
+        self.zero_copy = zero_copy
+        self.table = [slab for slab in table if placement[slab.name].trainable]
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
         self.m_scale: dict[str, Tensor] = {}
         self.v_scale: dict[str, Tensor] = {}
         self.segments: dict[str, Tensor] = {}
-        for slab in table:
-            name, shape = slab.name, (slab.shard_size,)
-            args = (f"{name}.m", shape, options.m_dtype, "Adam M", options.m_place)
-            self.m[name] = dev.alloc(*args)
-            args = (f"{name}.v", shape, options.v_dtype, "Adam V", options.v_place)
-            self.v[name] = dev.alloc(*args)
+        for slab in self.table:
+            name, shape, stores = slab.name, (slab.shard_size,), placement[slab.name]
+            m, v = stores.m, stores.v
+            self.m[name] = dev.alloc(f"{name}.m", shape, m.dtype, "Adam M", m.memory)
+            self.v[name] = dev.alloc(f"{name}.v", shape, v.dtype, "Adam V", v.memory)
             scales = (slab.shard_size // SCALE_BLOCK,)
-            if options.m_dtype == E4M3:
+            if m.dtype == E4M3:
                 self.m_scale[name] = dev.alloc(f"{name}.m_scale", scales, F32, "Adam M")
-            if options.v_dtype == E4M3:
+            if v.dtype == E4M3:
                 self.v_scale[name] = dev.alloc(f"{name}.v_scale", scales, F32, "Adam V")
             segments = slab.segments()
             self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
@@ -138,6 +135,7 @@ class AdamW:
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
         name = slab.name
+        whole = self.placement.stays_whole(name) and not self.zero_copy
         return _State(
             master=weights.master[name],
             work=weights.work[name],
@@ -146,7 +144,7 @@ class AdamW:
             v=self.v[name],
             m_scale=self.m_scale.get(name),
             v_scale=self.v_scale.get(name),
-            codes=weights.codes(name),
+            codes=weights.codes(name) if whole else None,
         )
 
     def _update_slab(
@@ -165,7 +163,7 @@ class AdamW:
                 weights.quantize(slab.name, *whole)
 
     def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
-        constants = self.options.constants
+        constants = self.constants
         adamw.update(
             self.dev,
             piece.master,
@@ -223,18 +221,14 @@ class _Staging:
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
-        if self.optimizer.options.zero_copy:
+        if self.optimizer.zero_copy:
             return {}
         pairs = zip(MOVABLE, state[: len(MOVABLE)], strict=True)
         return {name: tensor for name, tensor in pairs if tensor is not None and tensor.on_host}
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""
-        return (
-            state.codes is not None
-            and "master" in self._moved(state)
-            and any(buffer.dtype == state.master.dtype for buffer in self._whole_buffers)
-        )
+        return state.codes is not None
 
     def passes_through(self, state: _State) -> bool:
         """Whether the slab is updated in pieces."""
