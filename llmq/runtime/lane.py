@@ -62,17 +62,18 @@ class Lane:
         arrive: str = "copy",
         leave: str = "store",
     ):
-        """slots: their keys, in the order in which `take` gives them."""
+        """slots: keys of those that `take` gives, in this order."""
         self.dev = dev
         self._arrive, self._leave = arrive, leave
         self._slots: dict[Hashable, _Slot] = {}
+        self._takable = list(slots)
         self._asked = dev.event()
-        for key in slots:
+        for key in self._takable:
             self.add(key)
         self.forget()
 
     def add(self, key: Hashable) -> None:
-        """One more slot."""
+        """A slot beside those that `take` gives, for what always uses the same one."""
         self._slots[key] = _Slot(self.dev.event(), self.dev.event())
 
     def forget(self) -> None:
@@ -86,13 +87,13 @@ class Lane:
 
     def take(self, content: Hashable) -> Hashable:
         """The next slot that is not in use is for this content now."""
-        keys = list(self._slots)
-        for turn in range(self._turn, self._turn + len(keys)):
-            slot = self._slots[key := keys[turn % len(keys)]]
+        count = len(self._takable)
+        for turn in range(self._turn, self._turn + count):
+            slot = self._slots[key := self._takable[turn % count]]
             if not slot.in_use:
                 self._turn, slot.content, slot.in_use = turn + 1, content, True
                 return key
-        contents = [slot.content for slot in self._slots.values()]
+        contents = [self._slots[key].content for key in self._takable]
         raise AssertionError(f"lane: no slot for {content!r}, {contents} are in use")
 
     def keep(self, content: Hashable) -> bool:

@@ -1,28 +1,29 @@
 """The life cycle of gradients: load(block) -> full(block) -> notify(block), their sums in the end.
 
 Each rank ends up with its shard of every slab: sums over micro-steps and ranks, divided by the
-target tokens of the whole step.
+target tokens of the whole step. There are three ways there:
 
-    whole      a slab's gradients are resident; reduced on the comm stream in the last micro-step
-    streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step a slot is
-               reduced and added to the rank's shard
+    _Whole      a slab's gradients are resident; ranks reduce them in the last micro-step
+    _Streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step ranks reduce
+                a slot and add it to their shards
+    _InPlace    blocks of one rank take turns in two slots, where products add to its shards
 
-A shard in host memory is on the device while it is added to: it arrives on the copy stream and
-leaves on the store stream. A kernel that worked in host memory would keep the multiprocessors from
-products for as long as the bus takes. One rank has it in the slot, where products add to it: it
-arrives while the block before is computed, in pieces, where another one is still leaving. Several
-ranks have it in a part of the slot that is free once the slot is reduced.
+A shard in host memory is on the device while it is added to. A kernel that worked in host memory
+would keep the multiprocessors from products for as long as the bus takes. One rank has it in the
+slot: it arrives while the block before is computed, in pieces, where another one is still leaving.
+Several ranks have it in a part of the slot that is free once the slot is reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
+from typing import NamedTuple
 
 from llmq.base.dtypes import F64
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import global_norm, reduce
-from llmq.runtime.device import Device, Event
+from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.params import Slab
 from llmq.state.placement import Placement
@@ -33,23 +34,36 @@ SLOTS = 2
 PIECE = 8 << 20
 
 
+class MicroStep(NamedTuple):
+    """What a micro-step does with gradients; a part of its graph's key.
+
+    accumulate: add to them, else overwrite; False in the first of a step. last: they get reduced.
+    """
+
+    accumulate: bool
+    last: bool
+
+
 class _Exchange:
-    """How parts of a slab's gradients on all ranks become sums on the rank that owns them."""
+    """How what all ranks have of a slab becomes sums on the rank that owns them.
+
+    lane: slots of streamed blocks, and one for all that is resident, are reduced as they leave.
+    """
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
         """spare: room for a shard, where the sums are made here and not by the library."""
         self.dev, self.scalars, self.spare = dev, scalars, spare
         self.stream = dev.comm.exchange_stream if dev.world_size > 1 else "comm"
+        self.lane = Lane(dev, range(SLOTS), leave=self.stream)
+        self.lane.add("resident")
 
-    def parts(self, slab: Slab, buffer: Tensor, written: Event) -> list[Tensor]:
-        """What makes this rank's shard when it is summed; a part of buffer if it is one alone.
-
-        written: recorded when all of buffer (slab.size,) was; data may leave from then on.
-        """
+    def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
+        """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare."""
         if self.spare is None:
             self.dev.comm.reduce_scatter(buffer)
             return [slab.shard(buffer, self.dev.rank)]
-        return self.dev.comm.all_to_all(buffer, self.spare.rows(0, slab.shard_size), written)
+        spare, written = self.spare.rows(0, slab.shard_size), self.lane.used(slot)
+        return self.dev.comm.all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
         """target = or += the sum of parts, parameter by parameter.
@@ -71,50 +85,86 @@ class _Exchange:
                 self.dev.zero(tensor.rows(start, stop))
 
 
-class _Whole:
-    """Slabs whose gradients are resident. Several ranks reduce them in the last micro-step.
+class _HostShards:
+    """Shards in host memory: what is in a slot of the lane arrives from them and leaves to them.
 
-    accumulate, last: of the micro-step that is enqueued now, here and below; of capture time.
+    squares[name]: sums of squares of a shard's last sums, made before they leave.
     """
+
+    def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
+        self.dev, self._shard, self._squares = dev, shard, squares
+        self.lane = Lane(dev, range(SLOTS))
+
+    def arrive(self, slab: Slab, slot: Hashable, place: Tensor) -> None:
+        """The shard comes to `place` on the device, when the current stream has got here."""
+        self.lane.follow()
+        self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
+
+    def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
+        """What the current stream has added up goes back."""
+        if last:
+            sums = place.rows(0, slab.shard_size)
+            global_norm.partials(self.dev, self._squares[slab.name], sums)
+        self.lane.leave(slot, *self._copies(slab, self._shard[slab.name], place))
+
+    def _copies(self, slab: Slab, dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
+        starts = range(0, slab.shard_size, PIECE)
+        pieces = [(start, min(start + PIECE, slab.shard_size)) for start in starts]
+        return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in pieces]
+
+
+class _Whole:
+    """Resident slabs, which several ranks reduce in the last micro-step."""
 
     def __init__(self, exchange: _Exchange, whole: dict[str, Tensor], shard: dict[str, Tensor]):
         self._exchange, self._whole, self._shard = exchange, whole, shard
-        self._lane = Lane(exchange.dev, ["whole"], leave=exchange.stream)
 
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        """Begin a micro-step."""
-        self._lane.forget()
-        self._accumulate, self._reduces = accumulate, last and self._exchange.dev.world_size > 1
-        for name, whole in {} if accumulate else self._whole.items():
-            self._exchange.zero_gaps(slabs[name], whole)
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        """Before `full`, to prepare it beside other work."""
 
-    def load(self, slab: Slab) -> None:
-        """Nothing arrives."""
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        """Where products put a slab's gradients (slab.size,), and whether they add to them."""
+        return self._whole[slab.name], step.accumulate
 
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
-        """Where products write a slab's gradients (slab.size,), and whether they add to them."""
-        return self._whole[slab.name], self._accumulate
-
-    def notify(self, slab: Slab) -> None:
+    def notify(self, slab: Slab, step: MicroStep) -> None:
         """The slab's gradients of this micro-step are enqueued."""
-        if self._reduces:
-            self._lane.leave("whole", partial(self._reduce, slab))
+        if step.last and self._exchange.dev.world_size > 1:
+            self._exchange.lane.leave("resident", partial(self._reduce, slab))
 
     def _reduce(self, slab: Slab) -> None:
-        whole, shard = self._whole[slab.name], self._shard[slab.name]
-        parts = self._exchange.parts(slab, whole, self._lane.used("whole"))
+        parts = self._exchange.parts(slab, self._whole[slab.name], "resident")
         if self._exchange.spare is not None:
-            self._exchange.add(slab, shard, parts, accumulate=False)
+            self._exchange.add(slab, self._shard[slab.name], parts, accumulate=False)
 
-    def end(self) -> None:
-        """The current stream goes on once all sums are complete."""
-        self._lane.join()
+
+class _InPlace:
+    """Blocks of one rank, with shards in host memory: products add to them in a slot."""
+
+    def __init__(self, slots: list[Tensor], host: _HostShards):
+        self._slots, self._host, self._lane = slots, host, host.lane
+
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        slot = self._lane.take(slab.name)
+        if step.accumulate:
+            self._host.arrive(slab, slot, self._slots[slot])
+
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        slot = self._lane.slot_of(slab.name)
+        if step.accumulate:
+            self._lane.use(slot)
+        else:
+            self._lane.free(slot)
+        return self._slots[slot].rows(0, slab.size), step.accumulate
+
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        slot = self._lane.slot_of(slab.name)
+        self._host.leave(slab, slot, self._slots[slot], last=step.last)
 
 
 class _Streamed:
-    """Blocks of several ranks: in every micro-step a slot is reduced and added to the shard.
+    """Blocks of several ranks, in slots that are reduced and added to shards, here or on the host.
 
-    A shard in host memory is, meanwhile, in a part of the slot that is free once that is reduced.
+    host: where the shards are in host memory.
     """
 
     def __init__(
@@ -122,25 +172,15 @@ class _Streamed:
         exchange: _Exchange,
         slots: list[Tensor],
         shard: dict[str, Tensor],
-        host: _Host | None,
-        *,
-        followed: bool,
+        host: _HostShards | None,
     ):
-        """followed: in the last micro-step a resident slab is reduced after all blocks."""
-        self.dev, self._exchange, self._followed = exchange.dev, exchange, followed
-        self._slots, self._shard, self._host = slots, shard, host
-        self._lane = Lane(self.dev, range(len(slots)), leave=exchange.stream)
+        self._exchange, self._slots, self._shard, self._host = exchange, slots, shard, host
+        self._lane = exchange.lane
 
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        self._lane.forget()
-        self._accumulate, self._last = accumulate, last
-        if self._host is not None:
-            self._host.start(last)
-
-    def load(self, slab: Slab) -> None:
+    def load(self, slab: Slab, step: MicroStep) -> None:
         self._lane.take(slab.name)
 
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
         slot = self._lane.slot_of(slab.name)
         self._lane.free(slot)
         if self._host is not None:
@@ -149,100 +189,31 @@ class _Streamed:
         self._exchange.zero_gaps(slab, full)
         return full, False
 
-    def notify(self, slab: Slab) -> None:
-        slot = self._lane.slot_of(slab.name)
-        full = self._slots[slot].rows(0, slab.size)
-        target = self._shard[slab.name] if self._host is None else self.dev.comm.free_part(full)
-        self._lane.leave(slot, partial(self._add, slab, slot, full, target))
-        if self._host is not None:
-            with self.dev.on(self._exchange.stream):
-                self._host.leave(slab, slot, target)
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        dev, host, slot = self._exchange.dev, self._host, self._lane.slot_of(slab.name)
+        full, target = self._slots[slot].rows(0, slab.size), self._shard[slab.name]
+        if host is not None:
+            target = dev.comm.free_part(full)
 
-    def _add(self, slab: Slab, slot: int, full: Tensor, target: Tensor) -> None:
-        parts = self._exchange.parts(slab, full, self._lane.used(slot))
-        if self._host is not None and self._accumulate:
-            self._host.arrive(slab, slot, target)
-            self._host.lane.use(slot)
-        self._exchange.add(slab, target, parts, accumulate=self._accumulate)
+        def add() -> None:
+            parts = self._exchange.parts(slab, full, slot)
+            if host is not None and step.accumulate:
+                host.arrive(slab, slot, target)
+                host.lane.use(slot)
+            self._exchange.add(slab, target, parts, accumulate=step.accumulate)
 
-    def end(self) -> None:
-        if not (self._last and self._followed):  # on the same stream, which is waited for once
-            self._lane.join()
-        if self._host is not None:
-            self._host.lane.join()
-
-
-class _InPlace:
-    """Blocks of one rank whose sums are in host memory: products add to them in the slot."""
-
-    def __init__(self, slots: list[Tensor], host: _Host):
-        self._slots, self._host, self._lane = slots, host, host.lane
-
-    def start(self, slabs: dict[str, Slab], *, accumulate: bool, last: bool) -> None:
-        self._accumulate = accumulate
-        self._host.start(last)
-
-    def load(self, slab: Slab) -> None:
-        slot = self._lane.take(slab.name)
-        if self._accumulate:
-            self._host.arrive(slab, slot, self._slots[slot])
-
-    def full(self, slab: Slab) -> tuple[Tensor, bool]:
-        slot = self._lane.slot_of(slab.name)
-        if self._accumulate:
-            self._lane.use(slot)
-        else:
-            self._lane.free(slot)
-        return self._slots[slot].rows(0, slab.size), self._accumulate
-
-    def notify(self, slab: Slab) -> None:
-        slot = self._lane.slot_of(slab.name)
-        self._host.leave(slab, slot, self._slots[slot])
-
-    def end(self) -> None:
-        self._lane.join()
-
-
-class _Host:
-    """Shards in host memory on their way to a slot and back, in pieces.
-
-    squares[name]: of each block of threads, of a shard's last sums, made when they leave.
-    """
-
-    def __init__(
-        self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor], slots: int
-    ):
-        self.dev, self._shard, self._squares = dev, shard, squares
-        self.lane = Lane(dev, range(slots))
-
-    def start(self, last: bool) -> None:
-        self.lane.forget()
-        self._last = last
-
-    def arrive(self, slab: Slab, slot: int, place: Tensor) -> None:
-        """The shard comes to its place on the device, when the current stream has got here."""
-        self.lane.follow()
-        self.lane.arrive(slot, *self._copies(place, self._shard[slab.name]))
-
-    def leave(self, slab: Slab, slot: int, place: Tensor) -> None:
-        """What the current stream has added up goes to host memory; the last sums, squared."""
-        shard = self._shard[slab.name]
-        if self._last:
-            sums = place.rows(0, shard.size)
-            global_norm.partials(self.dev, self._squares[slab.name], sums)
-        self.lane.leave(slot, *self._copies(shard, place))
-
-    def _copies(self, dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
-        size = min(dst.size, src.size)
-        ends = [(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]
-        return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in ends]
+        self._lane.leave(slot, add)
+        if host is not None:
+            with dev.on(self._exchange.stream):
+                host.leave(slab, slot, target, last=step.last)
 
 
 class Gradients:
     """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
 
     slabs: those that have gradients. shard[name]: this rank's elements of a slab's gradients,
-    complete after the last micro-step.
+    complete after the last micro-step. slots: of streamed blocks; what nobody needs between
+    micro-steps.
     """
 
     def __init__(
@@ -263,26 +234,22 @@ class Gradients:
             self._alloc_sums(slab)
         streamed = [slab for name, slab in self.slabs.items() if name not in self._whole]
         self._on_host = any(self.shard[slab.name].on_host for slab in streamed)
-        # What nobody needs between micro-steps.
         self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
-        room: Tensor | None = None
+        spare: Tensor | None = None
         if all_to_all and dev.world_size > 1:
             longest = max(self.slabs.values(), key=lambda slab: slab.shard_size)
-            room = self._alloc("grad.spare", longest.shard_size, longest)
+            spare = self._alloc("grad.spare", longest.shard_size, longest)
         self._squares = self._alloc_squares()
-        exchange = _Exchange(dev, scalars, room)
-        self._homes: list[_Whole | _Streamed | _InPlace] = [
-            _Whole(exchange, self._whole, self.shard)
-        ]
-        if streamed:
-            host = _Host(dev, self.shard, self._squares, SLOTS) if self._on_host else None
-            followed = "vectors" in self._whole
-            self._homes.append(
-                _InPlace(self.slots, host)
-                if dev.world_size == 1
-                else _Streamed(exchange, self.slots, self.shard, host, followed=followed)
-            )
-        self._open = False  # of capture time: within a micro-step
+        self._exchange = exchange = _Exchange(dev, scalars, spare)
+        host = _HostShards(dev, self.shard, self._squares) if self._on_host else None
+        self._lanes = [exchange.lane, *([host.lane] if host else [])]
+        self._resident = _Whole(exchange, self._whole, self.shard)
+        self._streams: _InPlace | _Streamed = (
+            _InPlace(self.slots, host)
+            if host is not None and dev.world_size == 1
+            else _Streamed(exchange, self.slots, self.shard, host)
+        )
+        self._step: MicroStep | None = None  # that is enqueued now: of capture time
 
     def _alloc_sums(self, slab: Slab) -> None:
         name, store = slab.name, self.placement[slab.name].gradient
@@ -318,57 +285,53 @@ class Gradients:
         return self.dev.world_size > 1 or self._on_host
 
     def start_micro_step(self, accumulate: bool, last: bool) -> None:
-        """accumulate False: the first of a step, gradients are overwritten. last: they get reduced.
-
-        Both are a part of the graph's key.
-        """
-        if self._open:
+        """Begin a micro-step; accumulate, last: as MicroStep's."""
+        if self._step is not None:
             raise AssertionError("grads: start_micro_step inside a micro-step")
-        self._open = True
-        for home in self._homes:
-            home.start(self.slabs, accumulate=accumulate, last=last)
+        self._step = MicroStep(accumulate, last)
+        for lane in self._lanes:
+            lane.forget()
+        for name, whole in {} if accumulate else self._whole.items():
+            self._exchange.zero_gaps(self.slabs[name], whole)
 
-    def _home(self, name: str) -> _Whole | _Streamed | _InPlace:
-        return self._homes[0 if name in self._whole else 1]
+    def _now(self, call: str) -> MicroStep:
+        if self._step is None:
+            raise AssertionError(f"grads: {call} outside of a micro-step")
+        return self._step
+
+    def _way(self, name: str) -> _Whole | _InPlace | _Streamed:
+        return self._resident if name in self._whole else self._streams
 
     def load(self, block: str) -> None:
         """Give the block a slot, and start bringing what products add to. One block ahead."""
-        if not self._open:
-            raise AssertionError(f"grads: load({block!r}) outside of a micro-step")
+        step = self._now(f"load({block!r})")
         if block in self.slabs:
-            self._home(block).load(self.slabs[block])
+            self._way(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
         """Where the gradients of a block's parameters go in this micro-step, by key."""
-        if not self._open:
-            raise AssertionError(f"grads: full({block!r}) outside of a micro-step")
-        where: dict[str, Accumulator] = {}
-        for name in ("vectors", block):
-            if slab := self.slabs.get(name):
-                tensor, accumulate = self._home(name).full(slab)
-                where |= {
-                    p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
-                    for p in slab.params
-                    if p.block == block
-                }
+        step, where = self._now(f"full({block!r})"), {}
+        for slab in [self.slabs[name] for name in ("vectors", block) if name in self.slabs]:
+            tensor, accumulate = self._way(slab.name).full(slab, step)
+            where |= {
+                p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
+                for p in slab.params
+                if p.block == block
+            }
         return where
 
     def notify(self, block: str) -> None:
         """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
-        if not self._open:
-            raise AssertionError(f"grads: notify({block!r}) outside of a micro-step")
+        step = self._now(f"notify({block!r})")
         if block in self.slabs:
-            self._home(block).notify(self.slabs[block])
+            self._way(block).notify(self.slabs[block], step)
 
     def end_micro_step(self) -> None:
         """Close the micro-step: what follows on the main stream comes after all reductions."""
-        if not self._open:
-            raise AssertionError("grads: end_micro_step without start_micro_step")
-        self._open = False
-        if slab := self.slabs.get("vectors"):
-            self._home("vectors").notify(slab)
-        for home in self._homes:
-            home.end()
+        self.notify("vectors")
+        for lane in self._lanes:
+            lane.join()
+        self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
         """stats[norm_squared] += the squares of all shards, after the last micro-step.
