@@ -151,22 +151,24 @@ class Shrinker:
         found = self._cheapest(config, savers, start)
         if self.limits.host is None or self.fits(having(config, found)):
             return found
-        places = [place for place, _ in self.placements(config)[:TRIES]]
-        tried = [self.placed(config, place, savers) for place in places]
+        places = [place for place, _ in self.host_choices(config)[:TRIES]]
+        tried = [self.with_hosted(config, place, savers) for place in places]
         fitting = [changes for changes in tried if self.fits(having(config, changes))]
         return min(fitting, key=lambda each: self._seconds(having(config, each)), default=found)
 
     def _seconds(self, config: TrainConfig) -> float:
         return self.planner.estimate(config).time.total
 
-    def placed(self, config: TrainConfig, place: Changes, savers: Sequence[Saver]) -> list[Changes]:
-        """`place`, one of the placements, and the cheapest changes beside it."""
+    def with_hosted(
+        self, config: TrainConfig, place: Changes, savers: Sequence[Saver]
+    ) -> list[Changes]:
+        """`place`, one of the host_choices, and the cheapest changes beside it."""
         kept = self.fixed | {*PLACES, "offload_quants"}
         rest = Shrinker(self.planner, self.limits, kept)
         first = [place] if place else []
         return first + rest._cheapest(having(config, first), savers, ())
 
-    def placements(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
+    def host_choices(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
         """What may be in host memory so that all fits, if the rest is as light as can be, and what
         is needed then; the fastest first.
         """

@@ -85,11 +85,6 @@ class Placement:
         return self.slabs[name]
 
     @property
-    def streams_weights(self) -> bool:
-        """Whether blocks take turns in slots of work weights."""
-        return any(slab.work.streamed for slab in self.slabs.values())
-
-    @property
     def gathers_from_host(self) -> bool:
         """Whether ranks read each other's weights in host memory, in sources or mirrors."""
         streamed = [slab for slab in self.slabs.values() if slab.work.streamed]
@@ -206,24 +201,23 @@ def _place_slab(
     dtype, master_dtype = parse_dtype(config.model_dtype), parse_dtype(config.master_dtype)
     coded = slab.is_block and config.matmul_dtype == "e4m3"
     streams = slab.is_block and streams_weights(config, world_size)
-    updated = has_masters(config, world_size) if slab.is_block else master_dtype != dtype
+    updates_another = has_masters(config, world_size) if slab.is_block else master_dtype != dtype
+    gathers_master = trainable and not coded and master_dtype == dtype
     source = _source(config) if streams else None
     mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
+    master = Store(
+        dtype=master_dtype if trainable else dtype,
+        memory=_memory(config, config.offload_master),
+        sharded=True,
+    )
+    transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
     placement = SlabPlacement(
         trainable=trainable,
         group=_group(slab),
         work=Store(dtype=E4M3 if coded else dtype, streamed=streams),
-        master=Store(
-            dtype=master_dtype if trainable else dtype,
-            memory=_memory(config, config.offload_master),
-            sharded=True,
-        )
-        if coded or (trainable and updated)
-        else None,
-        part=None if trainable and not coded and master_dtype == dtype else source,
-        transposed=Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
-        if coded
-        else None,
+        master=master if coded or (trainable and updates_another) else None,
+        part=None if gathers_master else source,
+        transposed=transposed if coded else None,
         mirror=Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None,
     )
     return _trained(config, slab, world_size, placement) if trainable else placement
