@@ -77,11 +77,12 @@ class Weights:
         head = placement.head
         self._head_quants = None if head is None else HeadQuants(dev, self._lm_head, head.dtype)
         streamed = [slab for slab in table if placement[slab.name].work.streamed]
-        self._lane = Lane(dev, range(SLOTS if streamed else 0), arrive="comm")
         self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
-        self._resident = Lane(dev, self._whole, arrive="comm")
+        self._lane = Lane(dev, range(SLOTS), arrive="comm")
+        for name in self._whole:
+            self._lane.add(name)
         self._operands: dict[tuple, dict[str, Operand]] = {}
-        self._updated = False  # of the time of calls: since the last micro-step or evaluation
+        self._updated = False  # since the last micro-step or evaluation, be they replayed or not
         self._trained = {slab.name for slab in table if placement[slab.name].trainable}
         self._pass = _Pass()
 
@@ -148,7 +149,7 @@ class Weights:
 
     def _gather_whole(self, name: str) -> None:
         self._pass.to_gather.remove(name)
-        self._resident.arrive(name, partial(self._gather_resident, name))
+        self._lane.arrive(name, partial(self._gather_resident, name))
 
     def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
@@ -174,7 +175,7 @@ class Weights:
         if self._pass.stale:
             for name in ("vectors", block):
                 if name in self._whole:
-                    self._resident.use(name)
+                    self._lane.use(name)
         slot = self._arrived(block) if self._takes_slot(block) else None
         key = (block, slot and slot.offset)
         if key not in self._operands:
