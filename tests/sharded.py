@@ -6,7 +6,7 @@ However many ranks there are, they share the same sequences: world * accum * B =
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.model.step import Batch, Result, Step
-from llmq.plan.plan import Usage, comm_options, make_plan, step_options
+from llmq.plan.plan import Usage, make_plan
+from llmq.plan.step_options import comm_options, step_options
 from llmq.ref import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
@@ -152,6 +153,7 @@ def run(
     make: Callable[..., Device] = HostDevice,
     spec: DeviceSpec = HOST_SPEC,
     connect: Callable[..., Any] = connect,
+    frozen: Collection[str] = (),
     **options: Any,
 ) -> Outcome:
     """Run a program (train_steps() if None) on every rank, and check what must always hold.
@@ -159,19 +161,20 @@ def run(
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
     make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
-    connect: as llmq.comm.collectives's.
+    connect: as llmq.comm.collectives's. frozen: slabs that are not trained.
     """
     cfg = config(world, accum, **options)
-    plan = make_plan(cfg, of, spec, world_size=world)
+    plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen)
+    made = step_options(cfg, of, world_size=world, frozen=frozen)
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:
         dev = devices[rank] = make(plan.usage.sizes, rank=rank, world_size=world, poison=True)
         workers.barrier()
         if rank == 0:
-            connect(devices, comm_options(cfg), workers)
+            connect(devices, comm_options(cfg, made.placement), workers)
         workers.barrier()
-        session = Session(dev, Step(dev, of, step_options(cfg, "native")), cfg, of.vocab_size)
+        session = Session(dev, Step(dev, of, made), cfg, of.vocab_size)
         session.step.weights.init(of, seed=1)
         result = (program or train_steps())(session)
         work = _work_weights(session)

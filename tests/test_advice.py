@@ -15,8 +15,9 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
-from llmq.plan.plan import OutOfMemory, make_plan, needed_bytes
-from llmq.plan.shrink import Limits, memory_limit, smaller_batch
+from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
+from llmq.plan.plan import make_plan
+from llmq.plan.shrink import smaller_batch
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
@@ -194,7 +195,7 @@ def test_what_is_needed_is_more_than_what_is_there(short):
 
 
 def test_limits_of_a_run(monkeypatch):
-    monkeypatch.setattr("llmq.plan.shrink.available_host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 6 * GIB)
     machine = choose_machine("cpu", 1)
     assert memory_limit(options(), machine) == Limits(device=6 * GIB)
     assert memory_limit(options(memory_limit="1GiB"), machine) == Limits(device=GIB)

@@ -14,7 +14,8 @@ from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine
 from llmq.state.params import weight_table
-from llmq.state.weights import WeightOptions, Weights
+from llmq.state.placement import resident
+from llmq.state.weights import Weights
 from llmq.train.sampling import Sampler
 from tests.models import CONFIGS, VOCAB, hf_model, trainer_for
 
@@ -97,7 +98,7 @@ def test_what_is_not_written_is_not_read(tmp_path):
         device=long.dev.arenas["device"].used, stack=long.dev.stack.capacity, pinned=0
     )
     dev = HostDevice(sizes, poison=True)
-    loaded = Weights(dev, weight_table(config), WeightOptions(dtype=F32, master_dtype=F32))
+    loaded = Weights(dev, weight_table(config), resident(weight_table(config), F32))
     poisoned = Decoder(dev, config, loaded, 64)
     with HfWeights(tmp_path) as weights:
         loaded.load(weights.read)

@@ -20,9 +20,10 @@ from llmq.config.presets import preset, resolve_model
 from llmq.plan import advice, estimate
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit
-from llmq.plan.plan import OutOfMemory, make_plan, needed_bytes
+from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.plan import make_plan
 from llmq.plan.report import choose
-from llmq.plan.shrink import REARRANGING, Limits, Shrinker, having
+from llmq.plan.shrink import REARRANGING, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine
 from tests.runs import make_workplace
@@ -356,7 +357,7 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
     machine = Machine(kind="cuda", spec=spec_of(card), note=None)
     monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
     monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
-    monkeypatch.setattr("llmq.plan.shrink.available_host_memory", lambda: 9 * GIB)
+    monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 9 * GIB)
     config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
     sizes = []
     for free in (20 * GIB, 5 * GIB):

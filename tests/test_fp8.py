@@ -15,7 +15,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import preset
 from llmq.model.head import gradient_scale
 from llmq.model.step import Step
-from llmq.plan.plan import step_options
+from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.models import CONFIGS, hf_model, random_batch, trainer_for
@@ -109,7 +109,7 @@ def activations(model: ModelConfig, **options) -> int:
     """Bytes of a plan."""
     config = TrainConfig(batch_size=2, seq_len=64, **options).normalized()
     dev = PlanDevice(HOST_SPEC)
-    Step(dev, model, step_options(config, "native"))
+    Step(dev, model, step_options(config, model))
     return dev.arenas["device"].categories["Activations"]
 
 
@@ -222,7 +222,7 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     options = {"fp8_fast_accumulation": fast, "head_dtype": head, "recompute_block": recompute}
     config = TrainConfig(**FP8, **options, batch_size=1, seq_len=64, grad_accumulation=1)
     dev = NotingDevice()
-    step = Step(dev, model, step_options(config.normalized(), "native"))
+    step = Step(dev, model, step_options(config.normalized(), model))
     batch = (np.zeros((1, 64), np.int32),) * 2
     step.train(0, 0.0, 0.0, [batch])
     fp8_head = head == "e4m3"

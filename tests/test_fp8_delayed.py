@@ -11,7 +11,8 @@ from llmq.config.presets import preset
 from llmq.model.operands import NAMES
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.model.step import Step
-from llmq.plan.plan import make_plan, step_options
+from llmq.plan.plan import make_plan
+from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.models import hf_model, random_batch, trainer_for
@@ -259,7 +260,7 @@ def counted_micro_step(model, recipe):
     """A device that has counted one micro-step of 64 tokens."""
     options = JIT | {"seq_len": 64, "fp8_recipe": recipe, "batch_size": 1, "grad_accumulation": 1}
     dev = PlanDevice(HOST_SPEC)
-    step = Step(dev, model, step_options(TrainConfig(**options).normalized(), "native"))
+    step = Step(dev, model, step_options(TrainConfig(**options).normalized(), model))
     if not step.model.operands.ready:
         step.calibrate()
     dev.launches.clear()

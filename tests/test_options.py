@@ -22,6 +22,7 @@ from llmq.config.option_types import (
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config, option_rows
 from llmq.config.presets import preset
+from llmq.plan.idle_options import option_warnings, rank_warnings, run_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
 
@@ -503,22 +504,22 @@ def test_sizes_of_fp8_products(options, size):
 
 
 def test_warnings():
-    assert make_config({}).warnings() == []
-    assert make_config({"ckpt-major": 10, "ckpt-keep-n": 2}).warnings() == []
+    assert option_warnings(make_config({})) == []
+    assert option_warnings(make_config({"ckpt-major": 10, "ckpt-keep-n": 2})) == []
     options = {"ckpt-major": 10, "final-lr-fraction": 0.1, "lr-schedule": "wsd"}
-    lines = make_config({**options, "steps": 5, "warmup": 6}).warnings()
+    lines = option_warnings(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
         "--ckpt-major",
         "--final-lr-fraction",
         "--warmup",
     ]
     kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
-    assert make_config(kept).warnings() == []
-    (line,) = make_config({**kept, "save-training-state": False}).warnings()
+    assert option_warnings(make_config(kept)) == []
+    (line,) = option_warnings(make_config({**kept, "save-training-state": False}))
     assert line.startswith("--ckpt-keep-n 2 has no effect")
-    (line,) = make_config({"lr-schedule": "linear"}).warnings()
+    (line,) = option_warnings(make_config({"lr-schedule": "linear"}))
     assert line.startswith("--lr-schedule linear has no effect: with --final-lr-fraction 1 ")
-    assert make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1}).warnings() == []
+    assert option_warnings(make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1})) == []
 
 
 FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
@@ -544,17 +545,17 @@ FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
 )
 def test_options_that_do_nothing_alone(without, remedies):
     (flag,) = without
-    (line,) = make_config(without).warnings()
+    (line,) = option_warnings(make_config(without))
     assert re.match(f"--(no-)?{flag} ", line)
     assert re.search("has no effect|is the same as", line)
     for options in remedies:
-        assert make_config(without | options).warnings() == []
+        assert option_warnings(make_config(without | options)) == []
 
 
 def test_host_memory_of_residuals_is_not_the_optimizers():
     """--offload-residual makes neither option of the other offloaded tensors useful."""
     for flag in ("use-zero-copy", "write-combined"):
-        (line,) = make_config({flag: True, "offload-residual": True}).warnings()
+        (line,) = option_warnings(make_config({flag: True, "offload-residual": True}))
         assert line.startswith(f"--{flag} has no effect without")
 
 
@@ -574,17 +575,17 @@ def test_host_memory_of_residuals_is_not_the_optimizers():
 def test_mirrors_that_nobody_would_read(options, reason):
     given = {"mirror-weights": True, "memcpy-all-gather": True, "shard-weights": True} | options
     lines = [] if reason is None else [f"--mirror-weights has no effect {reason}"]
-    assert make_config(given).warnings() == lines
-    assert make_config(given | {"mirror-weights": False}).warnings() == []
+    assert option_warnings(make_config(given)) == lines
+    assert option_warnings(make_config(given | {"mirror-weights": False})) == []
 
 
 def test_options_that_do_nothing_with_one_rank():
     between = {"memcpy-all-gather": True, "memcpy-send-recv": True, "all-to-all-reduce": True}
     between |= {"mirror-weights": True, "shard-weights": True, "persistent-quants": True, **FP8}
     config = make_config({**between, "measure-scaling": True, "p2p": "off"})
-    assert config.warnings() == []
-    assert config.rank_warnings(2) == []
-    assert [line.split(" has no effect")[0] for line in config.rank_warnings(1)] == [
+    assert option_warnings(config) == []
+    assert rank_warnings(config, 2) == []
+    assert [line.split(" has no effect")[0] for line in rank_warnings(config, 1)] == [
         "--memcpy-all-gather",
         "--memcpy-send-recv",
         "--mirror-weights",
@@ -593,7 +594,7 @@ def test_options_that_do_nothing_with_one_rank():
         "--p2p off",
         "--shard-weights",
     ]
-    assert make_config({"watchdog": 5}).rank_warnings(1) == []
+    assert rank_warnings(make_config({"watchdog": 5}), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -608,19 +609,19 @@ def test_options_that_do_nothing_with_one_rank():
 )
 def test_options_that_do_nothing_in_a_run_so_long(options, steps, line):
     config = make_config(options)
-    assert config.warnings() == config.rank_warnings(1) == []
-    found = config.run_warnings(1, steps, steps_per_epoch=10)
+    assert option_warnings(config) == rank_warnings(config, 1) == []
+    found = run_warnings(config, 1, steps, steps_per_epoch=10)
     assert [text[: len(line or "")] for text in found] == ([line] if line else [])
     if "watchdog" in options:
-        assert config.run_warnings(2, steps, steps_per_epoch=10) == []
+        assert run_warnings(config, 2, steps, steps_per_epoch=10) == []
 
 
 def test_the_seed_of_nothing():
     exact = {"model-dtype": "fp32", "seed": 7}
-    (line,) = make_config(exact).warnings()
+    (line,) = option_warnings(make_config(exact))
     assert line.startswith("--seed 7 has no effect: in fp32")
     for rounded in ({"from-scratch": True}, {"model-dtype": "bf16"}, {"opt-v-dtype": "bf16"}):
-        assert make_config(exact | rounded).warnings() == []
+        assert option_warnings(make_config(exact | rounded)) == []
 
 
 SHARDED, GRADIENTS = {"shard-weights": True}, {"shard-gradients": True}
@@ -662,7 +663,7 @@ def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
     """What is said to have no effect does not change what a step launches, and where."""
     common = {"model": "tiny", "from-scratch": True, "batch-size": 1, "seq-len": 64}
     config, plain = (make_config(common | changes) for changes in (options, without))
-    lines = config.rank_warnings(1)
+    lines = rank_warnings(config, 1)
     plans = [make_plan(c, preset("tiny"), PLAN_SPEC) for c in (config, plain)]
     one, other = ((p.usage, p.flops, p.traffic, p.launches, p.sources) for p in plans)
     assert (one == other) == (reason is not None)
@@ -671,8 +672,8 @@ def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
 
 def test_transposed_weights_of_several_ranks():
     config = make_config(PERSISTENT | {"keep-transposed": False})
-    assert [line.split()[0] for line in config.rank_warnings(2)] == ["--no-keep-transposed"]
-    assert make_config(FP8 | {"keep-transposed": False, "zero-level": 2}).rank_warnings(2) == []
+    assert [line.split()[0] for line in rank_warnings(config, 2)] == ["--no-keep-transposed"]
+    assert rank_warnings(make_config(FP8 | {"keep-transposed": False, "zero-level": 2}), 2) == []
 
 
 def test_options_that_do_nothing_on_the_cpu():
@@ -688,7 +689,7 @@ def test_options_that_do_nothing_on_the_cpu():
         "log-gpu-util": 5,
     }
     config = make_config(options | {"device": "cpu"})
-    assert config.warnings() == [
+    assert option_warnings(config) == [
         f"{flag} has no effect with --device cpu"
         for flag in (
             "--no-tune",
@@ -702,14 +703,16 @@ def test_options_that_do_nothing_on_the_cpu():
             "--log-gpu-util 5",
         )
     ]
-    assert config.rank_warnings(1) == config.rank_warnings(1, on_cpu=True) == []
-    chosen = make_config(options).rank_warnings(1, on_cpu=True)
-    assert chosen == [line.replace("with --device cpu", "on the CPU") for line in config.warnings()]
+    assert rank_warnings(config, 1) == rank_warnings(config, 1, on_cpu=True) == []
+    chosen = rank_warnings(make_config(options), 1, on_cpu=True)
+    assert chosen == [
+        line.replace("with --device cpu", "on the CPU") for line in option_warnings(config)
+    ]
     alone = make_config(options)
-    assert not any("cpu" in line for line in alone.warnings() + alone.rank_warnings(1))
-    assert make_config({"device": "cpu", "log-gpu-util": 0}).warnings() == []
+    assert not any("cpu" in line for line in option_warnings(alone) + rank_warnings(alone, 1))
+    assert option_warnings(make_config({"device": "cpu", "log-gpu-util": 0})) == []
     summed = make_config({"device": "cpu", "all-to-all-reduce": True})
-    assert summed.rank_warnings(1) == ["--all-to-all-reduce has no effect with one GPU"]
+    assert rank_warnings(summed, 1) == ["--all-to-all-reduce has no effect with one GPU"]
 
 
 FILE_VALUES = {"batch_size": 8, "learning-rate": "1e-3", "recompute_ffn": True, "steps": 20}

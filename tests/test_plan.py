@@ -22,7 +22,9 @@ from llmq.config.option_types import parse_size
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.plan.plan import Usage, allocator_table, fewest_attention_parts, make_plan, needed_bytes
+from llmq.plan.allocator_table import allocator_table
+from llmq.plan.memory import needed_bytes
+from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
 from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes

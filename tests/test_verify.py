@@ -14,7 +14,8 @@ from llmq.bench import verify
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.config.presets import resolve_model
-from llmq.plan.plan import make_plan, needed_bytes
+from llmq.plan.memory import needed_bytes
+from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
 from llmq.train.trainer import Trainer

@@ -26,13 +26,14 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
-from llmq.plan.plan import step_options
+from llmq.plan.step_options import step_options
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
-from llmq.state.weights import WeightOptions, Weights
+from llmq.state.placement import resident
+from llmq.state.weights import Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
@@ -115,7 +116,7 @@ def note_training(
         config = TrainConfig(
             batch_size=B, seq_len=T, recompute_block=recompute, z_loss=1e-4, **fields
         )
-        options = step_options(config.normalized(), "native")
+        options = step_options(config.normalized(), model)
         step = Step(NotingDevice(spec, noted), model, options)
         step.train(0, 0.0, 0.0, [batch])
         step.train(1, 0.0, 0.0, [batch, batch])
@@ -125,8 +126,8 @@ def note_training(
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:
     """A prompt and one more token."""
     dev = NotingDevice(spec, noted)
-    options = WeightOptions(dtype=dtype, master_dtype=dtype)
-    decoder = Decoder(dev, model, Weights(dev, weight_table(model), options), 64)
+    table = weight_table(model)
+    decoder = Decoder(dev, model, Weights(dev, table, resident(table, dtype)), 64)
     decoder.forward(np.zeros(32, np.int32), 0)
     decoder.forward(np.zeros(1, np.int32), 32)
 

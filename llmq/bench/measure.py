@@ -31,7 +31,8 @@ from llmq.base.files import write_file
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings, resolve_model
 from llmq.model.step import Batch, Result
-from llmq.plan.plan import OutOfMemory, needed_bytes
+from llmq.plan.idle_options import option_warnings, rank_warnings
+from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
@@ -51,8 +52,8 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
-    idle = config.rank_warnings(trainer.world_size, on_cpu=on_cpu)
-    warn(make_config(options).warnings() + idle + model_warnings(model_dir))
+    idle = rank_warnings(config, trainer.world_size, on_cpu=on_cpu)
+    warn(option_warnings(make_config(options)) + idle + model_warnings(model_dir))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
     trainer.load_weights()

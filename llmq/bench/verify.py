@@ -21,7 +21,8 @@ from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.model.step import Result
-from llmq.plan.plan import OutOfMemory
+from llmq.plan.idle_options import rank_warnings
+from llmq.plan.memory import OutOfMemory
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.train.trainer import Trainer
 
@@ -137,7 +138,7 @@ def compare(
         )
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
-    warn(config.rank_warnings(machine.world_size, on_cpu=machine.kind == "host"))
+    warn(rank_warnings(config, machine.world_size, on_cpu=machine.kind == "host"))
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -271,10 +271,14 @@ class CheckpointReader:
         """Those that the checkpoint has."""
         return set(self._pieces)
 
-    def check(self, table: tuple[Slab, ...]) -> None:
-        """LlmqError unless every group holds exactly this model's parameters, all of each."""
-        params = [param for slab in table for param in slab.params]
+    def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
+        """LlmqError unless every group holds exactly this model's parameters, all of each.
+
+        trained: names of the slabs that have moments; None: all.
+        """
         for group in (*GROUPS, *sorted(self.groups.difference(GROUPS))):
+            every = group == "weights" or trained is None
+            params = [p for slab in table if every or slab.name in trained for p in slab.params]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))
             unknown = self._pieces[group].keys() - {param.name for param in params}

@@ -38,7 +38,11 @@ def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Te
 def write_group(
     dev: Device, writer: CheckpointWriter, group: str, pieces: Sequence[Piece], beat: Beat
 ) -> FileEntry:
-    """Write what a rank holds of a group into its file of a checkpoint."""
+    """Write what a rank holds of a group into its file of a checkpoint, in one format.
+
+    The widest: weights that are not trained may lie in another one than masters.
+    """
+    dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:
         for found in slab_ranges(group, piece.slab, piece.start, piece.stop):
@@ -47,9 +51,10 @@ def write_group(
 
     def read(param: Param, start: int, stop: int) -> np.ndarray:
         beat()
-        return dev.download(_values(group, homes[param.name], param, start, stop))
+        values = dev.download(_values(group, homes[param.name], param, start, stop))
+        return values.astype(dtype.numpy, copy=False)
 
-    return writer.write(group, pieces[0].tensor.dtype, ranges, read)
+    return writer.write(group, dtype, ranges, read)
 
 
 def read_group(

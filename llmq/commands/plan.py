@@ -34,6 +34,14 @@ def plan(
             "fastest; what is given stays, micro-batch times accumulation too.",
         ),
     ] = False,
+    placement: Annotated[
+        bool,
+        typer.Option(
+            "--placement",
+            help="Show where weights, gradients and moments are, in which format, and what is "
+            "divided among GPUs.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
@@ -45,4 +53,4 @@ def plan(
     from llmq.plan.report import run_plan
 
     fields = given_fields(given, config_file) if fit else None
-    run_plan(config, model, **sizes, card=card, fit=fields, json=json)
+    run_plan(config, model, **sizes, card=card, fit=fields, placement=placement, json=json)

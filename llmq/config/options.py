@@ -9,8 +9,7 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.config.fields import FP8_DTYPES
-from llmq.config.idle import Warnings
+from llmq.config.fields import FP8_DTYPES, Fields
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import Option, options_of
 
@@ -19,7 +18,7 @@ _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells fr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Warnings):
+class TrainConfig(Fields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:

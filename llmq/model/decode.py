@@ -25,7 +25,7 @@ class Decoder:
 
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
-        self.dtype: DType = weights.options.dtype
+        self.dtype: DType = weights.placement["embed"].work.dtype
         self.linear, self.norm = Linear(dev), Normalization(dev, config)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 

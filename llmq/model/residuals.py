@@ -1,14 +1,17 @@
 """The residual stream at the start of each block, which backward needs again.
 
 On the device for every layer, or (--offload-residual) in host memory with two buffers on the
-device: in forward a layer's residual leaves on the store stream once its block has run, in backward
-it comes back on the copy stream while the block after it runs. The last two never leave.
+device: in forward a layer's residual leaves once its block has run, in backward it arrives again
+while the block after it runs. The last two never leave.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from llmq.base.dtypes import DType
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 
 SLOTS = 2
 
@@ -27,9 +30,8 @@ class Residuals:
             dev.alloc(f"residual.host.{i}", shape, dtype, "Activations", "pinned")
             for i in range(num_layers - count)
         ]
-        self._left, self._free, self._arrived = (
-            [dev.event() for _ in range(SLOTS)] for _ in range(3)
-        )
+        # Empty after each backward pass: all that left in forward has arrived again.
+        self._lane = Lane(dev, range(SLOTS))
 
     def leaves(self, layer: int) -> bool:
         """Whether the layer's residual goes to host memory between forward and backward."""
@@ -37,33 +39,23 @@ class Residuals:
 
     def write(self, layer: int) -> None:
         """Before the current stream writes a layer's residual in a forward pass that is kept."""
-        if self.leaves(layer - SLOTS):
-            self.dev.wait(self._left[layer % SLOTS])
+        self._lane.free(layer % SLOTS)
 
     def written(self, layer: int) -> None:
         """The layer's forward pass is enqueued, and backward will read its residual."""
-        if not self.leaves(layer):
-            return
-        index = layer % SLOTS
-        self.dev.record(self._free[index])
-        with self.dev.on("store"):
-            self.dev.wait(self._free[index])
-            self.dev.copy(self._host[layer], self.tensors[layer])
-            self.dev.record(self._left[index])
+        if self.leaves(layer):
+            copy = partial(self.dev.copy, self._host[layer], self.tensors[layer])
+            self._lane.leave(layer % SLOTS, copy)
 
     def read(self, layer: int) -> None:
         """Before the current stream reads a layer's residual in backward."""
         if self.leaves(layer):
-            self.dev.wait(self._arrived[layer % SLOTS])
+            self._lane.use(layer % SLOTS)
 
     def was_read(self, layer: int) -> None:
         """The layer's backward pass is enqueued: its buffer is for the residual two layers down."""
         following = layer - SLOTS
-        if not self.leaves(following):
-            return
-        index = layer % SLOTS
-        self.dev.record(self._free[index])
-        with self.dev.on("copy"):
-            self.dev.wait(self._free[index])
-            self.dev.copy(self.tensors[following], self._host[following])
-            self.dev.record(self._arrived[index])
+        if self.leaves(following):
+            self._lane.release(layer % SLOTS)
+            copy = partial(self.dev.copy, self.tensors[following], self._host[following])
+            self._lane.arrive(layer % SLOTS, copy)

@@ -19,10 +19,11 @@ from llmq.config.model import ModelConfig
 from llmq.model.model import Model, ModelOptions
 from llmq.ops import clock, cross_entropy
 from llmq.runtime.device import Clock, Device, Event
-from llmq.state.grads import GradientOptions, Gradients
-from llmq.state.optimizer import AdamW, OptimizerOptions
+from llmq.state.grads import Gradients
+from llmq.state.optimizer import AdamW, AdamWConstants
 from llmq.state.params import Slab, weight_table
-from llmq.state.weights import WeightOptions, Weights
+from llmq.state.placement import Placement
+from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 MOST_SLOTS = 1024  # for micro-steps on their way to the device
@@ -33,12 +34,16 @@ Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Everything that shapes a step and its memory."""
+    """Everything that shapes a step and its memory.
+
+    all_to_all: as for Gradients. zero_copy: as for AdamW.
+    """
 
     model: ModelOptions
-    weights: WeightOptions
-    gradients: GradientOptions
-    optimizer: OptimizerOptions
+    placement: Placement
+    all_to_all: bool
+    adamw: AdamWConstants
+    zero_copy: bool
     grad_accum_steps: int
     seed: int
 
@@ -129,9 +134,12 @@ class Step:
         self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
-        self.weights = Weights(dev, self.table, options.weights)
-        self.grads = Gradients(dev, self.table, options.gradients, self.scalars)
-        self.optimizer = AdamW(dev, self.table, options.optimizer)
+        placement, all_to_all = options.placement, options.all_to_all
+        self.weights = Weights(dev, self.table, placement)
+        self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
+        self.optimizer = AdamW(
+            dev, self.table, placement, options.adamw, zero_copy=options.zero_copy
+        )
         self.model = Model(dev, config, options.model, self.weights)
 
     def _open_clock(self) -> None:
@@ -246,6 +254,7 @@ class Step:
             group: [
                 Piece(s, rank * s.shard_size, (rank + 1) * s.shard_size, tensors[s.name])
                 for s in self.table
+                if s.name in tensors
             ]
             for group, tensors in groups.items()
         }
@@ -288,7 +297,7 @@ class Step:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
-        adamw, t = self.options.optimizer.constants, step + 1
+        adamw, t = self.options.adamw, step + 1
         record["lr"] = lr
         record["beta1_correction"] = 1.0 / (1.0 - adamw.beta1**t)
         record["beta2_correction"] = 1.0 / (1.0 - adamw.beta2**t)

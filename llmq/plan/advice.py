@@ -15,14 +15,14 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.plan.estimate import Planner
-from llmq.plan.plan import OutOfMemory, Plan, needed_bytes
+from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.plan import Plan
 from llmq.plan.shrink import (
     MARGIN,
     REARRANGING,
     ROUNDING,
     STAYING,
     Changes,
-    Limits,
     Saver,
     Shrinker,
     changed,
@@ -206,11 +206,11 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
 
 def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
     """What to change so that it fits into the device; None: nothing does that."""
-    places = boundless.placements(config)
+    places = boundless.host_choices(config)
     if not places:
         return None
     place, _ = min(places, key=lambda choice: choice[1].host)
-    return boundless.placed(config, place, REARRANGING)
+    return boundless.with_hosted(config, place, REARRANGING)
 
 
 def _with_coarser_numbers(

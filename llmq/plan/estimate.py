@@ -14,7 +14,8 @@ from llmq.config.cards import Card
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.cost import PARTS, StepTime, step_time
-from llmq.plan.plan import Plan, make_plan, needed_bytes, page_tables
+from llmq.plan.memory import needed_bytes, page_tables
+from llmq.plan.plan import Plan, make_plan
 from llmq.runtime.device import DeviceSpec
 
 FEW_LAYERS = (2, 3)  # at least as many as the buffers that layers take turns in

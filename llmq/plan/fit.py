@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import refusal
 from llmq.plan.estimate import RECOMPUTE, Estimate, Planner
-from llmq.plan.plan import OutOfMemory
-from llmq.plan.shrink import MARGIN, PLACES, REARRANGING, Changes, Limits, Shrinker, having
+from llmq.plan.memory import Limits, OutOfMemory
+from llmq.plan.shrink import MARGIN, PLACES, REARRANGING, Changes, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
 
 SHOWN = 5  # configurations

@@ -14,24 +14,21 @@ from llmq.config.command_line import command_line
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import check_fits, mib, room
+from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine, installed_attention
 from llmq.plan.cost import StepTime, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Candidate, Fit
-from llmq.plan.plan import (
-    Plan,
-    allocator_table,
-    fewest_attention_parts,
-    make_plan,
-    needed_bytes,
-)
-from llmq.plan.shrink import Limits, memory_limit
+from llmq.plan.idle_options import rank_warnings
+from llmq.plan.memory import Limits, memory_limit, needed_bytes
+from llmq.plan.placement_table import placement_record, placement_table
+from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.machine import PLAN_SPEC, Machine, choose_machine
 from llmq.state.params import parameter_count
 
-CONTEXT_WHEN_ASKED = 256 * MIB  # of plan.CONTEXT_BYTES, taken already when the free memory is read
+CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +99,21 @@ def run_plan(
     host_memory: int | None = None,
     card: str | None = None,
     fit: frozenset[str] | None = None,
+    placement: bool = False,
     json: bool = False,
 ) -> None:
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
-    fit: options that keep their values in a search. Raises OutOfMemory, after printing the plan, if
-    it does not fit, or nothing does.
+    fit: options that keep their values in a search. placement: print, too, where everything lies.
+    Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does.
     """
+    if placement and fit is not None:
+        raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     where = _target(config, model, gpu_memory, host_memory, card)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
-    warn(config.rank_warnings(where.world_size))
+    warn(rank_warnings(config, where.world_size))
     if fit is not None:
         _print_fit(config, model, where, fit, json)
         return
@@ -121,9 +121,13 @@ def run_plan(
     plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
     time = step_time(plan, where.card) if where.named else None
     if json:
-        print(json_module.dumps(plan_record(plan, model, where, time), indent=2))
+        record = plan_record(plan, model, where, time)
+        record |= {"placement": placement_record(plan.placement)} if placement else {}
+        print(json_module.dumps(record, indent=2))
     else:
-        print("\n".join(plan_report(plan, model, where, time)))
+        lines = plan_report(plan, model, where, time)
+        lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
+        print("\n".join(lines))
     check_fits(config, model, where.spec, where.backend, plan, where.limits, where.card)
 
 

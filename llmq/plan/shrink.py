@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import combinations
 from typing import Any
@@ -13,8 +13,7 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
 from llmq.config.options import TrainConfig
 from llmq.plan.estimate import Estimate, Planner
-from llmq.runtime.host_memory import available_host_memory
-from llmq.runtime.machine import Machine
+from llmq.plan.memory import Limits
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
 MARGIN = MIB  # by which estimates may be wrong
@@ -24,44 +23,6 @@ TRIES = 3  # choices of what is in host memory that are followed up
 
 Changes = dict[str, Any]  # options by field name
 Saver = Callable[[TrainConfig], Changes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bytes that a run may take: of each rank's device memory, and of host memory for all ranks.
-
-    None: there is nothing to compare with. On the CPU device holds everything.
-    """
-
-    device: int | None = None
-    host: int | None = None
-
-    def excess(self, device: int, host: int) -> int:
-        """Bytes too many, of both kinds together; 0: it fits."""
-        pairs = ((device, self.device), (host, self.host))
-        return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
-
-    def less(self, size: int) -> Limits:
-        """With so many bytes less of both kinds."""
-        kinds = (self.device, self.host)
-        device, host = (None if limit is None else max(limit - size, 0) for limit in kinds)
-        return Limits(device=device, host=host)
-
-
-# Host memory of a run beside what is pinned, an estimate: interpreter and CUDA's libraries, and the
-# driver's of each GPU.
-PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
-
-
-def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
-    """What a run may take on this machine."""
-    if machine.kind == "host":
-        available, host = available_host_memory() // machine.world_size, None
-    else:
-        available = machine.spec.memory
-        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
-        host = max(available_host_memory() - others, 0)
-    return Limits(device=min(available, config.memory_limit or available), host=host)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,22 +151,24 @@ class Shrinker:
         found = self._cheapest(config, savers, start)
         if self.limits.host is None or self.fits(having(config, found)):
             return found
-        places = [place for place, _ in self.placements(config)[:TRIES]]
-        tried = [self.placed(config, place, savers) for place in places]
+        places = [place for place, _ in self.host_choices(config)[:TRIES]]
+        tried = [self.with_hosted(config, place, savers) for place in places]
         fitting = [changes for changes in tried if self.fits(having(config, changes))]
         return min(fitting, key=lambda each: self._seconds(having(config, each)), default=found)
 
     def _seconds(self, config: TrainConfig) -> float:
         return self.planner.estimate(config).time.total
 
-    def placed(self, config: TrainConfig, place: Changes, savers: Sequence[Saver]) -> list[Changes]:
-        """`place`, one of the placements, and the cheapest changes beside it."""
+    def with_hosted(
+        self, config: TrainConfig, place: Changes, savers: Sequence[Saver]
+    ) -> list[Changes]:
+        """`place`, one of the host_choices, and the cheapest changes beside it."""
         kept = self.fixed | {*PLACES, "offload_quants"}
         rest = Shrinker(self.planner, self.limits, kept)
         first = [place] if place else []
         return first + rest._cheapest(having(config, first), savers, ())
 
-    def placements(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
+    def host_choices(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
         """What may be in host memory so that all fits, if the rest is as light as can be, and what
         is needed then; the fastest first.
         """

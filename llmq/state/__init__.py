@@ -1,5 +1,5 @@
 """What training keeps between micro-steps: weights, codes, gradients, moments, and their table.
 
 Imports base, runtime, comm, ops and config.
-Start with `params.py`, the weight table.
+Start with `params.py`, the weight table, then `placement.py`.
 """

@@ -1,29 +1,32 @@
 """The life cycle of gradients: load(block) -> full(block) -> notify(block), their sums in the end.
 
 Each rank ends up with its shard of every slab: sums over micro-steps and ranks, divided by the
-target tokens of the whole step.
+target tokens of the whole step. There are three ways there:
 
-    whole      a slab's gradients are resident; reduced on the comm stream in the last micro-step
-    streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step a slot is
-               reduced and added to the rank's shard
+    _Whole      a slab's gradients are resident; ranks reduce them in the last micro-step
+    _Streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step ranks reduce
+                a slot and add it to their shards
+    _InPlace    blocks of one rank take turns in two slots, where products add to its shards
 
-A shard in host memory is on the device while it is added to: it arrives on the copy stream and
-leaves on the store stream. A kernel that worked in host memory would keep the multiprocessors from
-products for as long as the bus takes. One rank has it in the slot, where products add to it: it
-arrives while the block before is computed, in pieces, where another one is still leaving. Several
-ranks have it in a part of the slot that is free once the slot is reduced.
+A shard in host memory is on the device while it is added to. A kernel that worked in host memory
+would keep the multiprocessors from products for as long as the bus takes. One rank has it in the
+slot: it arrives while the block before is computed, in pieces, where another one is still leaving.
+Several ranks have it in a part of the slot that is free once the slot is reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import NamedTuple
 
-from llmq.base.dtypes import F64, DType
+from llmq.base.dtypes import F64
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import global_norm, reduce
-from llmq.runtime.device import Device, Event
+from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 from llmq.state.params import Slab
+from llmq.state.placement import Placement
 
 SLOTS = 2
 # Elements: 16 MiB of BF16 take 0.3 ms over PCIe 5 x16, long beside a launch. A multiple of 512, so
@@ -31,224 +34,38 @@ SLOTS = 2
 PIECE = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientOptions:
-    """dtype: F32 or BF16. shard: blocks are streamed. place: of their shards.
+class MicroStep(NamedTuple):
+    """What a micro-step does with gradients; a part of its graph's key.
 
-    all_to_all: ranks exchange parts and sum them here, else the library reduces.
+    accumulate: add to them, else overwrite; False in the first of a step. last: they get reduced.
     """
 
-    dtype: DType
-    shard: bool = False
-    place: str = "device"
-    all_to_all: bool = False
+    accumulate: bool
+    last: bool
 
 
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """Where a streamed block's gradients are in a micro-step.
+class _Exchange:
+    """How what all ranks have of a slab becomes sums on the rank that owns them.
 
-    Events: they have been reduced; what they are added to has arrived; each piece of the sums has
-    left. used: in this micro-step, by a block before.
+    lane: slots of streamed blocks, and one for all that is resident, are reduced as they leave.
     """
 
-    full: Tensor
-    reduced: Event
-    arrived: Event
-    left: list[Event]
-    used: bool = False
+    def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
+        """spare: room for a shard, where the sums are made here and not by the library."""
+        self.dev, self.scalars, self.spare = dev, scalars, spare
+        self.stream = dev.comm.exchange_stream if dev.world_size > 1 else "comm"
+        self.lane = Lane(dev, range(SLOTS), leave=self.stream)
+        self.lane.add("resident")
 
+    def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
+        """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare."""
+        if self.spare is None:
+            self.dev.comm.reduce_scatter(buffer)
+            return [slab.shard(buffer, self.dev.rank)]
+        spare, written = self.spare.rows(0, slab.shard_size), self.lane.used(slot)
+        return self.dev.comm.all_to_all(buffer, spare, written)
 
-class Gradients:
-    """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
-
-    shard[name]: this rank's elements of a slab's gradients, complete after the last micro-step.
-    """
-
-    def __init__(
-        self, dev: Device, table: tuple[Slab, ...], options: GradientOptions, scalars: Tensor
-    ):
-        self.dev, self.options, self.scalars = dev, options, scalars
-        self.slabs = {slab.name: slab for slab in table}
-        self.shard: dict[str, Tensor] = {}
-        self._whole: dict[str, Tensor] = {}
-        streams = options.shard and (dev.world_size > 1 or options.place != "device")
-        for slab in table:
-            if not (slab.is_block and streams):
-                self._whole[slab.name] = self._alloc(f"{slab.name}.grad", slab.size)
-                self.shard[slab.name] = slab.shard(self._whole[slab.name], dev.rank)
-            else:
-                args = (f"{slab.name}.grad", slab.shard_size)
-                self.shard[slab.name] = self._alloc(*args, place=options.place)
-        streamed = [slab for slab in table if slab.name not in self._whole]
-        self._on_host = bool(streamed) and options.place != "device"
-        self._in_place = self._on_host and dev.world_size == 1
-        self._slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
-        self._computed, self._asked, self._done = dev.event(), dev.event(), dev.event()
-        spare = max(slab.shard_size for slab in table)
-        self._spare = (
-            self._alloc("grad.spare", spare) if options.all_to_all and dev.world_size > 1 else None
-        )
-        self._squares = self._alloc_squares()
-        self._open = False
-
-    def _alloc(self, name: str, size: int, place: str = "device") -> Tensor:
-        """Zeros: the gaps between parameters count in the norm."""
-        tensor = self.dev.alloc(name, (size,), self.options.dtype, "Gradients", place)
-        self.dev.zero(tensor)
-        return tensor
-
-    def _alloc_slot(self, index: int, slabs: list[Slab]) -> _Slot:
-        longest = max(slab.shard_size for slab in slabs)
-        return _Slot(
-            full=self._alloc(f"grad.slot.{index}", max(slab.size for slab in slabs)),
-            reduced=self.dev.event(),
-            arrived=self.dev.event(),
-            left=[self.dev.event() for _ in _pieces(longest)] if self._on_host else [],
-        )
-
-    def _alloc_squares(self) -> dict[str, Tensor]:
-        """Of each shard the sums of squares that its blocks of threads make."""
-        shards = list(self.shard.values())
-        count = sum(global_norm.num_partials(self.dev, x) for x in shards)
-        self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
-        squares = global_norm.split(self.dev, self._all_squares, shards)
-        return dict(zip(self.shard, squares, strict=True))
-
-    @property
-    def slots(self) -> list[Tensor]:
-        """What nobody needs between micro-steps."""
-        return [slot.full for slot in self._slots]
-
-    @property
-    def has_last(self) -> bool:
-        """Whether a step's last micro-step does more than the others."""
-        return self.dev.world_size > 1 or self._on_host
-
-    def start_micro_step(self, accumulate: bool, last: bool) -> None:
-        """accumulate False: the first of a step, gradients are overwritten. last: they get reduced.
-
-        Both are a part of the graph's key.
-        """
-        if self._open:
-            raise AssertionError("grads: start_micro_step inside a micro-step")
-        self._open, self._accumulate, self._last = True, accumulate, last
-        self._adds_in_slots = self._in_place and accumulate  # the products do
-        self._turn, self._slot_of = 0, {}
-        for slot in self._slots:
-            slot.used = False
-        if not accumulate:
-            for name, whole in self._whole.items():
-                self._zero_gaps(self.slabs[name], whole)
-
-    def load(self, block: str) -> None:
-        """Give the block a slot, and start bringing what products add to. One block ahead."""
-        if not self._open:
-            raise AssertionError(f"grads: load({block!r}) outside of a micro-step")
-        if block not in self.slabs or block in self._whole:
-            return
-        slot, self._turn = self._slots[self._turn], (self._turn + 1) % SLOTS
-        self._slot_of = {name: s for name, s in self._slot_of.items() if s is not slot}
-        self._slot_of[block] = slot
-        if self._adds_in_slots:
-            self._bring(self.slabs[block], slot, slot.full)
-
-    def full(self, block: str) -> dict[str, Accumulator]:
-        """Where the gradients of a block's parameters go in this micro-step, by key."""
-        if not self._open:
-            raise AssertionError(f"grads: full({block!r}) outside of a micro-step")
-        where: dict[str, Accumulator] = {}
-        for name in ("vectors", block):
-            if name in self._whole:
-                where |= self._accumulators(block, name, self._whole[name], self._accumulate)
-        if block in self.slabs and block not in self._whole:
-            where |= self._streamed(self.slabs[block])
-        return where
-
-    def _streamed(self, slab: Slab) -> dict[str, Accumulator]:
-        """In its slot; products wait until they may write there."""
-        if slab.name not in self._slot_of:
-            raise AssertionError(f"grads: full({slab.name!r}) without load")
-        slot = self._slot_of[slab.name]
-        full = slot.full.rows(0, slab.size)
-        if self._adds_in_slots:
-            self.dev.wait(slot.arrived)
-        elif slot.used:
-            if self.dev.world_size > 1:
-                self.dev.wait(slot.reduced)
-            if self._on_host:
-                self.dev.wait(slot.left[-1])
-        self._zero_gaps(slab, full)
-        return self._accumulators(slab.name, slab.name, full, self._adds_in_slots)
-
-    def _accumulators(
-        self, block: str, name: str, tensor: Tensor, accumulate: bool
-    ) -> dict[str, Accumulator]:
-        slab = self.slabs[name]
-        return {
-            p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
-            for p in slab.params
-            if p.block == block
-        }
-
-    def _zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
-        """Reductions leave anything in the parts of a slab that are not the rank's own."""
-        if self.dev.world_size > 1:
-            for start, stop in slab.gaps():
-                self.dev.zero(tensor.rows(start, stop))
-
-    def notify(self, block: str) -> None:
-        """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
-        if not self._open:
-            raise AssertionError(f"grads: notify({block!r}) outside of a micro-step")
-        if block in self._slot_of:
-            slot = self._slot_of[block]
-            if self.dev.world_size > 1:
-                self._on_comm(block, self._add_to_shard)
-            else:
-                self._leave(self.slabs[block], slot, slot.full)
-            slot.used = True
-        elif block in self._whole and self._last and self.dev.world_size > 1:
-            self._on_comm(block, self._reduce_whole)
-
-    def _on_comm(self, block: str, work: Callable[[Slab], None]) -> None:
-        self.dev.record(self._computed)
-        with self.dev.on(self.dev.comm.exchange_stream):
-            self.dev.wait(self._computed)
-            work(self.slabs[block])
-
-    def _exchange(self, slab: Slab, buffer: Tensor) -> list[Tensor]:
-        """What all ranks have for this one's shard; data may leave once they are computed."""
-        spare = self._spare.rows(0, slab.shard_size)
-        return self.dev.comm.all_to_all(buffer, spare, self._computed)
-
-    def _reduce_whole(self, slab: Slab) -> None:
-        whole = self._whole[slab.name]
-        if self._spare is None:
-            self.dev.comm.reduce_scatter(whole)
-        else:
-            parts = self._exchange(slab, whole)
-            self._add(slab, self.shard[slab.name], parts, accumulate=False)
-
-    def _add_to_shard(self, slab: Slab) -> None:
-        slot = self._slot_of[slab.name]
-        full, target = slot.full.rows(0, slab.size), self.shard[slab.name]
-        if self._spare is not None:
-            parts = self._exchange(slab, full)
-        else:
-            self.dev.comm.reduce_scatter(full)
-            parts = [slab.shard(full, self.dev.rank)]
-        if self._on_host:
-            target = self.dev.comm.free_part(full)
-            if self._accumulate:
-                self._bring(slab, slot, target)
-                self.dev.wait(slot.arrived)
-        self._add(slab, target, parts, accumulate=self._accumulate)
-        self.dev.record(slot.reduced)
-        if self._on_host:
-            self._leave(slab, slot, target)
-
-    def _add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
+    def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
         """target = or += the sum of parts, parameter by parameter.
 
         So its random numbers are those of gradients that are not streamed.
@@ -261,46 +78,260 @@ class Gradients:
             pieces = [part.rows(first - start, last - start) for part in parts]
             reduce.sum_parts(self.dev, acc, pieces, first - param.offset)
 
-    def _bring(self, slab: Slab, slot: _Slot, place: Tensor) -> None:
-        """The shard comes to its place on the device, when the current stream has got here."""
-        shard = self.shard[slab.name]
-        self.dev.record(self._asked)
-        with self.dev.on("copy"):
-            self.dev.wait(self._asked)
-            for left, (start, stop) in zip(slot.left, _pieces(shard.size), strict=True):
-                if slot.used:
-                    self.dev.wait(left)
-                self.dev.copy(place.rows(start, stop), shard.rows(start, stop))
-            self.dev.record(slot.arrived)
+    def zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
+        """Reductions leave anything in the parts of a slab that are not the rank's own."""
+        if self.dev.world_size > 1:
+            for start, stop in slab.gaps():
+                self.dev.zero(tensor.rows(start, stop))
 
-    def _leave(self, slab: Slab, slot: _Slot, place: Tensor) -> None:
-        """What the current stream has added up goes to host memory; the last sums, squared."""
-        shard = self.shard[slab.name]
-        if self._last:
-            sums = place.rows(0, shard.size)
+
+class _HostShards:
+    """Shards in host memory: what is in a slot of the lane arrives from them and leaves to them.
+
+    squares[name]: sums of squares of a shard's last sums, made before they leave.
+    """
+
+    def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
+        self.dev, self._shard, self._squares = dev, shard, squares
+        self.lane = Lane(dev, range(SLOTS))
+
+    def arrive(self, slab: Slab, slot: Hashable, place: Tensor) -> None:
+        """The shard comes to `place` on the device, when the current stream has got here."""
+        self.lane.follow()
+        self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
+
+    def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
+        """What the current stream has added up goes back."""
+        if last:
+            sums = place.rows(0, slab.shard_size)
             global_norm.partials(self.dev, self._squares[slab.name], sums)
-        self.dev.record(self._computed)
-        with self.dev.on("store"):
-            self.dev.wait(self._computed)
-            for left, (start, stop) in zip(slot.left, _pieces(shard.size), strict=True):
-                self.dev.copy(shard.rows(start, stop), place.rows(start, stop))
-                self.dev.record(left)
+        self.lane.leave(slot, *self._copies(slab, self._shard[slab.name], place))
+
+    def _copies(self, slab: Slab, dst: Tensor, src: Tensor) -> list[Callable[[], None]]:
+        starts = range(0, slab.shard_size, PIECE)
+        pieces = [(start, min(start + PIECE, slab.shard_size)) for start in starts]
+        return [partial(self.dev.copy, dst.rows(*piece), src.rows(*piece)) for piece in pieces]
+
+
+class _Whole:
+    """Resident slabs, which several ranks reduce in the last micro-step."""
+
+    def __init__(self, exchange: _Exchange, whole: dict[str, Tensor], shard: dict[str, Tensor]):
+        self._exchange, self._whole, self._shard = exchange, whole, shard
+
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        """Before `full`, to prepare it beside other work."""
+
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        """Where products put a slab's gradients (slab.size,), and whether they add to them."""
+        return self._whole[slab.name], step.accumulate
+
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        """The slab's gradients of this micro-step are enqueued."""
+        if step.last and self._exchange.dev.world_size > 1:
+            self._exchange.lane.leave("resident", partial(self._reduce, slab))
+
+    def _reduce(self, slab: Slab) -> None:
+        parts = self._exchange.parts(slab, self._whole[slab.name], "resident")
+        if self._exchange.spare is not None:
+            self._exchange.add(slab, self._shard[slab.name], parts, accumulate=False)
+
+
+class _InPlace:
+    """Blocks of one rank, with shards in host memory: products add to them in a slot."""
+
+    def __init__(self, slots: list[Tensor], host: _HostShards):
+        self._slots, self._host, self._lane = slots, host, host.lane
+
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        slot = self._lane.take(slab.name)
+        if step.accumulate:
+            self._host.arrive(slab, slot, self._slots[slot])
+
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        slot = self._lane.slot_of(slab.name)
+        if step.accumulate:
+            self._lane.use(slot)
+        else:
+            self._lane.free(slot)
+        return self._slots[slot].rows(0, slab.size), step.accumulate
+
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        slot = self._lane.slot_of(slab.name)
+        self._host.leave(slab, slot, self._slots[slot], last=step.last)
+
+
+class _Streamed:
+    """Blocks of several ranks, in slots that are reduced and added to shards, here or on the host.
+
+    host: where the shards are in host memory.
+    """
+
+    def __init__(
+        self,
+        exchange: _Exchange,
+        slots: list[Tensor],
+        shard: dict[str, Tensor],
+        host: _HostShards | None,
+    ):
+        self._exchange, self._slots, self._shard, self._host = exchange, slots, shard, host
+        self._lane = exchange.lane
+
+    def load(self, slab: Slab, step: MicroStep) -> None:
+        self._lane.take(slab.name)
+
+    def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
+        slot = self._lane.slot_of(slab.name)
+        self._lane.free(slot)
+        if self._host is not None:
+            self._host.lane.free(slot)
+        full = self._slots[slot].rows(0, slab.size)
+        self._exchange.zero_gaps(slab, full)
+        return full, False
+
+    def notify(self, slab: Slab, step: MicroStep) -> None:
+        dev, host, slot = self._exchange.dev, self._host, self._lane.slot_of(slab.name)
+        full, target = self._slots[slot].rows(0, slab.size), self._shard[slab.name]
+        if host is not None:
+            target = dev.comm.free_part(full)
+
+        def add() -> None:
+            parts = self._exchange.parts(slab, full, slot)
+            if host is not None and step.accumulate:
+                host.arrive(slab, slot, target)
+                host.lane.use(slot)
+            self._exchange.add(slab, target, parts, accumulate=step.accumulate)
+
+        self._lane.leave(slot, add)
+        if host is not None:
+            with dev.on(self._exchange.stream):
+                host.leave(slab, slot, target, last=step.last)
+
+
+class Gradients:
+    """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
+
+    slabs: those that have gradients. shard[name]: this rank's elements of a slab's gradients,
+    complete after the last micro-step. slots: of streamed blocks; what nobody needs between
+    micro-steps.
+    """
+
+    def __init__(
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        placement: Placement,
+        scalars: Tensor,
+        *,
+        all_to_all: bool = False,
+    ):
+        """all_to_all: ranks exchange parts and sum them here, else the library reduces."""
+        self.dev, self.placement, self.scalars = dev, placement, scalars
+        self.slabs = {slab.name: slab for slab in table if placement[slab.name].trainable}
+        self.shard: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}
+        for slab in self.slabs.values():
+            self._alloc_sums(slab)
+        streamed = [slab for name, slab in self.slabs.items() if name not in self._whole]
+        self._on_host = any(self.shard[slab.name].on_host for slab in streamed)
+        self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
+        spare: Tensor | None = None
+        if all_to_all and dev.world_size > 1:
+            longest = max(self.slabs.values(), key=lambda slab: slab.shard_size)
+            spare = self._alloc("grad.spare", longest.shard_size, longest)
+        self._squares = self._alloc_squares()
+        self._exchange = exchange = _Exchange(dev, scalars, spare)
+        host = _HostShards(dev, self.shard, self._squares) if self._on_host else None
+        self._lanes = [exchange.lane, *([host.lane] if host else [])]
+        self._resident = _Whole(exchange, self._whole, self.shard)
+        self._streams: _InPlace | _Streamed = (
+            _InPlace(self.slots, host)
+            if host is not None and dev.world_size == 1
+            else _Streamed(exchange, self.slots, self.shard, host)
+        )
+        self._step: MicroStep | None = None  # that is enqueued now: of capture time
+
+    def _alloc_sums(self, slab: Slab) -> None:
+        name, store = slab.name, self.placement[slab.name].gradient
+        if store.streamed:
+            shard = self._alloc(f"{name}.grad", slab.shard_size, slab, store.memory)
+        else:
+            self._whole[name] = self._alloc(f"{name}.grad", slab.size, slab, store.memory)
+            shard = slab.shard(self._whole[name], self.dev.rank)
+        self.shard[name] = shard
+
+    def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
+        """Zeros in the slab's format: the gaps between parameters count in the norm."""
+        dtype = self.placement[slab.name].gradient.dtype
+        tensor = self.dev.alloc(name, (size,), dtype, "Gradients", place)
+        self.dev.zero(tensor)
+        return tensor
+
+    def _alloc_slot(self, index: int, slabs: list[Slab]) -> Tensor:
+        longest = max(slabs, key=lambda slab: slab.size)
+        return self._alloc(f"grad.slot.{index}", longest.size, longest)
+
+    def _alloc_squares(self) -> dict[str, Tensor]:
+        """Of each shard the sums of squares that its blocks of threads make."""
+        shards = list(self.shard.values())
+        count = sum(global_norm.num_partials(self.dev, x) for x in shards)
+        self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
+        squares = global_norm.split(self.dev, self._all_squares, shards)
+        return dict(zip(self.shard, squares, strict=True))
+
+    @property
+    def has_last(self) -> bool:
+        """Whether a step's last micro-step does more than the others."""
+        return self.dev.world_size > 1 or self._on_host
+
+    def start_micro_step(self, accumulate: bool, last: bool) -> None:
+        """Begin a micro-step; accumulate, last: as MicroStep's."""
+        if self._step is not None:
+            raise AssertionError("grads: start_micro_step inside a micro-step")
+        self._step = MicroStep(accumulate, last)
+        for lane in self._lanes:
+            lane.forget()
+        for name, whole in {} if accumulate else self._whole.items():
+            self._exchange.zero_gaps(self.slabs[name], whole)
+
+    def _now(self, call: str) -> MicroStep:
+        if self._step is None:
+            raise AssertionError(f"grads: {call} outside of a micro-step")
+        return self._step
+
+    def _way(self, name: str) -> _Whole | _InPlace | _Streamed:
+        return self._resident if name in self._whole else self._streams
+
+    def load(self, block: str) -> None:
+        """Give the block a slot, and start bringing what products add to. One block ahead."""
+        step = self._now(f"load({block!r})")
+        if block in self.slabs:
+            self._way(block).load(self.slabs[block], step)
+
+    def full(self, block: str) -> dict[str, Accumulator]:
+        """Where the gradients of a block's parameters go in this micro-step, by key."""
+        step, where = self._now(f"full({block!r})"), {}
+        for slab in [self.slabs[name] for name in ("vectors", block) if name in self.slabs]:
+            tensor, accumulate = self._way(slab.name).full(slab, step)
+            where |= {
+                p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
+                for p in slab.params
+                if p.block == block
+            }
+        return where
+
+    def notify(self, block: str) -> None:
+        """Say that the block's gradients of this micro-step are enqueued; reduction may start."""
+        step = self._now(f"notify({block!r})")
+        if block in self.slabs:
+            self._way(block).notify(self.slabs[block], step)
 
     def end_micro_step(self) -> None:
         """Close the micro-step: what follows on the main stream comes after all reductions."""
-        if not self._open:
-            raise AssertionError("grads: end_micro_step without start_micro_step")
-        self._open = False
-        if self.dev.world_size > 1:
-            if self._last:
-                self._on_comm("vectors", self._reduce_whole)
-            if self._slots or self._last:
-                with self.dev.on(self.dev.comm.exchange_stream):
-                    self.dev.record(self._done)
-                self.dev.wait(self._done)
-        for slot in self._slots if self._on_host else ():
-            if slot.used:
-                self.dev.wait(slot.left[-1])
+        self.notify("vectors")
+        for lane in self._lanes:
+            lane.join()
+        self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
         """stats[norm_squared] += the squares of all shards, after the last micro-step.
@@ -311,8 +342,3 @@ class Gradients:
             if not shard.on_host:
                 global_norm.partials(self.dev, self._squares[name], shard)
         global_norm.total(self.dev, stats, self._all_squares)
-
-
-def _pieces(size: int) -> list[tuple[int, int]]:
-    """The elements that are copied at a time."""
-    return [(start, min(start + PIECE, size)) for start in range(0, size, PIECE)]

@@ -6,8 +6,11 @@ shard to the host once per update, not once per gather.
 
 from __future__ import annotations
 
+from functools import partial
+
 from llmq.base.tensor import Tensor
-from llmq.runtime.device import Device, Event
+from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 
 
 class Mirrors:
@@ -17,16 +20,15 @@ class Mirrors:
         self.dev = dev
         self._shards: dict[str, Tensor] = {}
         self._mirrors: dict[str, Tensor] = {}
-        self._written: dict[str, Event] = {}
-        self._fork = dev.event()
-        self._stale = False
-        self._next = 0  # of the blocks: the first one whose mirror is not written yet
+        self._lane = Lane(dev, arrive="stage")
+        # Of capture time. next: the first of the blocks whose mirror is not written yet.
+        self._stale, self._next = False, 0
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
         """Allocate the mirror of a block's shard (n,)."""
         args = (f"{block}.mirror", shard.shape, shard.dtype, category, "pinned")
         self._shards[block], self._mirrors[block] = shard, self.dev.alloc(*args)
-        self._written[block] = self.dev.event()
+        self._lane.add(block)
 
     def start_micro_step(self, stale: bool) -> None:
         """Before the first gather. stale: it is the first after an update."""
@@ -40,7 +42,7 @@ class Mirrors:
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:
             self._write(block)
-            self.dev.wait(self._written[block])
+            self._lane.use(block)
         return mirror
 
     def _write(self, block: str) -> None:
@@ -48,9 +50,7 @@ class Mirrors:
         due = blocks[self._next : blocks.index(block) + 2]
         self._next += len(due)
         if due:
-            self.dev.record(self._fork)
-            with self.dev.on("stage"):
-                self.dev.wait(self._fork)
-                for name in due:
-                    self.dev.copy(self._mirrors[name], self._shards[name])
-                    self.dev.record(self._written[name])
+            self._lane.follow()
+        for name in due:
+            copy = partial(self.dev.copy, self._mirrors[name], self._shards[name])
+            self._lane.arrive(name, copy)

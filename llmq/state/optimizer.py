@@ -19,8 +19,10 @@ from llmq.base.tensor import Tensor
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
+from llmq.state.placement import Placement
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
@@ -37,25 +39,11 @@ class AdamWConstants:
     weight_decay: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOptions:
-    """Formats and places ("device", "pinned", "write_combined") of the moments.
-
-    zero_copy: the update works in host memory directly.
-    """
-
-    constants: AdamWConstants
-    m_dtype: DType
-    v_dtype: DType
-    m_place: str = "device"
-    v_place: str = "device"
-    zero_copy: bool = False
-
-
 class _State(NamedTuple):
     """All that the update of one slab's shard reads and writes, or of a piece of it.
 
-    Scales stay on the device. codes: of a whole shard, what is made of its master at the end.
+    Scales stay on the device. codes: of a whole shard, what is made at the end of its master, which
+    all comes from host memory.
     """
 
     master: Tensor
@@ -81,23 +69,33 @@ class AdamW:
     m_scale, v_scale: of 8-bit moments, F32 per 128 elements.
     """
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], options: OptimizerOptions):
-        self.dev, self.table, self.options = dev, table, options
+    def __init__(
+        self,
+        dev: Device,
+        table: tuple[Slab, ...],
+        placement: Placement,
+        constants: AdamWConstants,
+        *,
+        zero_copy: bool = False,
+    ):
+        """zero_copy: the update works in host memory directly."""
+        self.dev, self.placement, self.constants = dev, placement, constants
+        self.zero_copy = zero_copy
+        self.table = [slab for slab in table if placement[slab.name].trainable]
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
         self.m_scale: dict[str, Tensor] = {}
         self.v_scale: dict[str, Tensor] = {}
         self.segments: dict[str, Tensor] = {}
-        for slab in table:
-            name, shape = slab.name, (slab.shard_size,)
-            args = (f"{name}.m", shape, options.m_dtype, "Adam M", options.m_place)
-            self.m[name] = dev.alloc(*args)
-            args = (f"{name}.v", shape, options.v_dtype, "Adam V", options.v_place)
-            self.v[name] = dev.alloc(*args)
+        for slab in self.table:
+            name, shape, stores = slab.name, (slab.shard_size,), placement[slab.name]
+            m, v = stores.m, stores.v
+            self.m[name] = dev.alloc(f"{name}.m", shape, m.dtype, "Adam M", m.memory)
+            self.v[name] = dev.alloc(f"{name}.v", shape, v.dtype, "Adam V", v.memory)
             scales = (slab.shard_size // SCALE_BLOCK,)
-            if options.m_dtype == E4M3:
+            if m.dtype == E4M3:
                 self.m_scale[name] = dev.alloc(f"{name}.m_scale", scales, F32, "Adam M")
-            if options.v_dtype == E4M3:
+            if v.dtype == E4M3:
                 self.v_scale[name] = dev.alloc(f"{name}.v_scale", scales, F32, "Adam V")
             segments = slab.segments()
             self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
@@ -110,11 +108,7 @@ class AdamW:
             shape = (dev.world_size, len(STATS))
             self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
             dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
-        self.arrived, self.updated, self.left = (
-            [dev.event() for _ in range(BUFFERS)] for _ in range(3)
-        )
-        self.start, self.quantized = dev.event(), dev.event()
-        self.gone = [dev.event() for _ in range(SLOTS)]
+        self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
@@ -141,6 +135,7 @@ class AdamW:
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
         name = slab.name
+        whole = self.placement.stays_whole(name) and not self.zero_copy
         return _State(
             master=weights.master[name],
             work=weights.work[name],
@@ -149,7 +144,7 @@ class AdamW:
             v=self.v[name],
             m_scale=self.m_scale.get(name),
             v_scale=self.v_scale.get(name),
-            codes=weights.codes(name),
+            codes=weights.codes(name) if whole else None,
         )
 
     def _update_slab(
@@ -168,7 +163,7 @@ class AdamW:
                 weights.quantize(slab.name, *whole)
 
     def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
-        constants = self.options.constants
+        constants = self.constants
         adamw.update(
             self.dev,
             piece.master,
@@ -205,7 +200,9 @@ class _Staging:
     ):
         self.dev, self.optimizer = optimizer.dev, optimizer
         self._whole_buffers, self._code_buffers = wholes, codes
-        self._pieces = self._wholes = 0  # that were begun
+        self._pieces, self._wholes = optimizer.pieces, optimizer.wholes
+        for lane in (self._pieces, self._wholes):
+            lane.forget()
         sizes: dict[str, tuple[int, DType]] = {}
         for state in states:
             for name, tensor in self._moved(state).items():
@@ -220,24 +217,18 @@ class _Staging:
             for name, (size, dtype) in sizes.items()
         }
         if any(self.passes_through(state) for state in states):
-            self.dev.record(optimizer.start)
-            with self.dev.on("copy"):
-                self.dev.wait(optimizer.start)
+            self._pieces.follow()
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """What of a slab's state goes through buffers, by name."""
-        if self.optimizer.options.zero_copy:
+        if self.optimizer.zero_copy:
             return {}
         pairs = zip(MOVABLE, state[: len(MOVABLE)], strict=True)
         return {name: tensor for name, tensor in pairs if tensor is not None and tensor.on_host}
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""
-        return (
-            state.codes is not None
-            and "master" in self._moved(state)
-            and any(buffer.dtype == state.master.dtype for buffer in self._whole_buffers)
-        )
+        return state.codes is not None
 
     def passes_through(self, state: _State) -> bool:
         """Whether the slab is updated in pieces."""
@@ -249,20 +240,17 @@ class _Staging:
         if not self._stays(state):
             yield None
             return
-        index, size = self._wholes % SLOTS, state.master.size
-        gone, quantized = self.optimizer.gone[index], self.optimizer.quantized
-        if self._wholes >= SLOTS:
-            with self.dev.on("copy"):
-                self.dev.wait(gone)
-        codes = self._code_buffers[index].rows(0, size) if state.codes.on_host else state.codes
-        yield self._whole_buffers[index].rows(0, size), codes
-        self.dev.record(quantized)
-        with self.dev.on("store"):
-            self.dev.wait(quantized)
+        slot, size = self._wholes.take(state.master.name), state.master.size
+        with self.dev.on("copy"):  # on which the master arrives, in pieces
+            self._wholes.free(slot)
+        codes = self._code_buffers[slot].rows(0, size) if state.codes.on_host else state.codes
+        yield self._whole_buffers[slot].rows(0, size), codes
+
+        def leave() -> None:
             if state.codes.on_host:
                 self.dev.copy(state.codes, codes)
-            self.dev.record(gone)
-        self._wholes += 1
+
+        self._wholes.leave(slot, leave)
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
@@ -274,37 +262,27 @@ class _Staging:
         if not moved:
             yield state
             return
-        index = self._pieces % BUFFERS
-        arrived, updated, left = (
-            events[index]
-            for events in (self.optimizer.arrived, self.optimizer.updated, self.optimizer.left)
-        )
+        slot = self._pieces.take(state.master.name)
         here = {"master": master} if master else {}
         for name, tensor in moved.items():
             if name not in here:
-                here[name] = self._buffers[name][index].rows(0, tensor.size)
-        with self.dev.on("copy"):
-            if self._pieces >= BUFFERS:
-                self.dev.wait(left)
+                here[name] = self._buffers[name][slot].rows(0, tensor.size)
+
+        def arrive() -> None:
             for name, tensor in moved.items():
                 self.dev.copy(here[name], tensor)
-            self.dev.record(arrived)
-        self.dev.wait(arrived)
-        yield state._replace(**here)
-        self.dev.record(updated)
-        with self.dev.on("store"):
-            self.dev.wait(updated)
+
+        def leave() -> None:
             for name, tensor in moved.items():
                 if name != "grad":
                     self.dev.copy(tensor, here[name])
-            self.dev.record(left)
-        self._pieces += 1
+
+        self._pieces.arrive(slot, arrive)
+        self._pieces.use(slot)
+        yield state._replace(**here)
+        self._pieces.leave(slot, leave)
 
     def finish(self) -> None:
         """What follows on the main stream comes after all that leaves."""
-        for events, used in (
-            (self.optimizer.left, self._pieces),
-            (self.optimizer.gone, self._wholes),
-        ):
-            for event in events[:used]:
-                self.dev.wait(event)
+        self._pieces.join()
+        self._wholes.join()

@@ -6,25 +6,26 @@ rank records the largest values of its parts, and the ranks' maxima give the sca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import groupby
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, F32, DType
+from llmq.base.dtypes import E4M3_MAX, F32, DType
 from llmq.base.operand import Fp8, Operand
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, quantize
 from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 from llmq.state.params import Param, Slab
+from llmq.state.placement import Placement, Store
 
 
 class Quants:
     """Of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's shard."""
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], dtype: DType):
-        if dtype != E4M3:
-            raise ValueError(f"quants: weights are quantized to E4M3, not to {dtype.label}")
-        self.dev, self.dtype = dev, dtype
-        self.slabs = {slab.name: slab for slab in table if slab.is_block}
+    def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
+        """table: the slabs that have codes."""
+        self.dev, self.placement = dev, placement
+        self.slabs = {slab.name: slab for slab in table}
         matrices = [param for slab in self.slabs.values() for param in slab.params]
         n = len(matrices) * STRIDE
         self._abs_maxes = dev.alloc("weight_abs_maxes", (n,), F32, "Quants")
@@ -40,19 +41,21 @@ class Quants:
         self._transposed: dict[str, dict[str, Tensor]] = {}
         self._shared: dict[str, Tensor] = {}
 
-    def alloc_transposed(self, whole: Mapping[str, Tensor], *, keep: bool) -> None:
-        """Transposed codes: with keep, of each slab in `whole`; one set for all other blocks."""
+    def alloc_transposed(self, whole: Mapping[str, Tensor]) -> None:
+        """Transposed codes: of slabs that keep their own, which are in `whole`; else one set."""
         for name, slab in self.slabs.items():
-            if keep and name in whole:
+            store = self.placement[name].transposed
+            if not store.streamed:
                 self._codes[name] = {p.key: slab.view(whole[name], p) for p in slab.params}
                 self._transposed[name] = {
-                    p.key: self._alloc_transposed(p, p.name) for p in slab.params
+                    p.key: self._alloc_transposed(p, p.name, store) for p in slab.params
                 }
             elif not self._shared:
-                self._shared = {p.key: self._alloc_transposed(p, p.key) for p in slab.params}
+                self._shared = {p.key: self._alloc_transposed(p, p.key, store) for p in slab.params}
 
-    def _alloc_transposed(self, param: Param, name: str) -> Tensor:
-        return self.dev.alloc(f"{name}.q_t", param.shape[::-1], self.dtype, "Quants")
+    def _alloc_transposed(self, param: Param, name: str, store: Store) -> Tensor:
+        shape = param.shape[::-1]
+        return self.dev.alloc(f"{name}.q_t", shape, store.dtype, "Quants", store.memory)
 
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
         """A block's matrices by key, as products take them. codes: the whole slab."""
@@ -70,9 +73,14 @@ class Quants:
 
     # -- after an update -------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Begin to record largest values anew."""
-        self.dev.zero(self._abs_maxes)
+    def forget(self, names: Collection[str]) -> None:
+        """Begin to record largest values of these slabs anew."""
+        first = 0
+        for changes, run in groupby(self.slabs.values(), key=lambda slab: slab.name in names):
+            stop = first + STRIDE * sum(len(slab.params) for slab in run)
+            if changes:
+                self.dev.zero(self._abs_maxes.rows(first, stop))
+            first = stop
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
         """Record the largest values of elements [start, stop) of a slab, which are in `master`."""

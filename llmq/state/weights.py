@@ -13,129 +13,107 @@ In fp8 the blocks travel as codes, from which the transposed codes are made afte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.ops import convert, fill, random
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Lane
 from llmq.state.mirrors import Mirrors
 from llmq.state.params import Param, Slab, by_block
+from llmq.state.placement import Placement, Store
 from llmq.state.quants import HeadQuants, Quants
 
+SLOTS = 2  # one block is used, the next one arrives
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightOptions:
-    """Formats and places of the weights.
 
-    fp8: the blocks' products run in this format, else in dtype. fp8_head: those of the LM head too.
-    shard: blocks are streamed. persistent_quants: a shard keeps its codes from update to update.
-    keep_transposed: so do the transposed codes of blocks that are not streamed. mirror: of streamed
-    blocks, a shard is in pinned memory too, where peers read it that cannot be reached directly.
-    *_place: "device", "pinned" or "write_combined".
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
+
+    stale: what other ranks updated is not here yet; to_gather: the resident slabs that it is in.
+    held: blocks between gather and release. changing: slabs whose masters the update writes;
+    quantized: those whose codes it has made.
     """
 
-    dtype: DType
-    master_dtype: DType
-    fp8: DType | None = None
-    fp8_head: bool = False
-    shard: bool = False
-    persistent_quants: bool = False
-    keep_transposed: bool = True
-    mirror: bool = False
-    master_place: str = "device"
-    quants_place: str = "device"
+    stale: bool = False
+    to_gather: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
+    quantized: set[str] = field(default_factory=set)
 
 
 class Weights:
     """All slabs of a model, as far as this rank holds them.
 
-    master[name]: this rank's shard, of the work weights themselves where formats and places agree.
+    master[name]: this rank's shard; without a master of its own, of the work weights themselves.
     work[name]: what AdamW also writes, rounded: this rank's shard of the work weights, or None.
+    slots: of streamed blocks; what nobody needs in an update.
     """
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], options: WeightOptions):
-        self.dev, self.table, self.options = dev, table, options
+    def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
+        self.dev, self.table, self.placement = dev, table, placement
         self.slabs = {slab.name: slab for slab in table}
         self.master: dict[str, Tensor] = {}
         self.work: dict[str, Tensor | None] = {}
         self._whole: dict[str, Tensor] = {}
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
         self._mirrors = Mirrors(dev)
-        self.quants = Quants(dev, table, options.fp8) if options.fp8 else None
+        coded = tuple(slab for slab in table if placement[slab.name].is_coded)
+        self.quants = Quants(dev, coded, placement) if coded else None
         for slab in table:
-            if slab.is_block and self._is_streamed():
-                self._alloc_streamed(slab)
-            else:
-                self._alloc_whole(slab)
+            self._alloc_slab(slab)
         others = {name: w for name, w in self._whole.items() if not self.slabs[name].is_block}
         self._views = by_block(table, others)
         if self.quants is not None:
-            self.quants.alloc_transposed(self._whole, keep=options.keep_transposed)
+            self.quants.alloc_transposed(self._whole)
         self._lm_head = self._views["head"].get("lm_head", self._views["embed"]["embed"])
         self._lm_head_slab = "head" if "head" in self.slabs else "embed"
-        self._head_quants = (
-            HeadQuants(dev, self._lm_head, options.fp8) if options.fp8_head else None
-        )
-        streamed = [slab.size for slab in table if slab.name not in self._whole]
-        self._slots = Slots(dev, max(streamed, default=0), options.fp8 or options.dtype)
+        head = placement.head
+        self._head_quants = None if head is None else HeadQuants(dev, self._lm_head, head.dtype)
+        streamed = [slab for slab in table if placement[slab.name].work.streamed]
+        self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
+        self._lane = Lane(dev, range(SLOTS), arrive="comm")
+        for name in self._whole:
+            self._lane.add(name)
         self._operands: dict[tuple, dict[str, Operand]] = {}
-        self._gathered = {name: dev.event() for name in self._whole}
-        self._ready = dev.event()
-        self._held: set[str] = set()
-        self._updated = self._stale = False
-        self._quantized: set[str] = set()  # in the update that is enqueued now
-        self._to_gather: set[str] = set()
+        self._updated = False  # since the last micro-step or evaluation, be they replayed or not
+        self._trained = {slab.name for slab in table if placement[slab.name].trainable}
+        self._pass = _Pass()
 
     # -- storage ---------------------------------------------------------------------------------
 
-    def _is_plain(self, slab: Slab) -> bool:
-        """Whether a slab's work weights are in the model's format."""
-        return self.options.fp8 is None or not slab.is_block
+    def _alloc(self, name: str, size: int, store: Store, category: str) -> Tensor:
+        return self.dev.alloc(name, (size,), store.dtype, category, store.memory)
 
-    def _is_streamed(self) -> bool:
-        """One rank needs slots only for blocks whose work weights are not on the device anyway."""
-        options = self.options
-        if not options.shard or self.dev.world_size > 1:
-            return options.shard
-        if options.fp8:
-            return not options.persistent_quants or options.quants_place != "device"
-        return options.master_dtype == options.dtype and options.master_place != "device"
+    def _alloc_slot(self, index: int, slabs: list[Slab]) -> Tensor:
+        longest = max(slabs, key=lambda slab: slab.size)
+        stores = self.placement[longest.name]
+        category = "Quants" if stores.is_coded else "Weights"
+        return self.dev.alloc(f"weights.slot.{index}", (longest.size,), stores.work.dtype, category)
 
-    def _alloc_master(self, slab: Slab) -> Tensor:
-        name, shape, options = f"{slab.name}.master", (slab.shard_size,), self.options
-        return self.dev.alloc(name, shape, options.master_dtype, "Master", options.master_place)
-
-    def _alloc_whole(self, slab: Slab) -> None:
-        name, plain = slab.name, self._is_plain(slab)
-        dtype = self.options.dtype if plain else self.options.fp8
-        category = "Weights" if plain else "Quants"
-        self._whole[name] = self.dev.alloc(name, (slab.size,), dtype, category)
-        own = slab.shard(self._whole[name], self.dev.rank)
-        same = plain and self.options.master_dtype == dtype
-        self.master[name] = own if same else self._alloc_master(slab)
-        self.work[name] = own if plain and not same else None
-
-    def _alloc_streamed(self, slab: Slab) -> None:
-        options, name, shape = self.options, slab.name, (slab.shard_size,)
-        self.master[name] = self._alloc_master(slab)
-        self.work[name] = None
-        if options.fp8:
-            if options.persistent_quants:
-                args = (f"{name}.q", shape, options.fp8, "Quants", options.quants_place)
-                self._part[name] = self.dev.alloc(*args)
-        elif options.master_dtype == options.dtype:
-            self._part[name] = self.master[name]
-        else:
-            part = self.dev.alloc(f"{name}.part", shape, options.dtype, "Weights")
-            self._part[name] = self.work[name] = part
-        part = self._part.get(name)
-        if options.mirror and part is not None and not part.on_host and self.dev.world_size > 1:
-            self._mirrors.add(name, part, "Quants" if options.fp8 else "Weights")
+    def _alloc_slab(self, slab: Slab) -> None:
+        name, size, stores = slab.name, slab.shard_size, self.placement[slab.name]
+        category, own, master = "Quants" if stores.is_coded else "Weights", None, None
+        if not stores.work.streamed:
+            self._whole[name] = self._alloc(name, slab.size, stores.work, category)
+            own = slab.shard(self._whole[name], self.dev.rank)
+        if stores.master is not None:
+            master = self._alloc(f"{name}.master", size, stores.master, "Master")
+        if stores.part is not None:
+            suffix = "q" if stores.is_coded else "part"
+            own = self._alloc(f"{name}.{suffix}", size, stores.part, category)
+        self.master[name] = own if master is None else master
+        self.work[name] = None if master is None or stores.is_coded else own
+        if stores.work.streamed and stores.source is not None:
+            self._part[name] = self.master[name] if own is None else own
+        if stores.mirror is not None:
+            self._mirrors.add(name, self._part[name], category)
 
     # -- use -------------------------------------------------------------------------------------
 
@@ -152,38 +130,34 @@ class Weights:
 
     def start_micro_step(self, stale: bool) -> None:
         """Before the first gather of a micro-step or evaluation. stale: as take_stale said."""
-        self._stale = stale
-        self._to_gather = set(self._whole) if stale else set()
-        self._slots.forget()
+        self._pass = _Pass(stale=stale, to_gather=set(self._whole) if stale else set())
+        self._lane.forget()
         self._mirrors.start_micro_step(stale)
-        if not stale and not self._slots.buffers:
-            return
-        self.dev.record(self._ready)
-        with self.dev.on("comm"):
-            self.dev.wait(self._ready)
+        if stale or self.slots:
+            self._lane.follow()
         if stale:
             self._gather_whole("vectors")
 
     def gather(self, block: str) -> None:
         """Start bringing a block's weights to where `get` can hand them out."""
-        self._held.add(block)
-        if block in self._whole:
+        self._pass.held.add(block)
+        if block in self._pass.to_gather:
             self._gather_whole(block)
-        elif self._takes_slot(block) and not self._slots.claim(block):
-            self._slots.fill(block, lambda slot: self._gather_streamed(block, slot))
+        elif self._takes_slot(block) and not self._lane.keep(block):
+            slot = self._lane.take(block)
+            self._lane.arrive(slot, partial(self._gather_streamed, block, self.slots[slot]))
 
     def _gather_whole(self, name: str) -> None:
-        if name not in self._to_gather:
-            return
-        self._to_gather.remove(name)
+        self._pass.to_gather.remove(name)
+        self._lane.arrive(name, partial(self._gather_resident, name))
+
+    def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
-        with self.dev.on("comm"):
-            self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.rank))
-            if not self._is_plain(slab):
-                self.quants.keep_transposed(name)
-            if self._head_quants is not None and name == self._lm_head_slab:
-                self._head_quants.quantize()
-            self.dev.record(self._gathered[name])
+        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.rank))
+        if self.placement[name].is_coded:
+            self.quants.keep_transposed(name)
+        if self._head_quants is not None and name == self._lm_head_slab:
+            self._head_quants.quantize()
 
     def _gather_streamed(self, name: str, slot: Tensor) -> None:
         slab = self.slabs[name]
@@ -196,19 +170,25 @@ class Weights:
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
         """The work weights of a gathered block, by key. transposed: for products in backward."""
-        if block not in self._held:
+        if block not in self._pass.held:
             raise AssertionError(f"weights: get({block!r}) without gather")
-        if self._stale:
+        if self._pass.stale:
             for name in ("vectors", block):
-                if name in self._gathered:
-                    self.dev.wait(self._gathered[name])
-        slot = self._slots.get(block) if self._takes_slot(block) else None
+                if name in self._whole:
+                    self._lane.use(name)
+        slot = self._arrived(block) if self._takes_slot(block) else None
         key = (block, slot and slot.offset)
         if key not in self._operands:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
         if transposed and self.quants is not None:
             self.quants.make_transposed(block, self._operands[key])
         return self._operands[key]
+
+    def _arrived(self, block: str) -> Tensor:
+        """The slot of a streamed block."""
+        slot = self._lane.slot_of(block)
+        self._lane.use(slot)
+        return self.slots[slot]
 
     def _matrices(self, block: str, slot: Tensor | None) -> dict[str, Operand]:
         """Those of a transformer block, by key."""
@@ -225,19 +205,22 @@ class Weights:
 
     def release(self, block: str) -> None:
         """Say that enqueued work was the last to read this block's work weights."""
-        if block not in self._held:
+        if block not in self._pass.held:
             raise AssertionError(f"weights: release({block!r}) without gather")
-        self._held.remove(block)
+        self._pass.held.remove(block)
         if self._takes_slot(block):
-            self._slots.release(block)
+            self._lane.release(self._lane.slot_of(block))
 
     # -- after an update -------------------------------------------------------------------------
 
     def start_update(self) -> None:
-        """Before the masters are written."""
-        self._quantized = set()
+        """Before the masters of what is trained are written."""
+        self._start_update(self._trained)
+
+    def _start_update(self, names: set[str]) -> None:
+        self._pass = _Pass(changing=names)
         if self.quants is not None:
-            self.quants.forget()
+            self.quants.forget(names)
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
         """Look at elements [start, stop) of a slab, which have just been written, in `master`."""
@@ -246,36 +229,31 @@ class Weights:
 
     def codes(self, name: str) -> Tensor | None:
         """This rank's codes of a slab, where it keeps any from update to update."""
-        if self.quants is None or name not in self.quants.slabs:
+        if not self.placement[name].keeps_codes:
             return None
-        if name not in self._whole:
-            return self._part.get(name)
+        if name in self._part:
+            return self._part[name]
         return self.slabs[name].shard(self._whole[name], self.dev.rank)
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
         self.quants.finish_scales()
         self.quants.quantize(name, master, codes)
-        self._quantized.add(name)
+        self._pass.quantized.add(name)
 
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
         alone = self.dev.world_size == 1
         if self.quants is not None:
             self.quants.finish_scales()
-            for name in self.quants.slabs:
+            for name in [name for name in self.quants.slabs if name in self._pass.changing]:
                 codes = self.codes(name)
-                if codes is not None and name not in self._quantized:
+                if codes is not None and name not in self._pass.quantized:
                     self.quants.quantize(name, self.master[name], codes)
                 if name in self._whole and alone:
                     self.quants.keep_transposed(name)
-        if self._head_quants is not None and alone:
+        if self._head_quants is not None and alone and self._lm_head_slab in self._pass.changing:
             self._head_quants.quantize()
-
-    @property
-    def slots(self) -> list[Tensor]:
-        """Of streamed blocks: what nobody needs in an update."""
-        return self._slots.buffers
 
     def updated(self) -> None:
         """Say that an update has been enqueued: what others gathered is no longer right."""
@@ -283,7 +261,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Make everything from the masters, after the host has written these; all ranks."""
-        self.start_update()
+        self._start_update(set(self.slabs))
         for slab in self.table:
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:
@@ -332,55 +310,3 @@ class Weights:
                 target = self.master[slab.name].rows(first - start, end - start)
                 owned.append((param, target, first - param.offset))
         return owned
-
-
-class Slots:
-    """Two buffers on the device that streamed blocks take turns in, filled on the comm stream."""
-
-    def __init__(self, dev: Device, size: int, dtype: DType):
-        """size: elements of the largest block, 0 where none is streamed."""
-        self.dev = dev
-        category, count = "Weights" if dtype.itemsize > 1 else "Quants", 2 if size else 0
-        self.buffers = [
-            dev.alloc(f"weights.slot.{i}", (size,), dtype, category) for i in range(count)
-        ]
-        self._filled = [dev.event() for _ in range(count)]
-        self._released = [dev.event() for _ in range(count)]
-        self.forget()
-
-    def forget(self) -> None:
-        """Take both as empty: what a graph finds there must not depend on what ran before it."""
-        count = len(self.buffers)
-        self._names: list[str | None] = [None] * count
-        self._busy, self._was_read, self._last = [False] * count, [False] * count, count - 1
-
-    def claim(self, name: str) -> bool:
-        """Keep the slot that has this block, or will have; False if there is none."""
-        if name not in self._names:
-            return False
-        self._busy[self._names.index(name)] = True
-        return True
-
-    def fill(self, name: str, gather: Callable[[Tensor], None]) -> None:
-        """Enqueue gather(slot) for a slot that is not in use, once its last block was read."""
-        index = 1 - self._last if not self._busy[1 - self._last] else self._last
-        if self._busy[index]:
-            raise AssertionError(f"weights: no slot for {name}, {self._names} are in use")
-        with self.dev.on("comm"):
-            if self._was_read[index]:
-                self.dev.wait(self._released[index])
-            gather(self.buffers[index])
-            self.dev.record(self._filled[index])
-        self._names[index], self._busy[index], self._last = name, True, index
-
-    def get(self, name: str) -> Tensor:
-        """The slot of a block; the current stream waits until it is filled."""
-        index = self._names.index(name)
-        self.dev.wait(self._filled[index])
-        return self.buffers[index]
-
-    def release(self, name: str) -> None:
-        """The current stream has read the block for now."""
-        index = self._names.index(name)
-        self.dev.record(self._released[index])
-        self._was_read[index], self._busy[index] = True, False

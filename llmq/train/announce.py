@@ -8,10 +8,12 @@ from llmq.base.dtypes import MIB
 from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
-from llmq.plan.plan import allocator_rows, allocator_table, needed_bytes
+from llmq.plan.allocator_table import allocator_rows, allocator_table
+from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_memory import host_memory
+from llmq.state.placement import why_no_mirrors
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import (
     GpuMonitor,
@@ -74,7 +76,7 @@ def announce_machine(
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
     """What the links say for or against --mirror-weights; None where it is as it should be."""
-    if config.why_no_mirrors() is not None or config.mirror_weights == links.has_staged:
+    if why_no_mirrors(config) is not None or config.mirror_weights == links.has_staged:
         return None
     if links.has_staged:
         return "Weights pass through host memory: faster with --mirror-weights, if there is enough."

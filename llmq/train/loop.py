@@ -20,6 +20,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
+from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory
 from llmq.train.announce import (
     announce_data,
@@ -64,7 +65,7 @@ def _run_locked(
         _check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
-        warn(config.run_warnings(trainer.world_size, *length, on_cpu=on_cpu))
+        warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)

@@ -18,7 +18,7 @@ from llmq.comm.links import LinkTable
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import RESULTS, Batch, Piece, Result, Step, StepOptions
-from llmq.plan.plan import comm_options
+from llmq.plan.step_options import comm_options
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.machine import Machine
 from llmq.runtime.timing import time_ranges
@@ -88,7 +88,11 @@ class Rank:
         if group != "gradients":
             return state[group]
         shards = self.step.grads.shard
-        return [piece._replace(tensor=shards[piece.slab.name]) for piece in state["weights"]]
+        return [
+            piece._replace(tensor=shards[piece.slab.name])
+            for piece in state["weights"]
+            if piece.slab.name in shards
+        ]
 
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
@@ -163,12 +167,14 @@ class Ranks:
         self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
         self.pool = RankPool(self.world_size, watchdog=config.watchdog, describe=self._describe)
 
+        exchange = comm_options(config, options.placement)
+
         def open_device(rank: int) -> None:
             dev = machine.open(sizes, rank=rank, graphs=config.use_cuda_graphs, tune=config.tune)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
         def connect_all(_: int) -> LinkTable | None:
-            return connect(self.devices, comm_options(config), self.pool.workers)
+            return connect(self.devices, exchange, self.pool.workers)
 
         try:
             self.pool.run("opening the device", open_device)

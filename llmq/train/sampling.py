@@ -22,7 +22,8 @@ from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import Param, weight_table
-from llmq.state.weights import WeightOptions, Weights
+from llmq.state.placement import resident
+from llmq.state.weights import Weights
 
 
 def choose_token(
@@ -72,12 +73,13 @@ class Sampler:
         LlmqError where the memory is too small.
         """
         self.config, self.positions = config, positions
-        table, options = weight_table(config), WeightOptions(dtype=dtype, master_dtype=dtype)
+        table = weight_table(config)
+        placement = resident(table, dtype)
         plan = PlanDevice(machine.spec)
-        decoder = Decoder(plan, config, Weights(plan, table, options), positions)
+        decoder = Decoder(plan, config, Weights(plan, table, placement), positions)
         decoder.forward(np.zeros(positions, np.int32), 0)
         self.dev = machine.open(plan.sizes())
-        weights = Weights(self.dev, table, options)
+        weights = Weights(self.dev, table, placement)
         self.decoder = Decoder(self.dev, config, weights, positions)
         fill(weights)
 

@@ -28,8 +28,9 @@ from llmq.data.tokens import MASKED_TARGET, expand_pattern
 from llmq.model.step import Batch, Result, Step
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
-from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan, step_options
-from llmq.plan.shrink import memory_limit
+from llmq.plan.memory import memory_limit
+from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan
+from llmq.plan.step_options import step_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
@@ -87,7 +88,7 @@ class Trainer:
         self.world_size = self.machine.world_size
         spec = self.machine.spec
         planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        options = step_options(planned, backend)
+        options = step_options(planned, model, backend, self.world_size)
         self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
         limit = memory_limit(config, self.machine)
         check_fits(config, model, spec, backend, self.plan, limit)
@@ -328,7 +329,7 @@ class Trainer:
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
-            reader.check(self._step.table)
+            reader.check(self._step.table, self._step.optimizer.m)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
@@ -364,7 +365,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
-        params = [p for slab in self._step.table for p in slab.params]
+        params = [p for slab in self._step.grads.slabs.values() for p in slab.params]
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:

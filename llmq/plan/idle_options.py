@@ -1,0 +1,190 @@
+"""Which options of a run have no effect beside the others, one line each."""
+
+from __future__ import annotations
+
+from llmq.config.options import OPTIONS, TrainConfig
+from llmq.state.placement import (
+    has_masters,
+    streams_weights,
+    why_gradients_stay,
+    why_no_mirrors,
+    why_weights_stay,
+)
+
+_DEFAULTS = TrainConfig()
+
+
+def option_warnings(config: TrainConfig) -> list[str]:
+    """One line for every option that has no effect beside the others."""
+    lines = []
+    if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
+        lines.append("--ckpt-major has no effect without --ckpt-keep-n: nothing is deleted")
+    if config.ckpt_keep_n > 0 >= config.ckpt_interval and not config.save_training_state:
+        lines.append(
+            f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
+            "--save-training-state: no checkpoints are written"
+        )
+    if config.final_lr_fraction != 1 and config.lr_schedule == "wsd":
+        lines.append("--final-lr-fraction has no effect with --lr-schedule wsd")
+    if config.final_lr_fraction == 1 and config.lr_schedule == "linear":
+        lines.append(
+            "--lr-schedule linear has no effect: with --final-lr-fraction 1 the learning rate "
+            "does not change"
+        )
+    rounded = {config.model_dtype, config.opt_m_dtype, config.opt_v_dtype} != {"fp32"}
+    if config.seed != _DEFAULTS.seed and not config.from_scratch and not rounded:
+        lines.append(
+            f"--seed {config.seed} has no effect: in fp32 it decides about nothing but the "
+            "weights of --from-scratch"
+        )
+    if 0 <= config.steps < config.warmup + config.cooldown:
+        lines.append(
+            f"--warmup {config.warmup} and --cooldown {config.cooldown} do not fit into "
+            f"--steps {config.steps}"
+        )
+    lines += _memory_warnings(config)
+    if config.device != "cpu":
+        return lines
+    on_cpu = [f"{flag} has no effect with --device cpu" for flag in _idle_on_cpu(config)]
+    return on_cpu + _but_on_cpu(config, lines)
+
+
+def _idle_on_cpu(config: TrainConfig) -> list[str]:
+    """Options that are about GPUs, with their values."""
+    idle = {
+        "--no-tune": not config.tune,
+        "--no-use-cuda-graphs": not config.use_cuda_graphs,
+        f"--attention {config.attention}": config.attention != "auto",
+        f"--fp8-fast-accumulation {config.fp8_fast_accumulation}": (
+            config.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation
+        ),
+        "--write-combined": config.write_combined,
+        "--memcpy-all-gather": config.memcpy_all_gather,
+        "--memcpy-send-recv": config.memcpy_send_recv,
+        "--mirror-weights": config.mirror_weights,
+        f"--p2p {config.p2p}": config.p2p != "auto",
+        f"--log-gpu-util {config.log_gpu_util}": config.log_gpu_util
+        not in (0, _DEFAULTS.log_gpu_util),
+    }
+    return [flag for flag, given in idle.items() if given]
+
+
+def _but_on_cpu(config: TrainConfig, lines: list[str]) -> list[str]:
+    """The lines about other options than those that have no effect on the CPU at all."""
+    told = {flag.split()[0] for flag in _idle_on_cpu(config)}
+    return [line for line in lines if line.split()[0] not in told]
+
+
+def _memory_warnings(config: TrainConfig) -> list[str]:
+    optimizer = config.offload_master or config.offload_opt_m or config.offload_opt_v
+    offload = optimizer or config.offload_gradients or config.offload_quants
+    recomputes = any(
+        getattr(config, name)
+        for name in OPTIONS
+        if name.startswith("recompute_") and name != "recompute_layers"
+    )
+    idle = (
+        ("--zero-level 0", "is the same as 1", config.zero_level == 0),
+        (
+            "--offload-master",
+            "has no effect: the optimizer updates the weights that the products read; it has "
+            "one with --shard-weights or --matmul-dtype e4m3",
+            config.offload_master and not has_masters(config, world_size=1),
+        ),
+        (
+            "--use-zero-copy",
+            "has no effect without --offload-master, -opt-m, -opt-v or -gradients",
+            config.use_zero_copy and not (optimizer or config.offload_gradients),
+        ),
+        (
+            "--write-combined",
+            "has no effect without an --offload option beside --offload-residual",
+            config.write_combined and not offload,
+        ),
+        (
+            "--memcpy-send-recv",
+            "has no effect without --all-to-all-reduce",
+            config.memcpy_send_recv and not config.all_to_all_reduce,
+        ),
+        (
+            "--mirror-weights",
+            f"has no effect {why_no_mirrors(config)}",
+            config.mirror_weights and why_no_mirrors(config) is not None,
+        ),
+        (
+            "--recompute-layers",
+            "has no effect without a --recompute option",
+            config.recompute_layers != "all" and not recomputes,
+        ),
+    )
+    lines = [f"{flag} {problem}" for flag, problem, applies in idle if applies]
+    return lines + _fp8_warnings(config)
+
+
+def _fp8_warnings(config: TrainConfig) -> list[str]:
+    if config.matmul_dtype == "e4m3":
+        return []
+    idle = {
+        "--debug-log-abs-max": config.debug_log_abs_max > 0,
+        "--no-keep-transposed": not config.keep_transposed,
+        "--fp8-fast-accumulation": config.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation,
+    }
+    reason = "has no effect without --matmul-dtype e4m3"
+    return [f"{flag} {reason}" for flag, given in idle.items() if given]
+
+
+def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False) -> list[str]:
+    """One line for every option that has no effect with this number of ranks, or (on_cpu) on
+    the CPU, which --device auto may have chosen."""
+    lines = []
+    if world_size == 1:
+        idle = {
+            "--memcpy-all-gather": config.memcpy_all_gather,
+            "--memcpy-send-recv": config.memcpy_send_recv,
+            "--mirror-weights": config.mirror_weights,
+            "--all-to-all-reduce": config.all_to_all_reduce,
+            "--measure-scaling": config.measure_scaling,
+            f"--p2p {config.p2p}": config.p2p != "auto",
+        }
+        lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
+        lines += _one_rank_sharding_warnings(config)
+    streams = streams_weights(config, world_size)
+    if config.matmul_dtype == "e4m3" and streams and not config.keep_transposed:
+        lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
+    if on_cpu or config.device == "cpu":
+        lines = _but_on_cpu(config, lines)
+    if on_cpu and config.device != "cpu":
+        lines += [f"{flag} has no effect on the CPU" for flag in _idle_on_cpu(config)]
+    return lines
+
+
+def run_warnings(
+    config: TrainConfig, world_size: int, steps: int, steps_per_epoch: int, *, on_cpu: bool = False
+) -> list[str]:
+    """rank_warnings, and one line for every option that has no effect on a run so long."""
+    lines = rank_warnings(config, world_size, on_cpu=on_cpu)
+    if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
+        lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
+    validates = 0 < config.eval_every_n_steps < steps or steps > steps_per_epoch
+    if not validates and config.eval_num_steps != _DEFAULTS.eval_num_steps:
+        lines.append(
+            f"--eval-num-steps {config.eval_num_steps} has no effect: the only validation is the "
+            "final one, of all sequences"
+        )
+    return lines
+
+
+def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
+    """What --zero-level implies counts as one option, which may do something in part."""
+    weights = why_weights_stay(config, world_size=1)
+    gradients = why_gradients_stay(config, world_size=1)
+    level, idle = config.zero_level, {}
+    if config.shard_weights and level < 3:
+        idle["--shard-weights"] = weights
+    if config.shard_gradients and level < 2:
+        idle["--shard-gradients"] = gradients
+    if level == 2:
+        idle["--zero-level 2"] = gradients
+    if level == 3:
+        idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
+    return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]

@@ -1,0 +1,75 @@
+"""What a run needs of a machine's memory, and what it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.base.dtypes import MIB
+from llmq.base.errors import LlmqError
+from llmq.config.options import TrainConfig
+from llmq.plan.plan import Plan
+from llmq.runtime.device import HOST_SPEC, DeviceSpec
+from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.machine import Machine
+
+
+class OutOfMemory(LlmqError):
+    """A plan that does not fit, with what would make it fit."""
+
+
+# What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
+# driver 580: 537 MiB in a run of the 0.5B preset.
+CONTEXT_BYTES = 540 * MIB
+# What NCCL 2.28 takes on each of four H200, with the channels of runtime/nccl.py.
+NCCL_BYTES = 930 * MIB
+
+
+def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
+    """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
+    if spec == HOST_SPEC:
+        return plan.usage.device_bytes + plan.usage.sizes.host
+    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)
+    return plan.usage.device_bytes + beside + page_tables(plan.host_bytes, spec)
+
+
+def page_tables(pinned: int, spec: DeviceSpec) -> int:
+    """Bytes in which each GPU keeps where the pinned memory of all ranks lies: 8 per 4 KiB."""
+    return 0 if spec == HOST_SPEC else pinned // 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes that a run may take: of each rank's device memory, and of host memory for all ranks.
+
+    None: there is nothing to compare with. On the CPU device holds everything.
+    """
+
+    device: int | None = None
+    host: int | None = None
+
+    def excess(self, device: int, host: int) -> int:
+        """Bytes too many, of both kinds together; 0: it fits."""
+        pairs = ((device, self.device), (host, self.host))
+        return sum(max(n - limit, 0) for n, limit in pairs if limit is not None)
+
+    def less(self, size: int) -> Limits:
+        """With so many bytes less of both kinds."""
+        kinds = (self.device, self.host)
+        device, host = (None if limit is None else max(limit - size, 0) for limit in kinds)
+        return Limits(device=device, host=host)
+
+
+# Host memory of a run beside what is pinned, an estimate: interpreter and CUDA's libraries, and the
+# driver's of each GPU.
+PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
+
+
+def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
+    """What a run may take on this machine."""
+    if machine.kind == "host":
+        available, host = available_host_memory() // machine.world_size, None
+    else:
+        available = machine.spec.memory
+        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
+        host = max(available_host_memory() - others, 0)
+    return Limits(device=min(available, config.memory_limit or available), host=host)

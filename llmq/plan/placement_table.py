@@ -1,0 +1,71 @@
+"""[Placement]: where everything of each slab lies and in which format, for people and programs."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from llmq.base.dtypes import OPTION_DTYPES
+from llmq.state.placement import Placement, SlabPlacement, Store
+
+KINDS = ("work", "master", "part", "transposed", "mirror", "gradient", "m", "v")
+NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
+
+
+def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
+    """Neighbours that are placed alike as one: "layers.0-27"."""
+    groups = []
+    kinds = [(name.partition(".")[0], slab) for name, slab in placement.slabs.items()]
+    for (_, alike), run in groupby(zip(kinds, placement.slabs, strict=True), itemgetter(0)):
+        first, *others = [name for _, name in run]
+        last = f"-{others[-1].partition('.')[2]}" if others else ""
+        groups.append((first + last, alike))
+    return groups
+
+
+def placement_record(placement: Placement) -> dict[str, Any]:
+    """For programs. slabs: those that are placed alike in one row; head: see Placement."""
+    rows = [
+        {"slabs": name, "trainable": slab.trainable, "group": slab.group}
+        | {kind: _record(getattr(slab, kind)) for kind in KINDS}
+        for name, slab in _groups(placement)
+    ]
+    return {"slabs": rows, "head": _record(placement.head)}
+
+
+def _record(store: Store | None) -> dict[str, Any] | None:
+    if store is None:
+        return None
+    return {
+        "dtype": NAMES[store.dtype],
+        "memory": store.memory,
+        "sharded": store.sharded,
+        "streamed": store.streamed,
+    }
+
+
+def placement_table(placement: Placement) -> list[str]:
+    """The lines of [Placement], without kinds of tensors that no slab has."""
+    groups = _groups(placement)
+    kinds = [kind for kind in KINDS if any(getattr(slab, kind) for _, slab in groups)]
+    rows = [["slabs", "group", *kinds]]
+    for name, slab in groups:
+        cells = [_words(getattr(slab, kind)) for kind in kinds]
+        rows.append([name, slab.group if slab.trainable else "frozen", *cells])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))])
+        for row in rows
+    ]
+    head = [] if placement.head is None else [f"  LM head: {_words(placement.head)} beside these"]
+    return [line.rstrip() for line in lines] + head
+
+
+def _words(store: Store | None) -> str:
+    """A store in a few words: "bf16", "bf16 shard, pinned", "e4m3, in slots"."""
+    if store is None:
+        return "-"
+    words = NAMES[store.dtype] + (" shard" if store.sharded else "")
+    places = [store.memory.replace("_", "-")] if store.on_host else []
+    return ", ".join([words, *places, *(["in slots"] if store.streamed else [])])

@@ -1,0 +1,265 @@
+"""Where everything of a slab lies and in which format: decided here, once, and read by all others.
+
+Weights, gradients, moments, checkpoints, plans and the warnings about options read a `Placement`,
+which `place` makes from the options of a run and the weight table. The functions `why_…` are its
+rules: each gives the reason for which an option does nothing, and None where it does something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.config.options import TrainConfig
+from llmq.state.params import Slab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """Format and place of one kind of tensor of a slab.
+
+    memory: "device", "pinned" or "write_combined". sharded: each of W ranks keeps 1/W of the
+    elements, else all of them. streamed: the whole slab is in a slot of the device, only while it
+    is in use; else it is resident.
+    """
+
+    dtype: DType
+    memory: str = "device"
+    sharded: bool = False
+    streamed: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory."""
+        return self.memory != "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabPlacement:
+    """The stores of one slab; None where it has no such tensor.
+
+    trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
+    work: what products read. master: the shard that work weights are made from, where it is not a
+    part of these themselves. part: of streamed work weights a shard in their format, where that is
+    not the master; without both, codes are made from the master at every gather. transposed: codes
+    in the other layout, streamed where blocks share one set. mirror: a second copy, for peers, of
+    the shard that they gather. gradient: sums. m, v: moments.
+    """
+
+    trainable: bool
+    group: str
+    work: Store
+    master: Store | None = None
+    part: Store | None = None
+    transposed: Store | None = None
+    mirror: Store | None = None
+    gradient: Store | None = None
+    m: Store | None = None
+    v: Store | None = None
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether products read fp8 codes, which have scales."""
+        return self.work.dtype == E4M3
+
+    @property
+    def source(self) -> Store | None:
+        """The shard that ranks gather streamed work weights from, if there is one all the time."""
+        return self.part or (None if self.is_coded else self.master)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether a rank has the codes of its shard from update to update."""
+        return self.is_coded and (self.part is not None or not self.work.streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Of all slabs, by name. head: fp8 codes of the LM head's matrix beside it, in both layouts."""
+
+    slabs: Mapping[str, SlabPlacement]
+    head: Store | None = None
+
+    def __getitem__(self, name: str) -> SlabPlacement:
+        return self.slabs[name]
+
+    @property
+    def gathers_from_host(self) -> bool:
+        """Whether ranks read each other's weights in host memory, in sources or mirrors."""
+        streamed = [slab for slab in self.slabs.values() if slab.work.streamed]
+        sources = [store for slab in streamed for store in (slab.source, slab.mirror) if store]
+        return any(store.on_host for store in sources)
+
+    def stays_whole(self, name: str) -> bool:
+        """Whether an update brings all of a master from host memory at once.
+
+        So it does where codes are made from it and a slot of the gradients, which nobody needs by
+        then, has its format.
+        """
+        slab = self.slabs[name]
+        sums = [other.gradient for other in self.slabs.values() if other.gradient]
+        slots = {gradient.dtype for gradient in sums if gradient.streamed}
+        return slab.keeps_codes and slab.master.on_host and slab.master.dtype in slots
+
+
+# ------------------------------------------------------------------------------------------------
+# Rules
+
+
+def _memory(config: TrainConfig, offloaded: bool) -> str:
+    host = "write_combined" if config.write_combined else "pinned"
+    return host if offloaded else "device"
+
+
+def _source(config: TrainConfig) -> Store | None:
+    """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
+    if config.matmul_dtype == "e4m3":
+        memory = _memory(config, config.offload_quants)
+        return Store(dtype=E4M3, memory=memory, sharded=True) if config.persistent_quants else None
+    is_master = config.master_dtype == config.model_dtype
+    memory = _memory(config, config.offload_master and is_master)
+    return Store(dtype=parse_dtype(config.model_dtype), memory=memory, sharded=True)
+
+
+def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
+    """Why --shard-weights does nothing.
+
+    One rank needs slots only for blocks whose work weights are not on the device anyway.
+    """
+    source = _source(config)
+    if world_size > 1 or source is None or source.on_host:
+        return None
+    if config.matmul_dtype == "e4m3":
+        return "with --persistent-quants and without --offload-quants"
+    if config.master_dtype != config.model_dtype:
+        return f"with --master-dtype {config.master_dtype}"
+    return "without --offload-master"
+
+
+def why_gradients_stay(config: TrainConfig, world_size: int) -> str | None:
+    """Why --shard-gradients does nothing: one rank has nothing to gain on the device alone."""
+    return None if world_size > 1 or config.offload_gradients else "without --offload-gradients"
+
+
+def why_no_mirrors(config: TrainConfig) -> str | None:
+    """Why --mirror-weights does nothing, also with several ranks."""
+    if not config.memcpy_all_gather:
+        return "without --memcpy-all-gather"
+    if not config.shard_weights:
+        return "without --shard-weights"
+    if config.p2p == "on":
+        return "with --p2p on"
+    source = _source(config)
+    if source is None:
+        return "without --persistent-quants"
+    if source.on_host:
+        return "with --offload-" + ("quants" if source.dtype == E4M3 else "master")
+    return None
+
+
+def streams_weights(config: TrainConfig, world_size: int) -> bool:
+    """Whether blocks take turns in slots of work weights."""
+    return config.shard_weights and why_weights_stay(config, world_size) is None
+
+
+def has_masters(config: TrainConfig, world_size: int) -> bool:
+    """Whether the optimizer updates other tensors of the blocks than those that products read."""
+    return (
+        config.matmul_dtype == "e4m3"
+        or config.master_dtype != config.model_dtype
+        or streams_weights(config, world_size)
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Placements
+
+
+def place(
+    config: TrainConfig,
+    table: tuple[Slab, ...],
+    world_size: int = 1,
+    frozen: Collection[str] = (),
+) -> Placement:
+    """Of a run. config: normalized. table: for these ranks. frozen: slabs that are not trained.
+
+    A frozen slab has no gradient, no moments, and no master, except one in the model's format where
+    fp8 codes are made from it.
+    """
+    slabs = {
+        slab.name: _place_slab(config, slab, world_size, trainable=slab.name not in frozen)
+        for slab in table
+    }
+    head = Store(dtype=E4M3) if config.head_dtype == "e4m3" else None
+    return Placement(slabs=slabs, head=head)
+
+
+def _place_slab(
+    config: TrainConfig, slab: Slab, world_size: int, *, trainable: bool
+) -> SlabPlacement:
+    dtype, master_dtype = parse_dtype(config.model_dtype), parse_dtype(config.master_dtype)
+    coded = slab.is_block and config.matmul_dtype == "e4m3"
+    streams = slab.is_block and streams_weights(config, world_size)
+    updates_another = has_masters(config, world_size) if slab.is_block else master_dtype != dtype
+    gathers_master = trainable and not coded and master_dtype == dtype
+    source = _source(config) if streams else None
+    mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
+    master = Store(
+        dtype=master_dtype if trainable else dtype,
+        memory=_memory(config, config.offload_master),
+        sharded=True,
+    )
+    transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
+    placement = SlabPlacement(
+        trainable=trainable,
+        group=_group(slab),
+        work=Store(dtype=E4M3 if coded else dtype, streamed=streams),
+        master=master if coded or (trainable and updates_another) else None,
+        part=None if gathers_master else source,
+        transposed=transposed if coded else None,
+        mirror=Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None,
+    )
+    return _trained(config, slab, world_size, placement) if trainable else placement
+
+
+def _trained(
+    config: TrainConfig, slab: Slab, world_size: int, placement: SlabPlacement
+) -> SlabPlacement:
+    """With gradients and moments."""
+    stays = not config.shard_gradients or why_gradients_stay(config, world_size) is not None
+    streams = slab.is_block and not stays
+    return replace(
+        placement,
+        gradient=Store(
+            dtype=parse_dtype(config.grad_accum_dtype),
+            memory=_memory(config, streams and config.offload_gradients),
+            sharded=streams,
+            streamed=streams,
+        ),
+        m=Store(
+            dtype=parse_dtype(config.opt_m_dtype),
+            memory=_memory(config, config.offload_opt_m),
+            sharded=True,
+        ),
+        v=Store(
+            dtype=parse_dtype(config.opt_v_dtype),
+            memory=_memory(config, config.offload_opt_v),
+            sharded=True,
+        ),
+    )
+
+
+def _group(slab: Slab) -> str:
+    """Weight decay is for matrices only."""
+    return "matrices" if any(param.decay for param in slab.params) else "vectors"
+
+
+def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
+    """Of weights that are only read, all on the device and in one format: to sample from them."""
+    return Placement(
+        slabs={
+            slab.name: SlabPlacement(trainable=False, group=_group(slab), work=Store(dtype=dtype))
+            for slab in table
+        }
+    )
