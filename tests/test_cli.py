@@ -83,7 +83,7 @@ def test_plan_has_the_flags_of_train():
         command, _, spellings = line.partition(" ")
         flags.get(command, set()).add(spellings)
     assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
-    own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--json"}
+    own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
     assert flags["plan"] - flags["train"] == own
 
 
@@ -195,7 +195,8 @@ def test_plan(stub, capsys):
     planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
-    assert planning.kwargs == {**sizes, "card": None, "fit": None, "json": True}
+    others = {"card": None, "fit": None, "placement": False, "json": True}
+    assert planning.kwargs == sizes | others
     for flag in ("--gpu-memory", "--host-memory"):
         assert _run(["plan", *TINY, flag, "big"]) == 2
         assert capsys.readouterr().err.startswith(f"error: {flag}: expected a size")
