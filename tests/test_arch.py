@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
 from llmq.model.arch import ARCHITECTURES
 from tests.models import VOCAB, hf_model, random_batch, trainer_for
 from tests.test_layout import PACKAGE, modules
@@ -92,6 +94,15 @@ def test_export_is_the_model_for_transformers(path, tmp_path):
         logits = model(torch.from_numpy(inputs).long()).logits.view(-1, VOCAB)
     want = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets).long().view(-1))
     np.testing.assert_allclose(loss, want.item(), rtol=1e-5)
+
+
+def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
+    for name in ("tiny", "tiny-olmo2"):
+        config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
+        lines = config.model_warnings(preset(name))
+        assert [line.split()[0] for line in lines] == ["--recompute-norm"] * (name == "tiny-olmo2")
+        whole = make_config({"recompute-block": True, "model": name, "from-scratch": True})
+        assert whole.model_warnings(preset(name)) == []
 
 
 def test_architectures_are_named_in_their_files_alone():

@@ -51,7 +51,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
-    idle = config.rank_warnings(trainer.world_size, on_cpu=on_cpu)
+    idle = config.rank_warnings(trainer.world_size, on_cpu=on_cpu) + config.model_warnings(model)
     warn(make_config(options).warnings() + idle + model_warnings(model_dir))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()

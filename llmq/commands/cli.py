@@ -77,7 +77,7 @@ def _load(given: dict[str, Any], file: Path | None) -> tuple[TrainConfig, ModelC
     config = make_config(given, file)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
-    warn(config.warnings() + model_warnings(model_dir))
+    warn(config.warnings() + config.model_warnings(model) + model_warnings(model_dir))
     return config, model, model_dir
 
 

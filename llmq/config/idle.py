@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.config.fields import Fields
+from llmq.config.model import ModelConfig
 
 _DEFAULTS = Fields()
 
@@ -182,6 +183,12 @@ class Warnings(Fields):
         if on_cpu and self.device != "cpu":
             lines += [f"{flag} has no effect on the CPU" for flag in self._idle_on_cpu()]
         return lines
+
+    def model_warnings(self, model: ModelConfig) -> list[str]:
+        """One line for every option that has no effect on this model, else it may have one."""
+        if self.recompute_norm and not self.recompute_block and model.arch.post_norm:
+            return ["--recompute-norm has no effect: this model keeps no norm's output"]
+        return []
 
     def run_warnings(
         self, world_size: int, steps: int, steps_per_epoch: int, *, on_cpu: bool = False
