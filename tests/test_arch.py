@@ -96,6 +96,18 @@ def test_export_is_the_model_for_transformers(path, tmp_path):
     np.testing.assert_allclose(loss, want.item(), rtol=1e-5)
 
 
+def test_a_checkpoint_holds_the_model(path, tmp_path):
+    rng = np.random.default_rng(4)
+    batches = [[random_batch(rng)] for _ in range(3)]
+    with trainer_for(path, **FORMATS["jit"]) as trainer:
+        trainer.step(batches[0])
+        trainer.save(tmp_path / "ckpt")
+        want = [trainer.step(batch) for batch in batches[1:]]
+    with trainer_for(path, **FORMATS["jit"]) as trainer:
+        trainer.load(tmp_path / "ckpt")
+        assert [trainer.step(batch) for batch in batches[1:]] == want
+
+
 def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
     for name in ("tiny", "tiny-olmo2"):
         config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
