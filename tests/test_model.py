@@ -22,7 +22,7 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
         for param in slab.params:
             for part in param.hf:
                 rows = arrays[param.name][part.start : part.stop]
-                out[part.name] = part.convert(rows)
+                out[part.name] = part.stored(rows)
     return out
 
 

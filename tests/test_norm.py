@@ -7,8 +7,7 @@ from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.operand import Fp8Out, Target
 from llmq.base.tensor import Accumulator
 from llmq.config.presets import preset
-from llmq.model import norm
-from llmq.model.norm import Stats
+from llmq.model.norm import Normalization, Stats
 from tests.exact import coarse, nan
 from tests.fp8_out import LAYOUTS, check_codes, outputs
 from tests.harness import run, step_scalars
@@ -27,19 +26,20 @@ def test_codes_in_every_layout(dev, rng, model, layout):
         return Target(out, None, Fp8Out(**fp8))
 
     def forward(dev, x, weight, bias, rstd, mean, **to):
-        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
-        norm.forward(dev, config, w, "ln", target(**to), stats, x)
+        stats = Stats(rstd, None if rms else mean)
+        Normalization(dev, config).forward(target(**to), stats, x, weight, bias)
 
     def residual(dev, x, weight, bias, rstd, mean, sum_out, **to):
-        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
-        norm.forward_residual(dev, config, w, "ln", sum_out, target(**to), stats, x, x)
+        norm, stats = Normalization(dev, config), Stats(rstd, None if rms else mean)
+        norm.forward_residual(sum_out, target(**to), stats, x, x, weight, bias)
 
     def backward(dev, x, weight, bias, rstd, mean, scalars, sum_out, **to):
-        w, stats = {"ln": weight, "ln_bias": bias}, Stats(rstd, None if rms else mean)
-        g = {
-            key: Accumulator(dev.alloc(key, (C,), F32, "Gradients"), False, scalars, 1) for key in w
-        }
-        norm.backward(dev, w, g, "ln", target(**to), sum_out, x, stats, None)
+        norm, stats = Normalization(dev, config), Stats(rstd, None if rms else mean)
+        d_weight, d_bias = (
+            Accumulator(dev.alloc(key, (C,), F32, "Gradients"), False, scalars, 1)
+            for key in ("ln", "ln_bias")
+        )
+        norm.backward(target(**to), d_weight, d_bias, sum_out, x, weight, stats, None)
 
     given = {
         "x": coarse(rng, SHAPE, BF16),

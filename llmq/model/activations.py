@@ -55,8 +55,7 @@ def slot(layer: int, name: str) -> str:
     return f"layers.{layer}.{name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
+class Activation(NamedTuple):
     """An activation of one layer, and what is kept of it from forward to backward.
 
     shape: (rows, features), rows = B*T. tensor: the whole of it. codes: fp8 (features, rows), which
@@ -67,8 +66,8 @@ class Activation:
     name: str
     shape: tuple[int, int]
     dtype: DType
-    tensor: Tensor | None = None
-    codes: Tensor | None = None
+    tensor: Tensor | None
+    codes: Tensor | None
 
     @property
     def slot(self) -> str:
@@ -82,7 +81,7 @@ class Activation:
         return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
 
 
-class Norm(NamedTuple):
+class NormSite(NamedTuple):
     """One norm of one layer, and the residual stream there; see pre_norm.py and post_norm.py.
 
     stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
@@ -98,30 +97,19 @@ class Layer:
     """What one block keeps: its input, statistics, and the activations that are not recomputed."""
 
     index: int
-    recompute: Recompute
-    """Normalized."""
-    residual: Tensor
-    """(rows, C): the residual stream where the attention half begins."""
-    residual_att: Tensor
-    """(rows, C): the residual stream where the MLP half begins."""
-    mlp_branch: Tensor
-    """(rows, C): what the MLP half puts out."""
-    ln1: Norm
-    qkv: Activation
-    """(rows, Q): query, key and value heads, after qk_norm and RoPE."""
-    qk_raw: Activation | None
-    """(rows, (Hq+Hkv)*Hd): query and key heads before qk_norm, None without it."""
-    qk_rstd: Tensor | None
-    """F32 (B, T, Hq+Hkv), or if it is wide (B, T, 2): statistics of qk_norm."""
-    lse: Tensor
-    """F32 (B, Hq, T): statistics of attention."""
-    att: Activation
-    """(rows, Hq*Hd): what attention puts out."""
-    ln2: Norm
-    mlp_up: Activation
-    """(rows, F), or of a gated MLP (rows, 2F)."""
-    mlp_act: Activation
-    """(rows, F)."""
+    recompute: Recompute  # normalized
+    residual: Tensor  # (rows, C), the stream where the attention half begins
+    residual_att: Tensor  # (rows, C), the stream where the MLP half begins
+    mlp_branch: Tensor  # (rows, C), what the MLP half puts out
+    ln1: NormSite
+    ln2: NormSite
+    qkv: Activation  # (rows, Q), after qk_norm and RoPE
+    qk_raw: Activation | None  # (rows, (Hq+Hkv)*Hd), before qk_norm
+    qk_rstd: Tensor | None  # F32 (B, T, Hq+Hkv), of qk_norm; if it is wide (B, T, 2)
+    lse: Tensor  # F32 (B, Hq, T), of attention
+    att: Activation  # (rows, Hq*Hd)
+    mlp_up: Activation  # (rows, F), or of a gated MLP (rows, 2F)
+    mlp_act: Activation  # (rows, F)
 
     def __init__(
         self,
@@ -158,11 +146,11 @@ class Layer:
         # input is made again too.
         kept = pre and not (r.norm or (r.qkv if fp8 is not None else r.att))
         ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
-        self.ln1 = Norm(residual, branch_before, stats1, ln1)
+        self.ln1 = NormSite(residual, branch_before, stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
         ln2 = activation("ln2", C, kept=pre and not (r.norm or r.ffn), may_be_codes=True)
-        self.ln2 = Norm(self.residual_att, att_branch, stats2, ln2)
+        self.ln2 = NormSite(self.residual_att, att_branch, stats2, ln2)
         self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
         self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, may_be_codes=True)
         self.qk_raw = self.qk_rstd = None
@@ -183,14 +171,7 @@ class Layer:
             codes = self._alloc(f"{name}_t", *shape[::-1], dtype=self._fp8)
         elif kept:
             tensor = self._alloc(name, *shape)
-        return Activation(
-            layer=self.index,
-            name=name,
-            shape=shape,
-            dtype=self.residual.dtype,
-            tensor=tensor,
-            codes=codes,
-        )
+        return Activation(self.index, name, shape, self.residual.dtype, tensor, codes)
 
     def slot(self, name: str) -> str:
         """The name of one of its gradients among those of all layers."""

@@ -65,8 +65,8 @@ class AttentionHalf:
         chunks: int,
     ):
         """backend: "native" or "cudnn". chunks: parts of attention's backward pass."""
-        self.dev, self.config, self.operands, self.linear = dev, config, operands, linear
-        self.B, self.T, self.Hd = B, T, config.head_dim
+        self.dev, self.operands, self.linear = dev, operands, linear
+        self.B, self.T, self.Hd, self.eps = B, T, config.head_dim, config.norm_eps
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.backend, self.chunks = backend, chunks
         self.rope_table = alloc_rope_table(dev, config, T)
@@ -103,16 +103,9 @@ class AttentionHalf:
         qkv = self._by_head(to.qkv)
         if to.qk_raw is not None:
             self.qk_norm.forward(
-                self.dev,
-                qkv,
-                to.qk_raw,
-                layer.qk_rstd,
-                w.q_norm,
-                w.k_norm,
-                self.config.norm_eps,
-                self.Hq,
-                self.Hkv,
-            )
+                self.dev, qkv, to.qk_raw, layer.qk_rstd, w.q_norm, w.k_norm, self.eps,
+                self.Hq, self.Hkv,
+            )  # fmt: skip
         if self.rope_table is not None:
             rope.forward(self.dev, qkv, self.rope_table, self.Hq, self.Hkv)
 
@@ -157,17 +150,9 @@ class AttentionHalf:
                 self.linear.input_gradient(d_att, d_o, w.o)
                 self.linear.weight_gradients(g.o, g.o_bias, d_o, again.o_input)
                 attention.backward(
-                    dev,
-                    self._by_head(d_qkv),
-                    self._by_head(d_att),
-                    self._by_head(att),
-                    layer.lse,
-                    self._by_head(qkv),
-                    self.Hq,
-                    self.Hkv,
-                    chunks=self.chunks,
-                    backend=self.backend,
-                )
+                    dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
+                    self._by_head(qkv), self.Hq, self.Hkv, chunks=self.chunks, backend=self.backend,
+                )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(d_x, d_product, w.qkv)
             self.linear.weight_gradients(g.qkv, d_bias, d_product, again.x)
@@ -190,32 +175,17 @@ class AttentionHalf:
 
             def write(to: Target) -> None:
                 rope.backward(
-                    self.dev,
-                    by_head,
-                    self.rope_table,
-                    self.Hq,
-                    self.Hkv,
-                    abs_max=to.abs_max,
-                    d_bias=g.qkv_bias,
-                    fp8=to.fp8,
-                )
+                    self.dev, by_head, self.rope_table, self.Hq, self.Hkv,
+                    abs_max=to.abs_max, d_bias=g.qkv_bias, fp8=to.fp8,
+                )  # fmt: skip
 
             return self.operands.gradient(temps, slot, write, out=d_qkv, bias=False), None
         if self.rope_table is not None:
             rope.backward(self.dev, by_head, self.rope_table, self.Hq, self.Hkv)
         if qk_raw is not None:
             self.qk_norm.backward(
-                self.dev,
-                by_head,
-                g.q_norm,
-                g.k_norm,
-                qk_raw,
-                layer.qk_rstd,
-                w.q_norm,
-                w.k_norm,
-                self.Hq,
-                self.Hkv,
-            )
-        return self.operands.of_tensor(
-            temps, slot, d_qkv, measured=False, transposed=True
-        ), g.qkv_bias
+                self.dev, by_head, g.q_norm, g.k_norm, qk_raw, layer.qk_rstd, w.q_norm, w.k_norm,
+                self.Hq, self.Hkv,
+            )  # fmt: skip
+        made = self.operands.of_tensor(temps, slot, d_qkv, measured=False, transposed=True)
+        return made, g.qkv_bias

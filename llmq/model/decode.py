@@ -10,10 +10,10 @@ from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import embedding, norm
+from llmq.model import embedding
 from llmq.model.attention_half import alloc_rope_table
 from llmq.model.linear import Linear
-from llmq.model.norm import Stats
+from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
 from llmq.ops import attention, gelu, qk_norm, rope, swiglu, wide_qk_norm
 from llmq.runtime.device import Device
@@ -26,7 +26,7 @@ class Decoder:
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
         self.dtype: DType = weights.options.dtype
-        self.linear = Linear(dev)
+        self.linear, self.norm = Linear(dev), Normalization(dev, config)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -84,7 +84,7 @@ class Decoder:
         if layer > 0:
             self._norm(to, stats, residual, branch, w.ln1, w.ln1_bias)
         elif not config.arch.post_norm:
-            norm.forward(dev, to, stats, residual, w.ln1, w.ln1_bias, config.norm_eps)
+            self.norm.forward(to, stats, residual, w.ln1, w.ln1_bias)
         self._attention(layer, w, branch, x, position)
         self._norm(to, stats, residual, branch, w.ln2, w.ln2_bias)
         F, gated = config.intermediate_size, config.gated
@@ -106,11 +106,10 @@ class Decoder:
         bias: Tensor | None,
     ) -> None:
         """A norm behind the first half: the branch goes into the residual stream, and to `to`."""
-        dev, eps = self.dev, self.config.norm_eps
         if self.config.arch.post_norm:
-            norm.post(dev, Target(residual), stats, branch, residual, weight, eps)
+            self.norm.post(Target(residual), stats, branch, residual, weight)
         else:
-            norm.forward_residual(dev, residual, to, stats, residual, branch, weight, bias, eps)
+            self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
 
     def _attention(
         self, layer: int, w: BlockWeights, branch: Tensor, x: Tensor, position: int
@@ -142,7 +141,7 @@ class Decoder:
         w, to = HeadWeights(**self._get("head")), Target(out)
         if config.arch.post_norm:
             self._norm(to, stats, residual, branch, w.ln1, None)
-            norm.post(self.dev, to, stats, residual, None, w.norm, config.norm_eps)
+            self.norm.post(to, stats, residual, None, w.norm)
         else:
             self._norm(to, stats, residual, branch, w.norm, w.norm_bias)
         lm_head = self._get("embed")["embed"] if config.tied_embeddings else w.lm_head

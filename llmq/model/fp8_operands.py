@@ -4,7 +4,7 @@ Codes lie in two layouts, (rows, features) for products and (features, rows) for
 (`linear.py` says why). What is made again in backward has a scale from forward, so that the kernel
 which makes it writes its codes and no tensor, in both ways.
 
-Memory is a stack: codes are taken before the tensor they are made of if that goes first.
+Scratch is a stack: codes of a tensor that is gone before them are taken before it.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import numpy as np
 
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.operand import Fp8, Operand, Target
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import norm
 from llmq.model.linear import EXACT, FAST, Linear
+from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands, Plain
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, quantize
@@ -44,13 +44,13 @@ class Head:
     ):
         dtype, rows = operands.dtype, operands.rows
         self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
-        self.z_loss = z_loss
+        self.z_loss, self.norm = z_loss, Normalization(dev, config)
         shape = (rows, config.hidden_size)
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
-        self.stats = norm.alloc_stats(dev, config, "norm.final", rows)
+        self.stats = alloc_stats(dev, config, "norm.final", rows)
         if config.arch.post_norm:
-            self.branch_stats = norm.alloc_stats(dev, config, "branch.final", rows)
+            self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         fp8 = operands.fp8
@@ -63,22 +63,13 @@ class Head:
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C)."""
-        dev, eps, to = self.dev, self.config.norm_eps, self.operands.measured(HEAD, self.out)
+        to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            stream = Target(self.residual)
-            norm.post(dev, stream, self.branch_stats, branch, residual_att, w.ln1, eps)
-            norm.post(dev, to, self.stats, self.residual, None, w.norm, eps)
+            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1)
+            self.norm.post(to, stats, residual, None, w.norm)
         else:
-            norm.forward_residual(
-                dev,
-                self.residual,
-                to,
-                self.stats,
-                residual_att,
-                branch,
-                w.norm,
-                w.norm_bias,
-                eps,
+            self.norm.forward_residual(
+                residual, to, stats, residual_att, branch, w.norm, w.norm_bias
             )
 
     def loss(self, lm_head: Operand, targets: Tensor) -> None:
@@ -111,59 +102,44 @@ class Head:
         branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
         which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
-        backward = self._backward_fp8 if self.fp8 else self._backward
+        d_logits_of = self._d_logits_fp8 if self.fp8 else self._d_logits
+        d_weight = g.lm_head
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=True)
-                d_weight = g.lm_head
-                if d_weight is not None and start > 0:
-                    d_weight = d_weight._replace(accumulate=True)
-                d_x = d_norm.rows(start, stop)
-                backward(start, stop, x, w.lm_head, targets.rows(start, stop), d_x, d_weight)
-        dev, x, past = self.dev, self.residual, None
-        if self.config.arch.post_norm:
-            stream = Target(d_residual)
-            norm.backward(dev, stream, g.norm, None, d_norm, x, w.norm, self.stats, past)
+                part = targets.rows(start, stop)
+                d_logits = temps.enter_context(d_logits_of(start, stop, x, w.lm_head, part))
+                self.linear.input_gradient(d_norm.rows(start, stop), d_logits, w.lm_head)
+                self.linear.weight_gradients(d_weight, None, d_logits, x)
+            if d_weight is not None:
+                d_weight = d_weight._replace(accumulate=True)
+        x, stats, post = self.residual, self.stats, self.config.arch.post_norm
+        stream = Target(d_residual) if post else to
+        self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
+        if post:
             stats = self.branch_stats
-            norm.backward(dev, to, g.ln1, None, d_residual, branch, w.ln1, stats, past)
-        else:
-            norm.backward(dev, to, g.norm, g.norm_bias, d_norm, x, w.norm, self.stats, past)
+            self.norm.backward(to, g.ln1, None, d_residual, branch, w.ln1, stats, None)
 
-    def _backward(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        d_x: Tensor,
-        d_weight: Accumulator | None,
-    ) -> None:
+    @contextmanager
+    def _d_logits(
+        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+    ) -> Iterator[Operand]:
         with self._logits(start, stop, x, lm_head) as logits:
             self._cross_entropy(start, stop, logits, targets)
-            self._products(logits, x, lm_head, d_x, d_weight)
+            yield logits
 
-    def _backward_fp8(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        d_x: Tensor,
-        d_weight: Accumulator | None,
-    ) -> None:
+    @contextmanager
+    def _d_logits_fp8(
+        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+    ) -> Iterator[Operand]:
         """The transposed codes take the place of the logits, which are twice as large."""
-        shape = (stop - start, lm_head.codes.shape[0])
+        shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
         with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
             with self._logits(start, stop, x, lm_head) as logits:
                 self._cross_entropy(start, stop, logits, targets, codes)
             with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
                 quantize.transpose(self.dev, transposed, codes)
-                d_logits = Fp8(
-                    source=None, codes=codes, transposed=transposed, scale=self.gradient_scale
-                )
-                self._products(d_logits, x, lm_head, d_x, d_weight)
+                yield Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
 
     def _cross_entropy(
         self, start: int, stop: int, logits: Tensor, targets: Tensor, codes: Tensor | None = None
@@ -180,17 +156,6 @@ class Head:
             codes=codes,
             code_scale=gradient_scale(self.z_loss),
         )
-
-    def _products(
-        self,
-        d_logits: Operand,
-        x: Operand,
-        lm_head: Operand,
-        d_x: Tensor,
-        d_weight: Accumulator | None,
-    ) -> None:
-        self.linear.input_gradient(d_x, d_logits, lm_head)
-        self.linear.weight_gradients(d_weight, None, d_logits, x)
 
     def _chunks(self) -> list[tuple[int, int]]:
         size = self.rows // self.chunks

@@ -34,8 +34,6 @@ class Fast(NamedTuple):
 
 
 class FastProducts(NamedTuple):
-    """Which of a model's."""
-
     blocks: Fast
     head: Fast
 
@@ -62,15 +60,9 @@ class Linear:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias."""
         if isinstance(weight, Fp8):
             matmul_fp8(
-                self.dev,
-                out,
-                x.codes,
-                weight.codes,
-                x.scale,
-                weight.scale,
-                bias=bias,
-                fast_accumulation=self.fast.forward,
-            )
+                self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
+                bias=bias, fast_accumulation=self.fast.forward,
+            )  # fmt: skip
         else:
             matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
 
@@ -78,14 +70,9 @@ class Linear:
         """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
         if isinstance(weight, Fp8):
             matmul_fp8(
-                self.dev,
-                d_x,
-                d_out.codes,
-                weight.transposed,
-                d_out.scale,
-                weight.scale,
+                self.dev, d_x, d_out.codes, weight.transposed, d_out.scale, weight.scale,
                 fast_accumulation=self.fast.d_x,
-            )
+            )  # fmt: skip
         else:
             matmul(self.dev, d_x, d_out, weight)
 
@@ -113,14 +100,8 @@ class Linear:
     def _weight_product(self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool) -> None:
         if isinstance(x, Fp8):
             matmul_fp8(
-                self.dev,
-                out,
-                d_out.transposed,
-                x.transposed,
-                d_out.scale,
-                x.scale,
-                accumulate=accumulate,
-                fast_accumulation=self.fast.d_weight,
-            )
+                self.dev, out, d_out.transposed, x.transposed, d_out.scale, x.scale,
+                accumulate=accumulate, fast_accumulation=self.fast.d_weight,
+            )  # fmt: skip
         else:
             matmul(self.dev, out, d_out, x, trans_a=True, accumulate=accumulate)

@@ -110,15 +110,9 @@ class MlpHalf:
 
         def write(act: Target) -> None:
             backward(
-                dev,
-                to.out,
-                d_mlp_act,
-                mlp_up,
-                abs_max=to.abs_max,
-                fp8=to.fp8,
-                out=act.out,
-                out_fp8=act.fp8,
-            )
+                dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
+                out=act.out, out_fp8=act.fp8,
+            )  # fmt: skip
 
         # The activation may go where its gradient is, which is not needed again.
         return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)

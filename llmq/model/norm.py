@@ -32,98 +32,79 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
     return Stats(rstd, dev.alloc(f"{name}_mean", (rows,), F32, "Activations"))
 
 
-def forward(
-    dev: Device,
-    to: Target,
-    stats: Stats,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-) -> None:
-    """to (rows, C) = norm(x)."""
-    rstd, mean = stats
-    with _results(dev, to, x.shape) as results:
-        if mean is None:
-            rmsnorm.forward(dev, to.out, rstd, x, weight, eps, **results)
-        else:
-            layernorm.forward(dev, to.out, mean, rstd, x, weight, bias, eps, **results)
+class Normalization:
+    """The calls, on one device."""
 
+    def __init__(self, dev: Device, config: ModelConfig):
+        self.dev, self.eps = dev, config.norm_eps
 
-def forward_residual(
-    dev: Device,
-    residual_out: Tensor,
-    to: Target,
-    stats: Stats,
-    residual: Tensor,
-    branch: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-) -> None:
-    """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
-    rstd, mean = stats
-    with _results(dev, to, residual.shape) as results:
-        if mean is None:
-            rmsnorm.forward_residual(
-                dev, residual_out, to.out, rstd, residual, branch, weight, eps, **results
-            )
-        else:
-            layernorm.forward_residual(
-                dev,
-                residual_out,
-                to.out,
-                mean,
-                rstd,
-                residual,
-                branch,
-                weight,
-                bias,
-                eps,
-                **results,
-            )
+    def forward(
+        self, to: Target, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """to (rows, C) = norm(x)."""
+        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        with _results(dev, to, x.shape) as results:
+            if mean is None:
+                rmsnorm.forward(dev, out, rstd, x, weight, eps, **results)
+            else:
+                layernorm.forward(dev, out, mean, rstd, x, weight, bias, eps, **results)
 
+    def forward_residual(
+        self,
+        residual_out: Tensor,
+        to: Target,
+        stats: Stats,
+        residual: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
+        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        with _results(dev, to, residual.shape) as results:
+            if mean is None:
+                rmsnorm.forward_residual(
+                    dev, residual_out, out, rstd, residual, branch, weight, eps, **results
+                )
+            else:
+                layernorm.forward_residual(
+                    dev, residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
+                    **results,
+                )  # fmt: skip
 
-def post(
-    dev: Device,
-    to: Target,
-    stats: Stats,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-) -> None:
-    """to (rows, C) = residual + norm(x), or norm(x) alone; rounded as with Architecture.post_norm.
+    def post(
+        self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
+    ) -> None:
+        """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
 
-    Its backward pass is `backward` without d_residual.
-    """
-    with _results(dev, to, x.shape) as results:
-        rmsnorm.post(dev, to.out, stats.rstd, x, residual, weight, eps, **results)
+        Its backward pass is `backward` without d_residual.
+        """
+        with _results(self.dev, to, x.shape) as results:
+            rmsnorm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
 
+    def backward(
+        self,
+        to: Target,
+        d_weight: Accumulator | None,
+        d_bias: Accumulator | None,
+        d_out: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        stats: Stats,
+        d_residual: Tensor | None,
+    ) -> None:
+        """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself).
 
-def backward(
-    dev: Device,
-    to: Target,
-    d_weight: Accumulator | None,
-    d_bias: Accumulator | None,
-    d_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stats: Stats,
-    d_residual: Tensor | None,
-) -> None:
-    """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself).
-
-    d_weight, d_bias: None where the weights are frozen.
-    """
-    rstd, mean = stats
-    with _results(dev, to, x.shape) as results:
-        if mean is None:
-            rmsnorm.backward(dev, to.out, d_weight, d_out, x, weight, rstd, d_residual, **results)
-        else:
-            layernorm.backward(
-                dev, to.out, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
-            )
+        d_weight, d_bias: None where they are not wanted.
+        """
+        dev, d_x, (rstd, mean) = self.dev, to.out, stats
+        with _results(dev, to, x.shape) as results:
+            if mean is None:
+                rmsnorm.backward(dev, d_x, d_weight, d_out, x, weight, rstd, d_residual, **results)
+            else:
+                layernorm.backward(
+                    dev, d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
+                )
 
 
 @contextmanager

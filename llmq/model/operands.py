@@ -64,11 +64,11 @@ class Operands(ABC):
 
     @abstractmethod
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        """A product's input, in the forward pass. What Layer says is kept of it for backward."""
+        """A product's input, in the forward pass; what x has room for is kept for backward."""
 
     @abstractmethod
     def kept(self, x: Activation) -> Operand | None:
-        """In backward: the input for its weight's gradient, if it was kept."""
+        """In backward: a product's input for its weight's gradient, None if it was not kept."""
 
     @abstractmethod
     def input_again(
@@ -76,8 +76,8 @@ class Operands(ABC):
     ) -> Operand:
         """A product's input, in backward, for its weight's gradient.
 
-        write makes it again with the content it had in forward. product: its product is computed
-        again too. out: memory of its shape that nobody needs any more.
+        write makes it again with the content it had in forward. product: the product is computed
+        again, too. out: memory of the input's shape that nobody needs any more, or None.
         """
 
     @abstractmethod
@@ -86,8 +86,8 @@ class Operands(ABC):
     ) -> Operand:
         """The operand of a tensor (n, features) that is there already.
 
-        measured: the kernel that made it wrote to `measured`. transposed: a weight's gradient needs
-        it, not only a product.
+        measured: its kernel wrote to the target that `measured` gives. transposed: a weight's
+        gradient needs it, and not only a product.
         """
 
     @abstractmethod
@@ -104,15 +104,15 @@ class Operands(ABC):
     ) -> Operand:
         """The gradient of a product's output. out: memory of its shape.
 
-        bias: a bias was added to that output, and its gradient is the sum of this one.
+        bias: the tensor itself is wanted besides, because a bias's gradient is its sum.
         """
 
     def half_gradient_target(self, slot: str, d_out: Tensor) -> Target:
-        """Where the gradient d_out (rows, C) of the output of half a block is written."""
+        """Where a kernel writes the gradient d_out (rows, C) of the output of half a block."""
         return self.measured(slot, d_out)
 
     def half_gradient(self, temps: ExitStack, slot: str, d_out: Tensor) -> Operand:
-        """The operand of what was written last to half_gradient_target."""
+        """The operand of d_out, which was written to half_gradient_target just before."""
         return self.of_tensor(temps, slot, d_out, measured=True, transposed=True)
 
     # -- scales over the steps: nothing to do where there are none, or where a pass makes them ----

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import norm
-from llmq.model.activations import Norm
+from llmq.model.activations import NormSite
+from llmq.model.norm import Normalization
 from llmq.model.operands import Operands
 from llmq.ops.add import add
 from llmq.runtime.device import Device
@@ -25,30 +25,30 @@ class PostNorm:
     """The norms of all halves of all blocks. There is none in front of the first half."""
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
-        self.dev, self.eps, self.operands = dev, config.norm_eps, operands
+        self.dev, self.norm, self.operands = dev, Normalization(dev, config), operands
 
     def forward(
         self,
         temps: ExitStack,
-        here: Norm,
+        here: NormSite,
         before: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        w: Tensor | None,
+        b: Tensor | None,
     ) -> Operand:
         """The input of a half. before: the stream where the half before began, None: first half."""
         slot, stream = here.out.slot, here.stream
         if before is not None:
-            self._run(self.operands.measured(slot, stream), here, before, weight)
+            self._run(self.operands.measured(slot, stream), here, before, w)
         measured = before is not None
         return self.operands.of_tensor(temps, slot, stream, measured=measured, transposed=False)
 
     def again(
         self,
         temps: ExitStack,
-        here: Norm,
+        here: NormSite,
         before: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        w: Tensor | None,
+        b: Tensor | None,
         *,
         product: bool,
     ) -> Operand:
@@ -57,11 +57,11 @@ class PostNorm:
         product: the half's first product is computed again, too.
         """
         if before is not None:
-            self._run(Target(here.stream), here, before, weight)
+            self._run(Target(here.stream), here, before, w)
         return self.operands.of_tensor_again(temps, here.out.slot, here.stream, product=product)
 
-    def _run(self, to: Target, here: Norm, before: Tensor, weight: Tensor) -> None:
-        norm.post(self.dev, to, here.stats, here.branch, before, weight, self.eps)
+    def _run(self, to: Target, here: NormSite, before: Tensor, w: Tensor) -> None:
+        self.norm.post(to, here.stats, here.branch, before, w)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
         """Where `backward` leaves the gradient of the output of the half before."""
@@ -69,13 +69,13 @@ class PostNorm:
 
     def backward(
         self,
-        here: Norm,
+        here: NormSite,
         slot_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
-        weight: Tensor | None,
-        d_weight: Accumulator | None,
-        d_bias: Accumulator | None,
+        w: Tensor | None,
+        d_w: Accumulator | None,
+        d_b: Accumulator | None,
     ) -> None:
         """d_residual (rows, C) += d_x, the gradient of the half's input.
 
@@ -85,6 +85,4 @@ class PostNorm:
         if slot_before is None:
             return
         to, past = self.operands.half_gradient_target(slot_before, d_x), None
-        norm.backward(
-            self.dev, to, d_weight, d_bias, d_residual, here.branch, weight, here.stats, past
-        )
+        self.norm.backward(to, d_w, d_b, d_residual, here.branch, w, here.stats, past)

@@ -10,12 +10,13 @@ next half (or the head) begins.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import norm
-from llmq.model.activations import Norm
+from llmq.model.activations import NormSite
+from llmq.model.norm import Normalization
 from llmq.model.operands import Operands
 from llmq.runtime.device import Device
 
@@ -24,54 +25,45 @@ class PreNorm:
     """The norms of all halves of all blocks."""
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
-        self.dev, self.eps, self.operands = dev, config.norm_eps, operands
+        self.norm, self.operands = Normalization(dev, config), operands
 
     def forward(
-        self,
-        temps: ExitStack,
-        here: Norm,
-        before: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, temps: ExitStack, here: NormSite, before: Tensor | None, w: Tensor, b: Tensor | None
     ) -> Operand:
-        """The input of a half. before: the stream where the half before began, None: first half."""
-        return self.operands.input(
-            temps, here.out, lambda to: self._run(to, here, before, weight, bias)
-        )
+        """The input of a half. w, b: weight and bias of the norm.
+
+        before: (rows, C), the stream where the half before began; None: there is none.
+        """
+        return self.operands.input(temps, here.out, partial(self._run, here, before, w, b))
 
     def again(
         self,
         temps: ExitStack,
-        here: Norm,
+        here: NormSite,
         before: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
+        w: Tensor,
+        b: Tensor | None,
         *,
         product: bool,
     ) -> Operand:
-        """The input of a half in backward. before: None unless the stream is to be made again too.
+        """The input of a half in backward. before: None unless the stream is made again, too.
 
-        product: the half's first product is computed again, too.
+        product: so is the half's first product, and not only its weight's gradient needs the input.
         """
         kept = self.operands.kept(here.out)
         if kept is not None:
             return kept
-        return self.operands.input_again(
-            temps,
-            here.out,
-            lambda to: self._run(to, here, before, weight, bias),
-            product=product,
-            out=None,
-        )
+        write = partial(self._run, here, before, w, b)
+        return self.operands.input_again(temps, here.out, write, product=product, out=None)
 
     def _run(
-        self, to: Target, here: Norm, before: Tensor | None, weight: Tensor, bias: Tensor | None
+        self, here: NormSite, before: Tensor | None, w: Tensor, b: Tensor | None, to: Target
     ) -> None:
-        stream, stats, dev, eps = here.stream, here.stats, self.dev, self.eps
+        stream, stats = here.stream, here.stats
         if before is None:
-            norm.forward(dev, to, stats, stream, weight, bias, eps)
+            self.norm.forward(to, stats, stream, w, b)
         else:
-            norm.forward_residual(dev, stream, to, stats, before, here.branch, weight, bias, eps)
+            self.norm.forward_residual(stream, to, stats, before, here.branch, w, b)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
         """Where `backward` leaves the gradient of the output of the half before."""
@@ -79,22 +71,20 @@ class PreNorm:
 
     def backward(
         self,
-        here: Norm,
+        here: NormSite,
         slot_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
-        weight: Tensor,
-        d_weight: Accumulator | None,
-        d_bias: Accumulator | None,
+        w: Tensor,
+        d_w: Accumulator | None,
+        d_b: Accumulator | None,
     ) -> None:
-        """d_residual (rows, C) += the gradient of the stream by way of x, whose gradient is d_x.
+        """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
 
-        Before and after it is the gradient of the stream behind and in front of the half; the
-        latter is also that of the output of the half before, whose name is slot_before.
+        d_x (rows, C): the gradient of the half's input. The result is also the gradient of what the
+        half before has put out; slot_before is its name, None where there is no half.
         """
         to = Target(d_residual)
         if slot_before is not None:
             to = self.operands.half_gradient_target(slot_before, d_residual)
-        norm.backward(
-            self.dev, to, d_weight, d_bias, d_x, here.stream, weight, here.stats, d_residual
-        )
+        self.norm.backward(to, d_w, d_b, d_x, here.stream, w, here.stats, d_residual)

@@ -82,13 +82,15 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
 
 
 def finish_column_sum(
-    dev: Device, kernel: Kernel, target: Accumulator, partial: Tensor, consts: dict[str, int]
+    dev: Device, kernel: Kernel, target: Accumulator | None, partial: Tensor, consts: dict[str, int]
 ) -> None:
     """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows.
 
-    kernel: an entry that does nothing but column_sum of cu/common.cuh. consts: what its file needs
-    to compile.
+    target None: nothing, because nobody wants it. kernel: an entry that does nothing but column_sum
+    of cu/common.cuh. consts: what its file needs to compile.
     """
+    if target is None:
+        return
     rows, columns = partial.shape
     tensor, accumulate, scalars, salt = target
     dev.launch(

@@ -155,8 +155,8 @@ def forward_residual(
 def backward(
     dev: Device,
     d_x: Tensor,
-    d_weight: Accumulator,
-    d_bias: Accumulator,
+    d_weight: Accumulator | None,
+    d_bias: Accumulator | None,
     d_out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -175,7 +175,7 @@ def backward(
 
     Args:
         d_x         out    T          (rows,C)  may be d_residual
-        d_weight, d_bias  inout  F32, BF16  (C,)  added to when accumulating
+        d_weight, d_bias  inout  F32, BF16  (C,)  or None; added to when accumulating
         d_out       in     T          (rows,C)
         x           in     T          (rows,C)  C a multiple of 8, at most 8192
         weight      in     T          (C,)
@@ -192,7 +192,8 @@ def backward(
     for name, tensor in (("d_x", d_x), ("d_out", d_out)):
         expect(op, name, tensor, x.dtype, (rows, C))
     for name, target in (("d_weight", d_weight), ("d_bias", d_bias)):
-        expect(op, name, target.tensor, None, (C,))
+        if target is not None:
+            expect(op, name, target.tensor, None, (C,))
     expect(op, "weight", weight, x.dtype, (C,))
     for name, tensor in (("mean", mean), ("rstd", rstd)):
         expect(op, name, tensor, F32, (rows,))

@@ -132,8 +132,8 @@ def forward(
 def backward(
     dev: Device,
     d_qkv: Tensor,
-    d_q_weight: Accumulator,
-    d_k_weight: Accumulator,
+    d_q_weight: Accumulator | None,
+    d_k_weight: Accumulator | None,
     raw: Tensor,
     rstd: Tensor,
     q_weight: Tensor,
@@ -148,8 +148,8 @@ def backward(
 
     Args:
         d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
-        d_q_weight  inout  F32, BF16  (Hd,)             added to when accumulating
-        d_k_weight  inout  F32, BF16  (Hd,)             added to when accumulating
+        d_q_weight  inout  F32, BF16  (Hd,)             or None; added to when accumulating
+        d_k_weight  inout  F32, BF16  (Hd,)             or None; added to when accumulating
         raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
         rstd        in     F32        (B,T,Hq+Hkv)
         q_weight    in     T          (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
@@ -164,7 +164,8 @@ def backward(
     tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, heads, raw, rstd, (q_weight, k_weight))
     expect(op, "d_qkv", d_qkv, None, (*d_qkv.shape[:2], heads + num_kv_heads, head_dim))
     for name, d_weight in (("d_q_weight", d_q_weight), ("d_k_weight", d_k_weight)):
-        expect(op, name, d_weight.tensor, None, (head_dim,))
+        if d_weight is not None:
+            expect(op, name, d_weight.tensor, None, (head_dim,))
     group = group_size(head_dim, d_qkv.dtype.itemsize)
     max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
     query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)

@@ -191,7 +191,7 @@ def post(
 def backward(
     dev: Device,
     d_x: Tensor,
-    d_weight: Accumulator,
+    d_weight: Accumulator | None,
     d_out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -208,7 +208,7 @@ def backward(
 
     Args:
         d_x         out    T          (rows,C)  may be d_residual
-        d_weight    inout  F32, BF16  (C,)      added to when accumulating
+        d_weight    inout  F32, BF16  (C,)      or None; added to when accumulating
         d_out       in     T          (rows,C)
         x           in     T          (rows,C)  C a multiple of 8, at most 8192
         weight      in     T          (C,)
@@ -223,7 +223,8 @@ def backward(
     op = "rmsnorm.backward"
     rows, C = expect_rows(op, "x", x)
     expect(op, "d_x", d_x, x.dtype, (rows, C))
-    expect(op, "d_weight", d_weight.tensor, None, (C,))
+    if d_weight is not None:
+        expect(op, "d_weight", d_weight.tensor, None, (C,))
     expect(op, "d_out", d_out, x.dtype, (rows, C))
     expect(op, "weight", weight, x.dtype, (C,))
     expect(op, "rstd", rstd, F32, (rows,))

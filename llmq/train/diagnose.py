@@ -27,7 +27,7 @@ from llmq.train.ranks import Rank, Ranks
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack
 
-# In order of computation: a block's activations, under the names they have in block.py, and its
+# In order of computation: a block's activations, under their names in activations.py, and its
 # gradients, by key; d_...: gradients that only fp8 products measure.
 _FORWARD = ("ln1 qk_raw qkv att att_branch residual_att ln2 mlp_up mlp_act mlp_branch").split()
 _BACKWARD = (

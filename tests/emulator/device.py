@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.dtypes import DTYPES, DType
+from llmq.base.files import write_shared
 from llmq.runtime import compile
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.device import MemorySizes
@@ -121,7 +122,7 @@ def build(text: str, name: str) -> Path:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} does not compile for the emulator:\n{done.stderr[:4000]}")
-        compile.write_file(path, (Path(folder) / "main.so").read_bytes())
+        write_shared(path, (Path(folder) / "main.so").read_bytes())
     return path
 
 

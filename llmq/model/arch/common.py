@@ -30,11 +30,18 @@ class HfPart:
     transposed: bool = False
     swapped: bool = False
 
-    def convert(self, values: Any) -> Any:
-        """Rows as the parameter has them from the stored array, and the other way round."""
-        if self.swapped:
-            half = len(values) // 2
-            values = values[[*range(half, len(values)), *range(half)]]
+    def rows_of(self, rows: slice, count: int) -> slice | list[int]:
+        """Where rows of the stored array, which has `count`, are in ours; and the other way round.
+
+        A slice, or a list of indices.
+        """
+        if not self.swapped:
+            return rows
+        return [(row + count // 2) % count for row in range(*rows.indices(count))]
+
+    def stored(self, values: Any) -> Any:
+        """Our rows as the stored array has them."""
+        values = values[self.rows_of(slice(None), len(values))]
         return values.T if self.transposed else values
 
 

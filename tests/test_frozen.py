@@ -1,0 +1,48 @@
+"""Parameters without a gradient: it is never written, and those of others are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.models import CONFIGS, hf_model, random_batch, trainer_for
+
+T = 32
+FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3"}
+FORMATS = [{}, FP8, FP8 | {"fp8_recipe": "delayed"}, {"recompute_block": True}]
+ALL = {"embed", "positions", "qkv", "o", "up", "down", "q_norm", "k_norm", "norm", "lm_head"}
+ALL |= {f"{key}_bias" for key in ("qkv", "o", "up", "down", "ln1", "ln2", "norm")} | {"ln1", "ln2"}
+FROZEN = [
+    ALL - {"lm_head", "norm"},
+    {"qkv_bias", "o_bias", "up_bias", "down_bias", "ln1", "q_norm", "norm_bias", "positions"},
+    {"qkv", "down", "ln2", "ln2_bias", "ln1_bias", "k_norm", "norm", "lm_head"},
+]
+
+
+def gradients(path, batches, frozen, **options):
+    """By name, before and after a step, and the names of frozen parameters."""
+    with trainer_for(path, seq_len=T, grad_accumulation=2, **options) as trainer:
+        full = trainer._step.grads.full
+        trainer._step.grads.full = lambda block: {
+            key: grad for key, grad in full(block).items() if key not in frozen
+        }
+        before = trainer.gradients()
+        loss = trainer.step(batches).loss
+        names = {p.name for s in trainer._step.table for p in s.params if p.key in frozen}
+        return loss, before, trainer.gradients(), names
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama_biases", "gpt2"])
+@pytest.mark.parametrize("options", FORMATS)
+def test_frozen_parameters_get_no_gradient(tmp_path, model, options):
+    assert model in CONFIGS
+    hf_model(model).save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    batches = [random_batch(rng, T=T) for _ in range(2)]
+    want_loss, _, want, _ = gradients(tmp_path, batches, set(), **options)
+    for frozen in FROZEN:
+        loss, before, after, names = gradients(tmp_path, batches, frozen, **options)
+        assert loss == want_loss and names
+        for name, value in after.items():
+            same_as = before if name in names else want
+            np.testing.assert_array_equal(value, same_as[name], err_msg=name)
