@@ -32,7 +32,7 @@ def gradients(path, batches, frozen, **options):
         return loss, before, trainer.gradients(), names
 
 
-@pytest.mark.parametrize("model", ["qwen3", "llama_biases", "gpt2"])
+@pytest.mark.parametrize("model", ["qwen3", "llama_biases", "gpt2", "olmo2"])
 @pytest.mark.parametrize("options", FORMATS)
 def test_frozen_parameters_get_no_gradient(tmp_path, model, options):
     assert model in CONFIGS

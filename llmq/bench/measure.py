@@ -31,7 +31,7 @@ from llmq.base.files import write_file
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings, resolve_model
 from llmq.model.step import Batch, Result
-from llmq.plan.idle_options import option_warnings, rank_warnings
+from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
@@ -52,8 +52,9 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
-    idle = rank_warnings(config, trainer.world_size, on_cpu=on_cpu)
-    warn(option_warnings(make_config(options)) + idle + model_warnings(model_dir))
+    given, idle = option_warnings(make_config(options)), idle_with_model(config, model)
+    idle += rank_warnings(config, trainer.world_size, on_cpu=on_cpu)
+    warn(given + idle + model_warnings(model_dir))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
     trainer.load_weights()

@@ -130,10 +130,12 @@ def load_run(
     given: dict[str, Any], file: Path | None
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings."""
-    from llmq.plan.idle_options import option_warnings  # loads NumPy, which --help does without
+    # They load NumPy, which --help does without.
+    from llmq.plan.idle_options import idle_with_model, option_warnings
 
     config = make_config(given, file)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
-    warn(option_warnings(config) + model_warnings(model_dir))
+    idle = option_warnings(config) + idle_with_model(config, model)
+    warn(idle + model_warnings(model_dir))
     return config, model, model_dir

@@ -128,8 +128,8 @@ def forward(
 def backward(
     dev: Device,
     d_qkv: Tensor,
-    d_q_weight: Accumulator,
-    d_k_weight: Accumulator,
+    d_q_weight: Accumulator | None,
+    d_k_weight: Accumulator | None,
     raw: Tensor,
     rstd: Tensor,
     q_weight: Tensor,
@@ -144,8 +144,8 @@ def backward(
 
     Args:
         d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
-        d_q_weight  inout  F32, BF16  (Hq*Hd,)          added to when accumulating
-        d_k_weight  inout  F32, BF16  (Hkv*Hd,)         added to when accumulating
+        d_q_weight  inout  F32, BF16  (Hq*Hd,)          or None; added to when accumulating
+        d_k_weight  inout  F32, BF16  (Hkv*Hd,)         or None; added to when accumulating
         raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
         rstd        in     F32        (B,T,2)
         q_weight    in     T          (Hq*Hd,)          a multiple of 8, at most 8192
@@ -163,7 +163,8 @@ def backward(
         ("d_q_weight", d_q_weight, q_weight),
         ("d_k_weight", d_k_weight, k_weight),
     ):
-        expect(op, name, target.tensor, None, weight.shape)
+        if target is not None:
+            expect(op, name, target.tensor, None, weight.shape)
     layout = row_layout(max(channels), d_qkv.dtype.itemsize, LANE_VECTORS)
     max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
     queries, keys, threads = grid(layout, tokens, channels, BACKWARD_WARPS, max_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmq.config.model import ModelConfig
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.state.placement import (
     has_masters,
@@ -47,6 +48,13 @@ def option_warnings(config: TrainConfig) -> list[str]:
         return lines
     on_cpu = [f"{flag} has no effect with --device cpu" for flag in _idle_on_cpu(config)]
     return on_cpu + _but_on_cpu(config, lines)
+
+
+def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:
+    """One line for every option that has no effect on this model, else it may have one."""
+    if config.recompute_norm and not config.recompute_block and model.arch.post_norm:
+        return ["--recompute-norm has no effect: this model keeps no norm's output"]
+    return []
 
 
 def _idle_on_cpu(config: TrainConfig) -> list[str]:

@@ -1,0 +1,127 @@
+"""Architectures whose blocks or files differ from the others', in whole steps on the CPU device."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.model.arch import ARCHITECTURES
+from tests.models import VOCAB, hf_model, random_batch, trainer_for
+from tests.test_layout import PACKAGE, modules
+
+JIT = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
+FORMATS = {
+    "fp32": {},
+    "bf16": {"model_dtype": "bf16"},
+    "jit": JIT,
+    "delayed": JIT | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "seq_len": 32},
+}
+FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+
+
+@pytest.fixture(params=["olmo2", "phi3"])
+def path(request, tmp_path):
+    hf_model(request.param).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def run(path, **options):
+    """Results and weights after three steps of two micro-steps."""
+    rng, T = np.random.default_rng(0), options.get("seq_len", 24)
+    with trainer_for(path, grad_accumulation=2, **options) as trainer:
+        results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(3)]
+        assert trainer.usage == trainer.plan.usage
+        return results, trainer.weights()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_recompute_and_offload_are_bitwise_equal(path, name):
+    want, weights = run(path, **FORMATS[name])
+    changes = [{f"recompute_{flag}": True} for flag in FLAGS]
+    changes += [{"recompute_block": True, "offload_residual": True, "recompute_layers": "0"}]
+    for change in changes:
+        got, same = run(path, **(FORMATS[name] | change))
+        assert got == want, change
+        assert all(np.array_equal(weights[n], same[n]) for n in weights), change
+
+
+@pytest.mark.parametrize("name", ["bf16", "jit", "delayed"])
+def test_gradients_are_close_to_f32(path, name):
+    T = FORMATS[name].get("seq_len", 24)
+    batches, found = [random_batch(np.random.default_rng(1), T=T)], []
+    for options in ({"seq_len": T}, FORMATS[name]):
+        with trainer_for(path, **options) as trainer:
+            found.append((trainer.step(batches), trainer.gradients()))
+    (want, reference), (got, ours) = found
+    assert abs(got.loss - want.loss) < 0.01 * want.loss
+    largest = max(np.linalg.norm(g) for g in reference.values())
+    for name, expected in reference.items():
+        size, gradient = np.linalg.norm(expected), ours[name].astype(np.float32)
+        if size > 0.02 * largest:
+            # E4M3 keeps 4 bits of a value: some percent an element, which average out.
+            assert np.vdot(gradient, expected) > 0.98 * np.linalg.norm(gradient) * size, name
+
+
+def test_sharded_ranks_compute_what_one_does(path):
+    rng = np.random.default_rng(2)
+    batches = [random_batch(rng) for _ in range(2)]
+    with trainer_for(path, grad_accumulation=2) as one:
+        want, weights = one.step(batches), one.weights()
+    options = {"zero_level": 3, "offload_opt_m": True, "offload_gradients": True}
+    with trainer_for(path, gpus=2, **options) as two:
+        got, sharded = two.step(batches), two.weights()
+    # Sums in another order.
+    np.testing.assert_allclose([got.loss, got.norm], [want.loss, want.norm], rtol=1e-5)
+    for name, expected in weights.items():
+        np.testing.assert_allclose(sharded[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_export_is_the_model_for_transformers(path, tmp_path):
+    rng = np.random.default_rng(3)
+    inputs, targets = random_batch(rng)
+    with trainer_for(path) as trainer:
+        trainer.step([random_batch(rng)])
+        trainer.export(tmp_path / "out")
+        loss = trainer.step([(inputs, targets)]).loss  # of the weights before it
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(inputs).long()).logits.view(-1, VOCAB)
+    want = torch.nn.functional.cross_entropy(logits, torch.from_numpy(targets).long().view(-1))
+    np.testing.assert_allclose(loss, want.item(), rtol=1e-5)
+
+
+def test_a_checkpoint_holds_the_model(path, tmp_path):
+    rng = np.random.default_rng(4)
+    batches = [[random_batch(rng)] for _ in range(3)]
+    with trainer_for(path, **FORMATS["jit"]) as trainer:
+        trainer.step(batches[0])
+        trainer.save(tmp_path / "ckpt")
+        want = [trainer.step(batch) for batch in batches[1:]]
+    with trainer_for(path, **FORMATS["jit"]) as trainer:
+        trainer.load(tmp_path / "ckpt")
+        assert [trainer.step(batch) for batch in batches[1:]] == want
+
+
+def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
+    for name in ("tiny", "tiny-olmo2"):
+        config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
+        lines = config.model_warnings(preset(name))
+        assert [line.split()[0] for line in lines] == ["--recompute-norm"] * (name == "tiny-olmo2")
+        whole = make_config({"recompute-block": True, "model": name, "from-scratch": True})
+        assert whole.model_warnings(preset(name)) == []
+
+
+def test_architectures_are_named_in_their_files_alone():
+    """All else follows from the descriptions; presets say whose they are."""
+    names = [word for arch in ARCHITECTURES.values() for word in (arch.name, arch.model_type)]
+    word = re.compile("|".join(f"""["']{name}["']""" for name in names))
+    own = {PACKAGE / "config" / "presets.py", *PACKAGE.glob("model/arch/*.py")}
+    for file in set(modules()) - own:
+        found = word.search(file.read_text())
+        assert found is None or file.parent.name == "ref", f"{file} names {found}"
