@@ -321,3 +321,24 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys):
     (row,) = [r for r in rows if r[0] == "Qwen2.5-1.5B" and "accumulation=all" in r[2]]
     assert row[1] == "32 x 4" and row[3] == "86,107"
     assert 0.8 < float(row[4].replace(",", "")) / 86107 < 1.2
+
+
+# -- mutations -----------------------------------------------------------------------------------
+
+
+def test_every_mutation_has_its_place(tool, tmp_path):
+    run = tool("mutations.run")
+    found = run.mutations()
+    assert len(found) >= 36
+    for mutation in found:
+        mutation.place(run.ROOT)
+        assert mutation.old != mutation.new and mutation.tests
+    (tmp_path / "a.py").write_text("once twice twice")
+    change = {"name": "a", "file": "*.py", "new": "never", "tests": []}
+    mutation = run.Mutation(**change, old="once")
+    with mutation.applied(tmp_path):
+        assert (tmp_path / "a.py").read_text() == "never twice twice"
+    assert (tmp_path / "a.py").read_text() == "once twice twice"
+    for old in ("twice", "nowhere"):
+        with pytest.raises(ValueError, match=rf"a: \*\.py has '{old}' [02]x"):
+            run.Mutation(**change, old=old).place(tmp_path)
