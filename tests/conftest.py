@@ -31,7 +31,7 @@ def pytest_configure(config):
 def gpu_problem() -> str | None:
     """Why no GPU can be used; None if one can."""
     try:
-        from llmq.runtime.cuda_device import device_spec
+        from llmq.runtime.cuda_api import device_spec
 
         device_spec(0)
     except Exception as error:

@@ -25,7 +25,7 @@ from llmq.ops import fill
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
-from llmq.runtime.device import MemorySizes
+from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.timing import LaunchTime, time_launches
 
@@ -313,6 +313,7 @@ class BusyGpu:
     """Takes 0.2 s for what is enqueued; a further graph before its end blocks in the driver."""
 
     kind, sync_calls = "cuda", 0
+    instead = Device.instead
 
     def __init__(self):
         self.free_at = time.perf_counter()

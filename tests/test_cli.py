@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-import llmq.commands.cli
+import llmq.commands.tokenize
 import llmq.data.tokenize
 from llmq import __version__
 from llmq.base.errors import LlmqError
@@ -184,7 +184,7 @@ def test_config_file(stub, tmp_path):
 
 
 def test_dry_run_plans(stub):
-    planning = stub("commands.plan.run_plan")
+    planning = stub("plan.report.run_plan")
     assert _run(["train", *TINY, "--dry-run", "--gpus", "2"]) == 0
     config, model = planning.args
     assert (config.gpus, model) == (2, preset("tiny"))
@@ -192,7 +192,7 @@ def test_dry_run_plans(stub):
 
 
 def test_plan(stub, capsys):
-    planning = stub("commands.plan.run_plan")
+    planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
     assert planning.kwargs == {**sizes, "card": None, "fit": None, "json": True}
@@ -203,7 +203,7 @@ def test_plan(stub, capsys):
 
 def test_what_a_search_leaves_alone(stub, tmp_path):
     (tmp_path / "run.yaml").write_text("lmhead-chunks: 2\nbatch: 2\n")
-    planning, args = stub("commands.plan.run_plan"), ["--no-recompute-att", "--card=4090"]
+    planning, args = stub("plan.report.run_plan"), ["--no-recompute-att", "--card=4090"]
     assert _run(["plan", *TINY, "--fit", "--config", str(tmp_path / "run.yaml"), *args]) == 0
     given = {"model", "from_scratch", "lmhead_chunks", "batch_size", "recompute_att"}
     assert (planning.kwargs["card"], planning.kwargs["fit"]) == ("4090", given)
@@ -212,7 +212,7 @@ def test_what_a_search_leaves_alone(stub, tmp_path):
 def test_auto_trains_what_it_has_chosen(stub):
     chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
     choosing, training = (
-        stub("commands.plan.choose", result=chosen),
+        stub("plan.report.choose", result=chosen),
         stub("train.loop.run_training"),
     )
     assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0
@@ -240,7 +240,7 @@ COMMANDS = [
         "train.loop.run_training",
         None,  # its arguments have a test of their own
     ),
-    ("plan --model tiny --from-scratch", "commands.plan.run_plan", None),
+    ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
@@ -258,11 +258,11 @@ COMMANDS = [
             },
         ),
     ),
-    ("demo", "commands.demo.run_demo", ((Path("demo"), "auto", None), {})),
-    ("demo --out d --device CPU --steps 9", "commands.demo.run_demo", ((Path("d"), "cpu", 9), {})),
+    ("demo", "train.demo.run_demo", ((Path("demo"), "auto", None), {})),
+    ("demo --out d --device CPU --steps 9", "train.demo.run_demo", ((Path("d"), "cpu", 9), {})),
     (
         "sample model --prompt Hi --top-k 5 --model-dtype float32",
-        "commands.sample.run_sample",
+        "train.sampling.run_sample",
         (
             ("model",),
             {
@@ -285,12 +285,12 @@ COMMANDS = [
     ),
     (
         "plot a.json b.json",
-        "commands.plot.run_plot",
+        "train.plot.run_plot",
         (([Path("a.json"), Path("b.json")], Path("loss.png")), {}),
     ),
     (
         "watch a.json --tensorboard t --wandb p --interval 0",
-        "commands.watch.run_watch",
+        "train.watch.run_watch",
         (
             (Path("a.json"),),
             {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
@@ -314,7 +314,7 @@ def test_tokenize_has_the_defaults_of_its_implementation():
     def defaults(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
-    command, real = defaults(llmq.commands.cli.tokenize), defaults(llmq.data.tokenize.tokenize)
+    command, real = defaults(llmq.commands.tokenize.tokenize), defaults(llmq.data.tokenize.tokenize)
     assert command == {name: real[name] for name in command}
 
 
@@ -356,7 +356,7 @@ def test_results_are_printed(stub, capsys):
 )
 def test_user_errors_are_one_line_and_exit_2(stub, capsys, args, message):
     stub("train.loop.run_training")
-    stub("commands.sample.run_sample")
+    stub("train.sampling.run_sample")
     assert _run(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -415,7 +415,7 @@ def test_consoles_that_are_not_utf8(monkeypatch):
     code = (
         "import sys; from types import SimpleNamespace\n"
         "show = lambda *args, **kwargs: print(kwargs['prompt'])\n"
-        "sys.modules['llmq.commands.sample'] = SimpleNamespace(run_sample=show)\n"
+        "sys.modules['llmq.train.sampling'] = SimpleNamespace(run_sample=show)\n"
         "from llmq.commands.cli import main\n"
         "main()\n"
     )
@@ -440,7 +440,7 @@ def test_interrupt_exits_130(stub, capsys):
     [
         (["bench"], "bench.bench.run_bench"),
         ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
-        ("watch a.json --wandb p".split(), "commands.watch.run_watch"),
+        ("watch a.json --wandb p".split(), "train.watch.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

@@ -8,7 +8,6 @@ import torch
 
 from llmq.base.dtypes import BF16, F32
 from llmq.checkpoint.hf import HfWeights
-from llmq.commands.sample import Sampler
 from llmq.config.presets import resolve_model
 from llmq.model.decode import Decoder
 from llmq.runtime.device import MemorySizes
@@ -16,6 +15,7 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine
 from llmq.state.params import weight_table
 from llmq.state.weights import WeightOptions, Weights
+from llmq.train.sampling import Sampler
 from tests.models import CONFIGS, VOCAB, hf_model, trainer_for
 
 LENGTH = 24

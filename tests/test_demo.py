@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from llmq.base.errors import DataError
-from llmq.commands import demo
 from llmq.commands.cli import _run
-from llmq.commands.demo import PROMPT, demo_config, python_sources
 from llmq.config.presets import preset
 from llmq.state.params import parameter_count
+from llmq.train import demo
+from llmq.train.demo import PROMPT, demo_config, python_sources
 
 
 @pytest.fixture

@@ -122,12 +122,12 @@ def test_options(capsys, changes, message):
 
 def test_no_gpu(capsys, monkeypatch):
     from llmq.base.errors import LlmqError
-    from llmq.runtime import cuda_device
+    from llmq.runtime import cuda_api
 
     def missing(index):
         raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
 
-    monkeypatch.setattr(cuda_device, "device_spec", missing)
+    monkeypatch.setattr(cuda_api, "device_spec", missing)
     refused(capsys, "no NVIDIA driver", "--device cpu", device="cuda")
 
 

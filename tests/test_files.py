@@ -20,6 +20,7 @@ from llmq.base.files import (
     replacing,
     staged_directory,
     write_file,
+    write_shared,
 )
 
 REPLACES = ("config.json", "old-*")
@@ -34,6 +35,20 @@ def fail(number):
         raise OSError(number, os.strerror(number))
 
     return call
+
+
+def test_write_shared_leaves_no_temporary_files(tmp_path):
+    path = tmp_path / "folder" / "file"
+    write_shared(path, b"one")
+    write_shared(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+    (tmp_path / "plain").write_text("")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode  # others may read it
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError):
+        write_shared(tmp_path / "directory", b"three")
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_write_file_replaces_and_leaves_nothing_else(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 
 from llmq.base.dtypes import MIB
 from llmq.commands.cli import _run
-from llmq.commands.plan import choose
 from llmq.config.cards import GIB, find_card, spec_of
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -22,6 +21,7 @@ from llmq.plan import advice, estimate
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit
 from llmq.plan.plan import OutOfMemory, make_plan, needed_bytes
+from llmq.plan.report import choose
 from llmq.plan.shrink import REARRANGING, Limits, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine
@@ -354,8 +354,8 @@ def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):
 def test_choice_for_a_gpu(monkeypatch, capsys):
     card = find_card("4090")
     machine = Machine(kind="cuda", spec=spec_of(card), note=None)
-    monkeypatch.setattr("llmq.commands.plan.choose_machine", lambda *_: machine)
-    monkeypatch.setattr("llmq.commands.plan.attention_backend", lambda *_: "cudnn")
+    monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
+    monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
     monkeypatch.setattr("llmq.plan.shrink.available_host_memory", lambda: 9 * GIB)
     config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
     sizes = []

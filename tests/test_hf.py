@@ -305,7 +305,7 @@ def test_buffers_of_old_checkpoints_are_ignored(edited, model_type, extra):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])
 def test_a_tied_checkpoint_may_store_an_equal_head(edited, model_type, monkeypatch):
-    monkeypatch.setattr(hf, "_COMPARE_ELEMENTS", 1000)
+    monkeypatch.setattr(hf, "_PIECE_ELEMENTS", 1000)
     embed = {"qwen3": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}[model_type]
     same = edited(model_type, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
     HfWeights(same).check(weight_table(read_config(same)))
@@ -316,7 +316,7 @@ def test_a_tied_checkpoint_may_store_an_equal_head(edited, model_type, monkeypat
 
 
 def test_a_tied_checkpoint_with_another_head(edited, monkeypatch):
-    monkeypatch.setattr(hf, "_COMPARE_ELEMENTS", 1000)
+    monkeypatch.setattr(hf, "_PIECE_ELEMENTS", 1000)
 
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -407,6 +407,33 @@ def test_damaged_indices(tmp_path, content, message):
     (tmp_path / hf.INDEX_FILE).write_text(content)
     with pytest.raises(LlmqError, match=message):
         HfWeights(tmp_path)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(edited):
+    directory = edited("llama", lambda t: None)
+    config, path = read_config(directory), directory / hf.SINGLE_FILE
+    weights = HfWeights(directory)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(LlmqError, match=f"'{path}' became shorter while it was read; copy it"):
+        weights.read(weight_table(config)[0].params[0])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "is truncated: .* bytes, but its header says .*; copy it again"),
+        (lambda data: data + b"\0", "is no valid safetensors file: .*; copy it again"),
+        (lambda data: data[:8] + b"[" + data[9:], "its header is damaged .*; copy it again"),
+        (lambda data: data[:5], "has only 5 bytes"),
+    ],
+)
+def test_damaged_files(edited, damage, message):
+    directory = edited("llama", lambda t: None)
+    path = directory / hf.SINGLE_FILE
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(LlmqError, match=f"'{path}' {message}|'{path}'.* {message}") as caught:
+        HfWeights(directory)
+    assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan import checks
 from llmq.plan.checks import attention_backend
-from llmq.runtime import compile, cuda_device, host_memory, machine
+from llmq.runtime import compile, cuda_api, cuda_device, host_memory, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
@@ -24,18 +24,18 @@ def no_gpu(monkeypatch):
     def missing(index):
         raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
 
-    monkeypatch.setattr(cuda_device, "device_spec", missing)
+    monkeypatch.setattr(cuda_api, "device_spec", missing)
 
 
 def test_cpu_is_chosen_without_asking_for_gpus(monkeypatch):
-    monkeypatch.setattr(cuda_device, "device_spec", None)
+    monkeypatch.setattr(cuda_api, "device_spec", None)
     chosen = choose_machine("cpu", 0)
     assert (chosen.kind, chosen.note, chosen.world_size) == ("host", None, 1)
     assert choose_machine("cpu", 3).world_size == 3
 
 
 def test_auto_takes_a_gpu_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(cuda_device, "device_spec", lambda index: GPU)
+    monkeypatch.setattr(cuda_api, "device_spec", lambda index: GPU)
     chosen = choose_machine("auto", 1)
     assert (chosen.kind, chosen.spec, chosen.note) == ("cuda", GPU, None)
     assert chosen.world_size == 1
@@ -59,7 +59,7 @@ def some_gpus(monkeypatch, *specs):
             raise specs[index]
         return specs[index]
 
-    monkeypatch.setattr(cuda_device, "device_spec", spec_of)
+    monkeypatch.setattr(cuda_api, "device_spec", spec_of)
     monkeypatch.setattr(machine, "gpu_count", lambda: len(specs))
 
 

@@ -305,7 +305,7 @@ def test_gpu_info(monkeypatch):
         setDevice=chosen.append,
     )
     api = SimpleNamespace(runtime=runtime)
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", api)
     assert gpu_info(0) == INFO
     assert (gpu_count(), bus_id(0)) == (3, BUS_ID)
     runtime.memGetInfo = lambda: ((30, 20, 40)[chosen[-1]] * MIB, 80_000 * MIB)

@@ -16,7 +16,6 @@ import pytest
 
 from llmq.base.dtypes import MIB
 from llmq.commands.cli import _run
-from llmq.commands.plan import run_plan
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import parse_size
@@ -24,6 +23,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan.plan import Usage, allocator_table, fewest_attention_parts, make_plan, needed_bytes
+from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from tests.kept import kept_runs

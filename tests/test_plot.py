@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from llmq.commands.cli import _run
-from llmq.commands.plot import curve, read_log, smoothed
+from llmq.train.plot import curve, read_log, smoothed
 
 
 def write_log(path, steps, evals=()):

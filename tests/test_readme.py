@@ -1,4 +1,4 @@
-"""The README's Python example runs as it stands; its test command is the one that CI runs."""
+"""README: its example runs as it stands, its commands are CI's, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -30,3 +30,22 @@ def test_ci_runs_the_readme_commands():
     tests = re.search(r'^ +pip install "\.\[test\]" && (pytest.*)$', README, re.MULTILINE)[1]
     assert re.search(r'^pip install .*"\.\[test\]"$', ci, re.MULTILINE)
     assert tests in ci.splitlines()
+
+
+def test_readme_is_short_and_links_every_page():
+    assert len(README.splitlines()) <= 230
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
+    assert pages <= set(re.findall(r"\]\(([^)]+)\)", README))
+
+
+def test_links_lead_to_what_exists():
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), (page, link)
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
+            slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert not anchor or anchor in slugs, (page, link)

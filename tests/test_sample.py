@@ -15,7 +15,11 @@ from tokenizers import Tokenizer, decoders, models
 
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
-from llmq.commands.sample import (
+from llmq.config.presets import preset
+from llmq.data.tokenizer import HfTokenizer
+from llmq.runtime.device import DeviceSpec
+from llmq.runtime.machine import Machine, choose_machine
+from llmq.train.sampling import (
     Sampler,
     choose_token,
     continuation,
@@ -23,10 +27,6 @@ from llmq.commands.sample import (
     open_model,
     printable,
 )
-from llmq.config.presets import preset
-from llmq.data.tokenizer import HfTokenizer
-from llmq.runtime.device import DeviceSpec
-from llmq.runtime.machine import Machine, choose_machine
 from tests.models import hf_model
 from tests.runs import make_workplace, train
 
@@ -142,7 +142,7 @@ def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, mon
         assert len(generate(sampler, [1, 3, 4], 99, temperature=0)) <= 7
         assert len(generate(sampler, [1, 3, 4], 4, temperature=0)) <= 4
         chosen = iter([7, 8, 2, 9])
-        monkeypatch.setattr("llmq.commands.sample.choose_token", lambda *_, **__: next(chosen))
+        monkeypatch.setattr("llmq.train.sampling.choose_token", lambda *_, **__: next(chosen))
         assert generate(sampler, [1], 9, temperature=0) == [7, 8]
 
 
@@ -293,7 +293,7 @@ def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
     """Found before the device is opened."""
     spec = DeviceSpec(name="GPU", capability=90, num_sms=1, memory=0, library_workspace=0)
     machine = Machine(kind="cuda", spec=spec, note=None)
-    monkeypatch.setattr("llmq.commands.sample.choose_machine", lambda device, gpus: machine)
+    monkeypatch.setattr("llmq.train.sampling.choose_machine", lambda device, gpus: machine)
     monkeypatch.setattr(Machine, "open", lambda *args, **kwargs: pytest.fail("it was opened"))
     monkeypatch.setattr("llmq.plan.checks.HEAD_DIM_MULTIPLE", 256)
     assert _run(["sample", str(trained / "out"), "--device=cuda"]) == 2

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -321,6 +322,39 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys):
     (row,) = [r for r in rows if r[0] == "Qwen2.5-1.5B" and "accumulation=all" in r[2]]
     assert row[1] == "32 x 4" and row[3] == "86,107"
     assert 0.8 < float(row[4].replace(",", "")) / 86107 < 1.2
+
+
+# -- fingerprint ---------------------------------------------------------------------------------
+
+
+def test_fingerprint_tells_what_has_changed(tmp_path):
+    def fingerprint(*arguments):
+        command = [sys.executable, str(TOOLS / "fingerprint.py"), *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(TOOLS.parent)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout, done.stderr
+
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    run = "train qwen2 delayed"
+    status, out, err = fingerprint("--out", new, "--only", "qwen2 delayed", "--jobs", 1)
+    assert (status, err) == (0, "") and f"1 runs of {TOOLS.parent / 'llmq'} in " in out
+    shutil.copy(new, old)
+    assert fingerprint("--compare", old, new) == (0, "1 runs are identical\n", "")
+    found = json.loads(old.read_text())
+    assert found[run]["run"]["used"] and found[run]["files"]["out/model.safetensors"]
+    result, memory = found[run]["run"]["steps"][2], found[run]["run"]["memory"]["device"]
+    result["loss"], loss = 1.25, result["loss"]
+    memory["Stack"] += 16
+    old.write_text(json.dumps(found))
+    status, out, _ = fingerprint("--compare", old, new)
+    assert status == 1
+    assert out.splitlines() == [
+        "Different (1):",
+        f"  {run}: run.steps.2.loss: 1.25 -> {loss}",
+        "Fewer planned bytes (1):",
+        f"  {run}: run.memory.device.Stack: {memory['Stack']} -> {memory['Stack'] - 16}",
+    ]
+    assert fingerprint("--out", old, "--only", "bloom")[0] == 2
 
 
 # -- mutations -----------------------------------------------------------------------------------

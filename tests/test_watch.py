@@ -18,11 +18,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
 from llmq.base.errors import DataError, LlmqError
-from llmq.commands import watch
 from llmq.commands.cli import _run
-from llmq.commands.watch import numbers, text
-from llmq.train import json_log
+from llmq.train import json_log, watch
 from llmq.train.json_log import JsonLog, LogReader
+from llmq.train.watch import numbers, text
 from tests.runs import make_workplace, train
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

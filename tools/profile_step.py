@@ -25,7 +25,7 @@ from llmq.bench.measure import (
     random_batches,
     timed_steps,
 )
-from llmq.commands.cli_options import TrainCommand, train_options
+from llmq.commands.common import TrainCommand, train_options
 from llmq.runtime.timing import LaunchTime
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,24 +35,39 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     LlmqError where the disk is full or refuses.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    with disk_errors(path):
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_directory(path.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with disk_errors(path), _completing(path, path.with_name(path.name + ".tmp")) as file:
+        yield file
+
+
+@contextmanager
+def _completing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
+    """`replacing`, by way of the file `temporary`. Raises OSError."""
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_file(path: Path, content: str) -> None:
     """Replace the file `path` by this text in UTF-8, all of it or nothing. Raises LlmqError."""
     with replacing(path) as file:
         file.write(content.encode())
+
+
+def write_shared(path: Path, data: bytes) -> None:
+    """Replace a file that other processes may read and write meanwhile, all of it or nothing.
+
+    Makes its folder where there is none. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _completing(path, path.with_name(f".tmp-{uuid.uuid4().hex}")) as file:
+        file.write(data)
 
 
 def sync_directory(directory: Path) -> None:

@@ -109,11 +109,12 @@ def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None
         waits = getattr(dev, "sync_calls", 0) - before - syncs
         return ticket
 
-    dev.graph, step.train = into_an_empty_queue, timed
+    step.train = timed
     try:
-        trainer.result(trainer.enqueue_step(batches))
+        with dev.instead(graph=into_an_empty_queue):
+            trainer.result(trainer.enqueue_step(batches))
     finally:
-        del dev.graph, step.train  # what the classes define is seen again
+        del step.train  # what the class defines is seen again
     return seconds, waits if dev.kind == "cuda" else None
 
 

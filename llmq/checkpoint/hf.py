@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
@@ -29,7 +31,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
-_COMPARE_ELEMENTS = 1 << 24
+_PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 _CONFIG_FILE = "config.json"
 
 
@@ -37,29 +39,47 @@ _CONFIG_FILE = "config.json"
 # Import
 
 
+class HfTensor:
+    """A stored tensor. path: of its file; dtype: its name there."""
+
+    def __init__(self, path: Path, lazy: Any):
+        """lazy: what safe_open(...).get_slice returns."""
+        self.path = path
+        self.dtype: str = lazy.get_dtype()
+        self.shape = tuple(lazy.get_shape())
+        self._lazy = lazy
+        self._file_bytes = path.stat().st_size
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """A few rows at a time: where they belong, and their values in the stored dtype."""
+        with suppress(FileNotFoundError):  # what is mapped stays
+            # The system ends a process that reads a mapping beyond the end of its file.
+            if self.path.stat().st_size < self._file_bytes:
+                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
+        step = max(_PIECE_ELEMENTS // prod(self.shape[1:]), 1)
+        for start in range(0, self.shape[0], step):
+            rows = slice(start, min(start + step, self.shape[0]))
+            yield rows, self._lazy[rows]
+
+
 class HfWeights:
     """The tensors of a model directory: model.safetensors, else the files its index names.
 
-    Tensors are read one by one when they are asked for. A checkpoint whose names lack their first
-    component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
+    Tensors are read piece by piece when they are asked for. A checkpoint whose names lack their
+    first component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
     combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Threads may share it.
     """
 
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
         self.directory = directory
-        self._files: dict[str, SafetensorsFile] = {}
-        try:
-            self._where = self._open()
-        except BaseException:
-            self.close()
-            raise
+        self._files: dict[str, dict[str, HfTensor]] = {}
+        self._where = self._open()
 
-    def _open(self) -> dict[str, SafetensorsFile]:
-        """The file of every tensor."""
+    def _open(self) -> dict[str, HfTensor]:
+        """Every tensor, by name."""
         if (self.directory / SINGLE_FILE).exists():
-            file = self._file(SINGLE_FILE)
-            return dict.fromkeys(file.tensors, file)
+            return self._file(SINGLE_FILE)
         index = self.directory / INDEX_FILE
         if not index.exists():
             raise LlmqError(
@@ -68,19 +88,24 @@ class HfWeights:
             )
         try:
             weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-            where = {name: self._file(file) for name, file in weight_map.items()}
+            where = {name: (file, self._file(file)) for name, file in weight_map.items()}
         except OSError as error:
             raise LlmqError(f"cannot read '{index}': {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LlmqError(f"'{index}' is damaged ({error!r}): copy it again") from error
-        for name, file in where.items():
-            if name not in file.tensors:
-                raise LlmqError(f"'{index}' says that '{file.path}' holds {name}, but it does not")
-        return where
+        for name, (file, tensors) in where.items():
+            if name not in tensors:
+                path = self.directory / file
+                raise LlmqError(f"'{index}' says that '{path}' holds {name}, but it does not")
+        return {name: tensors[name] for name, (_, tensors) in where.items()}
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> dict[str, HfTensor]:
+        """The tensors of a file."""
         if name not in self._files:
-            self._files[name] = SafetensorsFile(self.directory / name)
+            path = self.directory / name
+            file = _open_file(path)
+            keys = file.offset_keys()
+            self._files[name] = {key: HfTensor(path, file.get_slice(key)) for key in keys}
         return self._files[name]
 
     def _name(self, name: str) -> str | None:
@@ -133,28 +158,23 @@ class HfWeights:
         return self.directory / (SINGLE_FILE if SINGLE_FILE in self._files else INDEX_FILE)
 
     def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
-        file = self._where[stored]
-        tensor = file.tensors[stored]
+        tensor = self._where[stored]
         expected = _part_shape(param, part)
         if tensor.shape != expected:
             raise LlmqError(
-                f"'{file.path}': {stored} has shape {list(tensor.shape)}, but config.json asks for "
-                f"{list(expected)}: the two do not belong together"
+                f"'{tensor.path}': {stored} has shape {list(tensor.shape)}, but config.json asks "
+                f"for {list(expected)}: the two do not belong together"
             )
         if tensor.dtype not in IMPORTED_DTYPES:
             raise LlmqError(
-                f"'{file.path}': {stored} is {tensor.dtype}; only {', '.join(IMPORTED_DTYPES)} can "
-                "be imported: use the unquantized model"
+                f"'{tensor.path}': {stored} is {tensor.dtype}; only {', '.join(IMPORTED_DTYPES)} "
+                "can be imported: use the unquantized model"
             )
 
     def _check_tied_head(self, embed: str) -> None:
-        file, head = self._where[embed], self._where["lm_head.weight"]
-        size = prod(file.tensors[embed].shape)
-        for start in range(0, size, _COMPARE_ELEMENTS):
-            stop = min(start + _COMPARE_ELEMENTS, size)
-            a = file.read(embed, start, stop).astype(np.float32)
-            b = head.read("lm_head.weight", start, stop).astype(np.float32)
-            if not np.array_equal(a, b, equal_nan=True):
+        head = self._where["lm_head.weight"]
+        for (_, a), (_, b) in zip(self._where[embed].pieces(), head.pieces(), strict=True):
+            if not np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True):
                 raise LlmqError(
                     f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
                     "tie_word_embeddings: true; set it to false to train both"
@@ -166,30 +186,38 @@ class HfWeights:
         LlmqError for a NaN or an infinity.
         """
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
-        bf16 = all(self._where[name].tensors[name].dtype == "BF16" for _, name in parts)
+        bf16 = all(self._where[name].dtype == "BF16" for _, name in parts)
         out = np.zeros(param.shape, (BF16 if bf16 else F32).numpy)
         for part, name in parts:
-            file = self._where[name]
-            values = file.read(name)
-            if not _all_finite(values):
-                raise LlmqError(
-                    f"'{file.path}': {name} holds NaN or infinity: the model is damaged, copy it "
-                    "again or use another one"
-                )
-            values = values.reshape(file.tensors[name].shape)
-            out[part.start : part.stop] = values.T if part.transposed else values
+            tensor, target = self._where[name], out[part.start : part.stop]
+            target = target.T if part.transposed else target
+            for rows, values in tensor.pieces():
+                if not _all_finite(values):
+                    raise LlmqError(
+                        f"'{tensor.path}': {name} holds NaN or infinity: the model is damaged, "
+                        "copy it again or use another one"
+                    )
+                target[rows] = values
         return out
 
     def close(self) -> None:
-        """Give the file descriptors back."""
-        for file in self._files.values():
-            file.close()
+        """Give the mapped files back."""
+        self._where.clear()
+        self._files.clear()
 
     def __enter__(self) -> HfWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_file(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="np")
+    except (OSError, SafetensorError) as error:
+        SafetensorsFile(path).close()  # says what is wrong, and what to do
+        raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -4,8 +4,8 @@
            8      JSON     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__"}
        8 + n      bytes    the tensors, without gaps; the offsets count from here
 
-The `safetensors` library is not used because its NumPy side reads no FP8 and writes a file only
-from tensors that are all in memory, and a checkpoint may be larger than that.
+Checkpoints are read and written by this module, models of others by the `safetensors` library: its
+NumPy side reads no FP8, and writes a file only from tensors that are all in memory.
 """
 
 from __future__ import annotations

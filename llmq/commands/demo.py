@@ -1,99 +1,21 @@
-"""`llmq demo`: the whole program in two minutes, on text that every machine has."""
+"""`llmq demo`: the whole program in two minutes."""
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-import time
 from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import typer
 
-from llmq.base.errors import DataError
-from llmq.commands.plot import run_plot
-from llmq.commands.sample import Sampler, open_model, printable
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import resolve_model
-from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer import ByteTokenizer
-from llmq.runtime.machine import choose_machine
-from llmq.train.loop import run_training
-
-PROMPT = "def __init__(self"
-NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
-STEPS = {"host": 450, "cuda": 4000}
+from llmq.commands.common import checked
 
 
-def python_sources() -> list[str]:
-    """The modules of Python's own standard library."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(str(path) for path in folder.glob("*.py"))
-    if not files:
-        raise DataError(f"'{folder}' has no Python sources: use `llmq tokenize` on your own text")
-    return files
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+) -> None:
+    """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
+    from llmq.train.demo import run_demo
 
-
-def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainConfig:
-    """Options of the demo's run. kind: of the device that `device` stands for here."""
-    steps = STEPS[kind] if steps is None else steps
-    validation = {"eval-every-n-steps": 100, "eval-num-steps": 10} if steps > 100 else {}
-    return make_config(
-        validation
-        | {
-            "name": "demo",
-            "model": "tiny",
-            "from-scratch": True,
-            "model-dtype": "fp32" if kind == "host" else "bf16",
-            # Names, no patterns: what is special in patterns may be in `out`.
-            "train-file": str(out / "data" / "train-000.bin"),
-            "eval-file": str(out / "data" / "eval-000.bin"),
-            "batch-size": 8,
-            "seq-len": 128,
-            "grad-accumulation": 1,
-            "steps": steps,
-            "learning-rate": 2e-3,
-            "warmup": 40,
-            "final-lr-fraction": 0.05,
-            "ckpt-interval": 0,
-            "save-training-state": False,
-            "checkpoint-dir": out / "ckpt",
-            "out-dir": out / "model",
-            "log-file": out / "log.json",
-            "device": device,
-            "gpus": 1,  # the text is too short for more
-        }
-    )
-
-
-def run_demo(out: Path, device: str, steps: int | None) -> None:
-    """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
-
-    device: "auto", "cpu" or "cuda". steps: of training, None for STEPS.
-    """
-    start = time.perf_counter()
-    machine = choose_machine(device, 1)
-    text = tokenize(python_sources(), tokenizer="bytes", out=out / "data", eval_fraction=0.02)
-    print(text.describe())
-    config = demo_config(out, device, machine.kind, steps)
-    model, _ = resolve_model(config.model, config.from_scratch)
-    positions = len(PROMPT) + NEW_TOKENS
-    with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
-        _show("Before training", sampler)
-    run_training(config.validate_with(model), model, None, sys.argv)
-    run_plot([config.log_file], out / "loss.png")
-    with open_model(str(config.out_dir)) as (model, read, _):
-        sampler = Sampler(machine, model, lambda w: w.load(read), positions)
-    with sampler:
-        _show("After training", sampler)
-    print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more:")
-    print(f"  llmq sample {config.out_dir} --prompt 'import '")
-
-
-def _show(title: str, sampler: Sampler) -> None:
-    tokenizer = ByteTokenizer()
-    new = sampler.generate(
-        tokenizer.encode(PROMPT), NEW_TOKENS, np.random.default_rng(0), temperature=0.6
-    )
-    text = printable(PROMPT + tokenizer.decode(list(new)))
-    print(f"\n--- {title}:\n{text}\n---\n", flush=True)
+    run_demo(out, checked("device", device), steps)

@@ -1,248 +1,40 @@
-"""`llmq sample`: text from an exported model or a checkpoint."""
+"""`llmq sample`: continues a text."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from typing import Annotated
 
-import numpy as np
+import typer
 
-from llmq.base.dtypes import F32, DType, parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.store import checkpoint_at
-from llmq.config.model import ModelConfig
-from llmq.config.presets import find_directory, is_preset, resolve_model
-from llmq.data.tokenizer import Tokenizer, load_tokenizer
-from llmq.model.decode import Decoder
-from llmq.plan.checks import check_sizes
-from llmq.runtime.machine import Machine, choose_machine
-from llmq.runtime.plan_device import PlanDevice
-from llmq.state.params import Param, weight_table
-from llmq.state.weights import WeightOptions, Weights
+from llmq.commands.common import checked
 
 
-def choose_token(
-    logits: np.ndarray,
-    rng: np.random.Generator,
-    *,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> int:
-    """The next id from logits (V,). temperature 0: the most likely one.
-
-    top_k: only the k most likely ids, 0: all. top_p: only the most likely ids that together have
-    at least this probability. top_k is applied first, both after the temperature. LlmqError if a
-    logit is not a number.
-    """
-    logits = logits.astype(np.float64)
-    if not np.isfinite(logits).all():
-        raise LlmqError(
-            "the model's predictions are not finite numbers: its weights are damaged, use an "
-            "earlier checkpoint"
-        )
-    if temperature == 0:
-        return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
-    probabilities = np.exp((logits[order] - logits[order[0]]) / temperature)
-    probabilities /= probabilities.sum()
-    if top_p < 1:
-        enough = int(np.searchsorted(np.cumsum(probabilities), top_p)) + 1
-        probabilities = probabilities[:enough] / probabilities[:enough].sum()
-    return int(order[rng.choice(len(probabilities), p=probabilities)])
-
-
-class Sampler:
-    """A model loaded for inference, for sequences of at most `positions` tokens."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        config: ModelConfig,
-        fill: Callable[[Weights], None],
-        positions: int,
-        dtype: DType = F32,
-    ):
-        """fill: loads or initializes the weights. dtype: of weights and activations.
-
-        LlmqError where the memory is too small.
-        """
-        self.config, self.positions = config, positions
-        table, options = weight_table(config), WeightOptions(dtype=dtype, master_dtype=dtype)
-        plan = PlanDevice(machine.spec)
-        decoder = Decoder(plan, config, Weights(plan, table, options), positions)
-        decoder.forward(np.zeros(positions, np.int32), 0)
-        self.dev = machine.open(plan.sizes())
-        weights = Weights(self.dev, table, options)
-        self.decoder = Decoder(self.dev, config, weights, positions)
-        fill(weights)
-
-    def generate(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        rng: np.random.Generator,
-        *,
-        temperature: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
-    ) -> Iterator[int]:
-        """New ids one after another, until an end-of-text id or the limit of positions.
-
-        prompt: at least one id.
-        """
-        tokens = np.array(prompt, np.int32)
-        position = 0
-        for _ in range(min(max_new_tokens, self.positions - len(prompt))):
-            self.decoder.forward(tokens, position)
-            position += len(tokens)
-            logits = self.dev.download(self.decoder.logits)[0, : self.config.vocab_size]
-            token = choose_token(logits, rng, temperature=temperature, top_k=top_k, top_p=top_p)
-            if token in self.config.eos_token_ids:
-                return
-            yield token
-            tokens = np.array([token], np.int32)
-
-    def close(self) -> None:
-        """Free the device."""
-        self.dev.close()
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@contextmanager
-def open_model(
-    model: str,
-) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
-    """Config, weight reader and tokenizer source of an exported model or a checkpoint.
-
-    model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
-    a directory that contains some, the newest of which is meant. Raises LlmqError.
-    """
-    step = checkpoint_at(Path(model))
-    if step is None:
-        _check_model(model)
-        config, directory = resolve_model(model, from_scratch=False)
-        with HfWeights(directory) as weights:
-            weights.check(weight_table(config))
-            yield config, weights.read, directory
-        return
-    with CheckpointReader(step) as reader:
-        config, tokenizer = reader.manifest.model, reader.manifest.tokenizer
-        reader.check(weight_table(config))
-        if tokenizer is None:
-            raise ConfigError(
-                f"checkpoint '{step}' does not know its tokenizer: `llmq export` it, and copy the "
-                "tokenizer's files into that directory"
-            )
-        yield config, lambda p: reader.read("weights", p).reshape(p.shape), tokenizer
-
-
-def _check_model(model: str) -> None:
-    """ConfigError, with what to give instead, unless there is a model of this name."""
-    directory = find_directory(model)
-    if directory is not None and (directory / "config.json").is_file():
-        return
-    problem = "is neither a directory nor a repository in the Hugging Face cache"
-    if directory is not None:
-        problem = "holds neither a model nor a complete checkpoint"
-    elif is_preset(model):
-        problem = "is a preset, which has no weights"
-    raise ConfigError(
-        f"MODEL: {model!r} {problem}: give the directory of a model, such as the output/NAME of a "
-        "run, or of its checkpoints, such as ckpt/NAME"
-    )
-
-
-def printable(text: str) -> str:
-    """The text with U+FFFD for what would steer a terminal: control characters but \\n and \\t."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\ufffd" for c in text
-    )
-
-
-def run_sample(
-    model: str,
-    *,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    num_samples: int,
-    device: str,
-    model_dtype: str,
+def sample(
+    model: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Only the likeliest tokens of this mass.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 42,
+    num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
 ) -> None:
-    """Print samples that continue the prompt, separated by lines of three dashes."""
-    warn(_idle_options(temperature, top_k, top_p, num_samples))
-    machine = choose_machine(device, 1)
-    prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
-    with open_model(model) as (config, read, source):
-        check_sizes(config, machine)
-        tokenizer: Tokenizer = load_tokenizer(source)
-        ids = tokenizer.encode(prompt) or [first_token(config)]
-        _check_prompt(ids, config)
-        positions = min(len(ids) + max_new_tokens, config.max_positions)
-        dtype = parse_dtype(model_dtype)
-        sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
-    with sampler:
-        for sample in range(num_samples):
-            rng = np.random.default_rng([seed, sample])
-            new = sampler.generate(
-                ids, max_new_tokens, rng, temperature=temperature, top_k=top_k, top_p=top_p
-            )
-            text = prompt + continuation(tokenizer, ids if prompt else [], list(new))
-            print(printable(text) if sys.stdout.isatty() else text, flush=True)
-            if sample + 1 < num_samples:
-                print("---")
+    """Continue a text with a trained model."""
+    from llmq.train.sampling import run_sample
 
-
-def _idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
-    """One line for every option that has no effect beside the others."""
-    idle = {
-        f"--top-k {top_k}": top_k > 0,
-        f"--top-p {top_p}": top_p < 1,
-        f"--num-samples {num_samples}": num_samples > 1,
-    }
-    reason = "has no effect with --temperature 0: the likeliest token is always taken"
-    return [f"{flag} {reason}" for flag, given in idle.items() if given and temperature == 0]
-
-
-def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """The text of new ids behind those of a prompt.
-
-    They are decoded together: some decoders (Llama 2's) strip the space that a text begins with.
-    """
-    before = tokenizer.decode(prompt) if prompt else ""
-    text = tokenizer.decode([*prompt, *new])
-    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
-
-
-def _check_prompt(ids: list[int], config: ModelConfig) -> None:
-    if len(ids) >= config.max_positions:
-        raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
-            "positions: use a shorter one"
-        )
-    if max(ids) >= config.vocab_size:
-        raise ConfigError(
-            f"--prompt: its token {max(ids)} is outside the model's vocabulary of "
-            f"{config.vocab_size}: the tokenizer does not belong to the model"
-        )
-
-
-def first_token(config: ModelConfig) -> int:
-    """What an empty prompt begins with."""
-    for token in (config.bos_token_id, config.eos_token_id):
-        if token is not None:
-            return token
-    raise ConfigError("--prompt: this model has no token that begins a text, give a prompt")
+    run_sample(
+        model,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        num_samples=num_samples,
+        device=checked("device", device),
+        model_dtype=checked("model_dtype", model_dtype),
+    )

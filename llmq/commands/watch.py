@@ -1,253 +1,30 @@
-"""`llmq watch`: the JSON log of a run in TensorBoard or Weights & Biases.
-
-What a record holds is either numbers of its step, under names such as `train/loss`, or a text about
-the whole run, such as the command line. Two sinks know how their library takes these.
-"""
+"""`llmq watch`: the log of a run in TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import json
-import math
-import shlex
-import socket
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from llmq.base.dtypes import MIB
-from llmq.base.errors import ConfigError, DataError, LlmqError
-from llmq.base.files import check_writable, disk_errors
-from llmq.train.json_log import LogReader
+import typer
 
-DONE = "Done. validation loss"  # so begins the message of a run that has made all its steps
-_COMMON = {"log", "time", "step"}
-# Of a GPU's readings, where the log has other units than W, MiB and MiB/s.
-_UNITS = {"power": 1000, "power_limit": 1000, "dram_free": MIB, "pcie_rx": MIB, "pcie_tx": MIB}
+from llmq.base.signals import ending_children
 
 
-def _numeric(fields: dict[str, Any]) -> dict[str, float]:
-    """Those that are numbers; null, which was not finite, is NaN."""
-    return {
-        name: math.nan if value is None else value
-        for name, value in fields.items()
-        if name not in _COMMON and (value is None or type(value) in (int, float))
-    }
-
-
-def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record under the names that they are sent as; {} where it has none."""
-    kind, values = record["log"], _numeric(record)
-    match kind:
-        case "step" | "eval":
-            tokens, ms = values.pop(f"{kind}_tokens"), values["duration_ms"]
-            values |= {"tokens_per_second": 1000 * tokens / ms} if ms > 0 else {}
-            group = "train" if kind == "step" else "eval"
-            return {f"{group}/{name}": value for name, value in values.items()}
-        case "gpu":
-            rank = values.pop("rank", 0)
-            return {
-                f"gpu{rank}/{name}": value / _UNITS.get(name, 1)
-                for name, value in values.items()
-                if name != "id" and value != -1  # the card does not tell
-            }
-        case "abs-maxes":
-            named = _numeric({row["name"]: row["value"] for row in record["abs_maxes"]})
-            return {f"abs_maxes/{name}": value for name, value in named.items()}
-        case "allocator":
-            sizes = {}
-            for row in record["stats"]:
-                sizes["gpu_memory/" + row["name"]] = row["device"] / MIB
-                sizes["host_memory/" + row["name"]] = (row["pinned"] + row["pageable"]) / MIB
-            return {name: size for name, size in sizes.items() if size}
-        case "sol":
-            return {f"flops_per_token/{p}": values[p] for p in ("blocks", "lm_head", "attention")}
-        case "info" if record["type"] == "time-breakdown":
-            sums: dict[str, float] = {}  # over the micro-steps
-            for part in record["breakdown"]:
-                for name in part.keys() - {"step"}:
-                    sums[name] = sums.get(name, 0.0) + part[name]
-            return {f"gpu{record['gpu']}/{name}_ms": ms for name, ms in sums.items()}
-    return {}
-
-
-def text(record: dict[str, Any]) -> tuple[str, Any] | None:
-    """Name and content, in JSON's types, of what a record says about the whole run, if anything."""
-    kind = record["log"]
-    match kind:
-        case "cmd":
-            return "cmd", shlex.join(record["cmd"])
-        case "links" | "fast-products":
-            return kind, record[kind.replace("-", "_")]
-        case "sol" | "scaling" | "dataset" | "gpu-model":
-            of = record.get("split", record.get("rank"))
-            name = kind if of is None else f"{kind}-{of}"
-            return name, {k: v for k, v in record.items() if k not in _COMMON}
-    return None
-
-
-# ------------------------------------------------------------------------------------------------
-# Where it goes. at: seconds since 1970
-
-
-def _library(flag: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"--{flag}: {error}: pip install 'llmq-train[{flag}]'") from error
-
-
-class TensorBoard:
-    """An event file, made with the first event. The library's `Writer` is not used: it takes only
-    numbers, and its thread prints a traceback where the disk is full.
-    """
-
-    def __init__(self, directory: Path):
-        library = functools.partial(_library, "tensorboard")
-        self._scalar = library("tensorboard.plugins.scalar.summary_v2").scalar_pb
-        self._text = library("tensorboard.plugins.text.summary_v2").text_pb
-        self._hparams = library("tensorboard.plugins.hparams.summary_v2").hparams_pb
-        self._event = library("tensorboard.compat.proto.event_pb2").Event
-        self._writer_of = library("tensorboard.summary.writer.record_writer").RecordWriter
-        check_writable("--tensorboard", directory)
-        if any(directory.glob("*tfevents*")):
-            raise ConfigError(f"'{directory}' holds a run already: delete it or change --name")
-        self._path = directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-
-    @functools.cached_property
-    def _writer(self) -> Any:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        writer = self._writer_of(open(self._path, "xb"))  # noqa: SIM115
-        start = self._event(wall_time=time.time(), file_version="brain.Event:2")
-        writer.write(start.SerializeToString())
-        return writer
-
-    def _write(self, at: float, summary: Any, step: int = 0) -> None:
-        event = self._event(wall_time=at, step=step, summary=summary)
-        with disk_errors(self._path):
-            self._writer.write(event.SerializeToString())
-            self._writer.flush()
-
-    def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._write(at, self._scalar(name, value), step)
-
-    def text(self, at: float, name: str, content: Any) -> None:
-        if name == "options":
-            plain = {k: v if isinstance(v, int | float) else str(v) for k, v in content.items()}
-            self._write(at, self._hparams(plain, start_time_secs=at))
-        self._write(at, self._text(name, _markdown(content)))
-
-    def close(self) -> None:
-        with disk_errors(self._path):
-            self._writer.close()
-
-
-def _markdown(content: Any) -> str:
-    """A table of a dict, anything else as code."""
-    if not isinstance(content, dict):
-        return "    " + (content if isinstance(content, str) else json.dumps(content))
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in content.items())])
-
-
-class WeightsAndBiases:
-    """A run there. Whether it is online is for the library's own settings to say."""
-
-    def __init__(self, project: str, name: str):
-        wandb = _library("wandb", "wandb")
-        self._run = self._call(wandb.init, project=project, name=name)
-
-    def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        try:
-            return function(*args, **options)
-        except Exception as error:  # the library's own, of its settings, of the network
-            raise LlmqError(f"--wandb: {error or type(error).__name__}") from error
-
-    def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
-        self._call(self._run.log, {**values, "_timestamp": at}, step=step)
-
-    def text(self, at: float, name: str, content: Any) -> None:
-        values = content if name == "options" else {name: content}
-        self._call(self._run.config.update, values, allow_val_change=True)
-
-    def close(self) -> None:
-        self._call(self._run.finish)
-
-
-class Replay:
-    """Sends records. Of steps that a continued run makes again, the first time counts: what was
-    sent stays, and Weights & Biases takes no step after a later one. So do options and texts.
-    """
-
-    def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):
-        self.log, self.sinks = log, sinks
-        self.done = False  # the run has made all its steps, and no other has begun
-        self._newest = 0  # step
-        self._sent: set[str] = set()  # names of the numbers of that step
-        self._options: dict[str, Any] = {}
-
-    def send(self, record: dict[str, Any]) -> None:
-        """DataError where the record is not as llmq train writes it."""
-        kind, step, at = record["log"], record["step"], record["time"]
-        try:
-            if kind == "option":
-                self._options[record["name"]] = record["value"]
-                return
-            ends = str(record.get("message")).startswith(DONE)
-            self.done = kind != "cmd" and (self.done or ends)
-            values, about = numbers(record), text(record)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"'{self.log}' is not a log of llmq train: its record of {kind} at step {step} is "
-                f"not as it should be ({error!r})"
-            ) from error
-        options, self._options = self._options, {}
-        if step < self._newest:
-            return
-        if values and step > self._newest:
-            self._newest, self._sent = step, set()
-        values = {name: value for name, value in values.items() if name not in self._sent}
-        self._sent |= values.keys()
-        for sink in self.sinks:
-            if options:
-                sink.text(at, "options", options)
-            if about is not None:
-                sink.text(at, *about)
-            if values:
-                sink.numbers(at, step, values)
-
-
-def run_watch(
-    log: Path, *, tensorboard: Path | None, wandb: str | None, name: str | None, interval: int
+def watch(
+    log: Annotated[Path, typer.Argument(help="JSON log of a training run.")],
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write event files into DIR/NAME.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Send to a run of this W&B project.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name there; that of the log.")] = None,
+    interval: Annotated[
+        int, typer.Option(min=0, max=86400, help="Seconds between looks at the log; 0: one look.")
+    ] = 10,
 ) -> None:
-    """Send a log's records, and every `interval` seconds what is new until the run is done.
+    """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
+    from llmq.train.watch import run_watch
 
-    interval: 0 sends what is there. name: of the run there, that of the log if not given.
-    """
-    if tensorboard is None and wandb is None:
-        raise ConfigError("nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT")
-    name = name or log.stem
-    reader = LogReader(log)
-    records = list(reader.new_records())  # before anything is made
-    if interval == 0 and not records:
-        raise DataError(f"'{log}' has no records yet")
-    with ExitStack() as stack:
-        sinks: list[TensorBoard | WeightsAndBiases] = []
-        if tensorboard is not None:
-            sinks.append(TensorBoard(tensorboard / name))
-        if wandb is not None:
-            sinks.append(WeightsAndBiases(wandb, name))
-        for sink in sinks:
-            stack.callback(sink.close)
-        replay = Replay(log, sinks)
-        while True:
-            for record in records:
-                replay.send(record)
-            if replay.done or interval == 0:
-                break
-            time.sleep(interval)
-            records = reader.new_records()
-    print(f"sent {reader.count} records of '{log}'")
+    with ending_children():
+        run_watch(log, tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmq.base.errors import warn
-from llmq.runtime.compile import write_file
+from llmq.base.files import write_shared
 
 FORMAT = 2
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
@@ -80,7 +80,7 @@ class AlgorithmFile:
     def _write(self, known: dict[str, bytes]) -> None:
         algorithms = {k: v.hex() for k, v in sorted(known.items())}
         text = json.dumps({"format": FORMAT, "algorithms": algorithms}, indent=1)
-        write_file(self.path, text.encode() + b"\n")
+        write_shared(self.path, text.encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -15,14 +15,15 @@ import json
 import os
 import re
 import threading
-import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
+from llmq.base.files import write_shared
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
@@ -50,10 +51,14 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cubin:
-    """Machine code of one source file under one set of definitions."""
+    """Machine code of one source file under one set of definitions.
 
+    path: the file that holds it. resources: by entry point.
+    """
+
+    path: Path
     code: bytes
-    resources: dict[str, Resources]  # by entry point
+    resources: dict[str, Resources]
 
 
 def cache_dir() -> Path:
@@ -120,27 +125,58 @@ def included_texts(text: str, headers: dict[str, str]) -> list[str]:
     return [headers[name] for name in sorted(used)]
 
 
-@functools.cache
-def _nvrtc():
-    try:
-        from cupy_backends.cuda.libs import nvrtc
+class Nvrtc:
+    """NVRTC's functions. RuntimeError where one fails. version: (major, minor)."""
 
-        nvrtc.getVersion()
+    def __init__(self) -> None:
+        from cuda.bindings import nvrtc
+
+        self._nvrtc = nvrtc
+        self.version: tuple[int, int] = self._call("nvrtcVersion")
+        self.architectures: list[int] = self._call("nvrtcGetSupportedArchs")[0]
+
+    def _call(self, name: str, *args: Any) -> tuple:
+        status, *values = getattr(self._nvrtc, name)(*args)
+        if status:
+            raise RuntimeError(f"{name}: {status.name}")
+        return tuple(values)
+
+    def _read(self, what: str, program: Any) -> bytes:
+        """The Log or CUBIN of a program."""
+        content = bytearray(self._call(f"nvrtcGet{what}Size", program)[0])
+        self._call(f"nvrtcGet{what}", program, content)  # fills it
+        return bytes(content)
+
+    def compile(self, file: str, text: str, options: tuple[str, ...]) -> tuple[bytes | None, str]:
+        """Machine code, None where the text does not compile; and the compiler's messages."""
+        (program,) = self._call("nvrtcCreateProgram", text.encode(), file.encode(), 0, [], [])
+        try:
+            flags = [option.encode() for option in options]
+            (status,) = self._nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+            log = self._read("ProgramLog", program).decode(errors="replace").strip("\0 \n")
+            return None if status else self._read("CUBIN", program), log
+        finally:
+            self._call("nvrtcDestroyProgram", program)
+
+
+@functools.cache
+def _nvrtc() -> Nvrtc:
+    try:
+        return Nvrtc()
     except Exception as error:
         raise LlmqError(
             f"the CUDA kernel compiler NVRTC does not load ({error}); install cupy-cuda12x or "
             "cupy-cuda13x together with the NVRTC package of the same CUDA release"
         ) from error
-    return nvrtc
 
 
 def target(capability: int) -> str:
     """The architecture to compile for: the GPU's own, or the nearest older one of its family."""
-    known = [a for a in _nvrtc().getSupportedArchs() if a // 10 == capability // 10]
+    known = [a for a in _nvrtc().architectures if a // 10 == capability // 10]
     usable = [a for a in known if a <= capability]
     if not usable:
         raise LlmqError(
-            f"NVRTC {'.'.join(map(str, _nvrtc().getVersion()))} cannot compile for compute "
+            f"NVRTC {'.'.join(map(str, _nvrtc().version))} cannot compile for compute "
             f"capability {capability / 10}; install a newer CUDA release of CuPy"
         )
     # 90a: the only way to Hopper's warpgroup products and register hand-over.
@@ -177,19 +213,18 @@ def compile_kernels(
     nvrtc = _nvrtc()
     text = program(file, types, consts)
     flags = [f"-arch={target(capability)}", *FLAGS]
-    if nvrtc.getVersion() >= (12, 9):
+    if nvrtc.version >= (12, 9):
         flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
     if os.environ.get("LLMQ_LINEINFO") == "1":
         flags.append("-lineinfo")
     headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
-    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.getVersion())])
+    key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.version)])
     path = cache_dir() / f"{file.removesuffix('.cu')}-{key}.cubin"
     # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
-            cached = _compile(nvrtc, file, text, flags)
-            _write(path, cached)
+            cached = _write(path, *_compile(nvrtc, file, text, flags))
     return cached
 
 
@@ -229,62 +264,47 @@ def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> 
         thread.join()
 
 
-def _compile(nvrtc, file: str, text: str, flags: list[str]) -> Cubin:
-    includes = cuda_include_dirs(nvrtc.getVersion()[0])
+def _compile(
+    nvrtc: Nvrtc, file: str, text: str, flags: list[str]
+) -> tuple[bytes, dict[str, Resources]]:
+    """Machine code, and what its entry points need."""
+    includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
             "cuda_bf16.h is not found; install nvidia-cuda-runtime-cu12 (or nvidia-cuda-runtime "
             "for CUDA 13), or set CUDA_PATH to a CUDA toolkit"
         )
     options = (*flags, f"-I{KERNEL_DIR}", f"-I{includes[0]}")
-    handle = nvrtc.createProgram(text, file, (), ())
-    try:
-        nvrtc.compileProgram(handle, options)
-        log = nvrtc.getProgramLog(handle)
-        return Cubin(code=bytes(nvrtc.getCUBIN(handle)), resources=parse_resources(log))
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(handle).strip("\0 \n")
-        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}") from error
-    finally:
-        nvrtc.destroyProgram(handle)
+    code, log = nvrtc.compile(file, text, options)
+    if code is None:
+        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}")
+    return code, parse_resources(log)
 
 
 def _read(path: Path) -> Cubin | None:
     """The cached entry; None when there is none, or not a whole one."""
     try:
-        data = path.read_bytes()
-    except OSError:  # writing will say what is wrong
+        code, facts = path.read_bytes(), json.loads(path.with_suffix(".json").read_bytes())
+        if facts["sha256"] != hashlib.sha256(code).hexdigest():
+            return None
+        resources = {name: Resources(**values) for name, values in facts["resources"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # writing says what is wrong
         return None
-    checksum, body = data[:32], data[32:]
-    if hashlib.sha256(body).digest() != checksum:
-        return None
-    header, code = body.split(b"\n", 1)
-    resources = {name: Resources(**values) for name, values in json.loads(header).items()}
-    return Cubin(code=code, resources=resources)
+    return Cubin(path=path, code=code, resources=resources)
 
 
-def _write(path: Path, cubin: Cubin) -> None:
-    header = json.dumps({name: asdict(r) for name, r in cubin.resources.items()}).encode()
-    body = header + b"\n" + cubin.code
+def _write(path: Path, code: bytes, resources: dict[str, Resources]) -> Cubin:
+    """Keep an entry: the machine code, which CuPy reads, and beside it what belongs to it."""
+    facts = {
+        "sha256": hashlib.sha256(code).hexdigest(),
+        "resources": {name: asdict(r) for name, r in resources.items()},
+    }
     try:
-        write_file(path, hashlib.sha256(body).digest() + body)
+        write_shared(path, code)
+        write_shared(path.with_suffix(".json"), json.dumps(facts).encode())
     except OSError as error:
         raise LlmqError(
             f"cannot keep compiled kernels in {path.parent} ({error.strerror}); "
             "set LLMQ_CACHE_DIR to a folder that can be written"
         ) from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file or none: other processes may read and write the same name meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as f:  # for others to read, unlike what tempfile makes
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    return Cubin(path=path, code=code, resources=resources)

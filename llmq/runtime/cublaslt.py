@@ -130,7 +130,7 @@ class CublasLt:
             if library is None:
                 from nvmath.bindings import cublasLt as library
             if cuda is None:
-                from cupy_backends.cuda.api import runtime as cuda
+                from cupy.cuda import runtime as cuda
             self._handle = library.create()
         except Exception as error:  # the loader raises what it likes
             raise LlmqError(

@@ -6,91 +6,27 @@ and runs without graphs.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Storage, Tensor
+from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
-from llmq.runtime.arguments import Arguments
-from llmq.runtime.compile import cache_dir, compile_kernels
-from llmq.runtime.device import Device, DeviceSpec, MemorySizes, library_workspace
+from llmq.runtime.compile import cache_dir
+from llmq.runtime.cuda_kernels import CudaKernels
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 
-MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
-
-
-@functools.cache
-def _api() -> SimpleNamespace:
-    """CuPy's bindings of the CUDA runtime and driver, without CuPy's own allocators and streams."""
-    # Hardware queues per GPU, 8 by default. Streams that share one, of ours and NCCL's, block each
-    # other: a stream that waits for another GPU could hold up what that GPU waits for.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    try:
-        from cupy_backends.cuda.api import driver, runtime
-        from cupy_backends.cuda.libs import nvtx
-    except ImportError as error:
-        raise LlmqError(
-            f"CuPy cannot be loaded ({error}); install cupy-cuda12x or cupy-cuda13x, or use "
-            "--device cpu"
-        ) from error
-    return SimpleNamespace(runtime=runtime, driver=driver, nvtx=nvtx)
-
-
-def device_spec(index: int) -> DeviceSpec:
-    """What GPU `index` is. Raises LlmqError where it is not there or cannot be used."""
-    runtime = _api().runtime
-    try:
-        have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-        if have == 0:
-            raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
-        if have // 1000 < need // 1000:
-            other = f", or install cupy-cuda{have // 1000}x" if have >= OLDEST_CUDA else ""
-            raise LlmqError(
-                f"the NVIDIA driver supports CUDA {_version(have)} and this CuPy needs "
-                f"{_version(need)}; update the driver{other}"
-            )
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise LlmqError(
-            f"no NVIDIA GPU can be used ({error}); see nvidia-smi, CUDA_VISIBLE_DEVICES is {gpus}"
-        ) from error
-    if index >= count:
-        raise LlmqError(f"GPU {index} is asked for, there are {count}; check CUDA_VISIBLE_DEVICES")
-    properties = runtime.getDeviceProperties(index)
-    capability = 10 * properties["major"] + properties["minor"]
-    name = properties["name"].decode()
-    if capability < MIN_CAPABILITY:
-        raise LlmqError(
-            f"GPU {index} ({name}) has compute capability {capability / 10}, "
-            f"{MIN_CAPABILITY / 10} (Ampere) is the oldest that works; use --device cpu"
-        )
-    return DeviceSpec(
-        name=name,
-        capability=capability,
-        num_sms=properties["multiProcessorCount"],
-        memory=properties["totalGlobalMem"],
-        library_workspace=library_workspace(capability),
-    )
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 class CudaDevice(Device):
@@ -117,11 +53,10 @@ class CudaDevice(Device):
 
         Raises LlmqError where the GPU cannot be used or has too little memory.
         """
-        spec = device_spec(index)
-        api = _api()
+        spec = cuda_api.device_spec(index)
+        api = cuda_api.load()
         self.index = index
         self._runtime = api.runtime
-        self._driver = api.driver
         self._nvtx = api.nvtx
         stack_offset = align_up(sizes.device)
         with ExitStack() as undo:
@@ -149,12 +84,9 @@ class CudaDevice(Device):
         self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
         self.use_graphs = graphs and not self._sync_launches
         self._tune = tune
-        self._modules: dict[Source, int] = {}
-        self._functions: dict[tuple[Source, str], int] = {}
-        self._dynamic_shared: dict[int, int] = {}
-        self._arguments: dict[Kernel, Arguments] = {}
+        self._kernels = CudaKernels(api, spec.capability)
         self._libraries: dict[str, Any] = {}
-        self._errors = (api.runtime.CUDARuntimeError, api.driver.CUDADriverError)  # of launches
+        self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
         gpu = f"GPU {self.index} ({spec.name})"
@@ -204,7 +136,9 @@ class CudaDevice(Device):
         types = kernel.bind(args)
         try:
             if kernel.file.endswith(".cu"):
-                self._launch_kernel(kernel, grid, block, args, types, consts or {}, smem)
+                self._kernels.launch(
+                    kernel, grid, block, args, types, consts or {}, smem, self._stream
+                )
             else:
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
                 getattr(self._library(kernel.file), method)(self._stream, *args)
@@ -217,40 +151,6 @@ class CudaDevice(Device):
                 f"{smem} bytes of dynamic shared memory, arguments {args})"
                 + ("" if self._sync_launches else f"; {LATE}")
             ) from error
-
-    def _launch_kernel(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        types: dict[str, DType],
-        consts: dict[str, int],
-        smem: int,
-    ) -> None:
-        function = self._function(kernel, types, consts)
-        if smem > DEFAULT_SHARED and smem > self._dynamic_shared.get(function, 0):
-            self._driver.funcSetAttribute(function, MAX_DYNAMIC_SHARED, smem)
-            self._dynamic_shared[function] = smem
-        arguments = self._arguments.get(kernel)
-        if arguments is None:
-            arguments = self._arguments[kernel] = Arguments(kernel)
-        arguments.set(args)
-        self._driver.launchKernel(
-            function, *_three(grid), *_three(block), smem, self._stream, arguments.address, 0
-        )
-
-    def _function(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> int:
-        """The loaded entry point; compiles and loads it on first use."""
-        source = Source.of(kernel, types, consts)
-        function = self._functions.get((source, kernel.entry))
-        if function is None:
-            if source not in self._modules:
-                cubin = compile_kernels(kernel.file, types, consts, self.spec.capability)
-                self._modules[source] = self._driver.moduleLoadData(cubin.code)
-            function = self._driver.moduleGetFunction(self._modules[source], kernel.entry)
-            self._functions[source, kernel.entry] = function
-        return function
 
     def _library(self, name: str) -> Any:
         """The library behind kernels that have no source of ours."""
@@ -384,8 +284,6 @@ class CudaDevice(Device):
         for held in (*self._libraries.values(), self._graphs, self.comm):
             if held is not None:
                 held.close()
-        for module in self._modules.values():
-            self._driver.moduleUnload(module)
         for event in self._events:
             self._runtime.eventDestroy(event)
         for stream in self._streams.values():
@@ -393,7 +291,3 @@ class CudaDevice(Device):
         for memory in self._host_memory:
             memory.free()
         self._runtime.free(self._memory)
-
-
-def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
-    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]

@@ -263,6 +263,21 @@ class Device(ABC):
         """Within the block `graph` runs its function, and remembers nothing of it."""
         yield
 
+    @contextmanager
+    def instead(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Within the block these functions are called instead of the device's methods.
+
+        For measurements: a function gets a method's arguments and calls it, if it kept it.
+        """
+        before = {name: vars(self)[name] for name in methods if name in vars(self)}
+        vars(self).update(methods)
+        try:
+            yield
+        finally:
+            for name in methods:
+                del vars(self)[name]  # what the class defines is seen again
+            vars(self).update(before)
+
     @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait for everything enqueued."""

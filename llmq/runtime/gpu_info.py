@@ -33,14 +33,14 @@ class GpuInfo:
 
 def gpu_count() -> int:
     """GPUs that this process sees; there must be a usable one."""
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     return runtime.getDeviceCount()
 
 
 def bus_id(index: int) -> str:
     """The place of GPU `index` in the machine, such as 0000:19:00.0."""
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     return runtime.deviceGetPCIBusId(index)
 
@@ -50,7 +50,7 @@ def gpu_info(index: int) -> GpuInfo:
 
     Raises LlmqError where others leave it no memory for us to begin with.
     """
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)
     try:
@@ -77,7 +77,7 @@ def gpu_info(index: int) -> GpuInfo:
 
 def least_free(count: int) -> int:
     """Bytes that are free on the fullest of the first `count` GPUs. Raises as gpu_info does."""
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     current, free = runtime.getDevice(), []
     try:
@@ -105,9 +105,9 @@ def _cupy() -> str:
 
 
 def _nvrtc() -> str:
-    from cupy_backends.cuda.libs import nvrtc
+    from cuda.bindings import nvrtc
 
-    return ".".join(str(part) for part in nvrtc.getVersion())
+    return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
 
 
 def _cublaslt() -> int:

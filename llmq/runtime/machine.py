@@ -66,10 +66,10 @@ def choose_machine(device: str, gpus: int) -> Machine:
     """
     if device == "cpu":
         return Machine(kind="host", spec=HOST_SPEC, note=None, world_size=max(gpus, 1))
-    from llmq.runtime import cuda_device
+    from llmq.runtime import cuda_api
 
     try:
-        first = cuda_device.device_spec(0)  # says why, if there is none
+        first = cuda_api.device_spec(0)  # says why, if there is none
     except LlmqError as error:
         if device != "auto":
             raise
@@ -82,7 +82,7 @@ def choose_machine(device: str, gpus: int) -> Machine:
 
 def _choose_gpus(gpus: int) -> Machine:
     """The first `gpus` GPUs, or all of them."""
-    from llmq.runtime.cuda_device import device_spec
+    from llmq.runtime import cuda_api
 
     there = gpu_count()
     if gpus > there:
@@ -90,7 +90,7 @@ def _choose_gpus(gpus: int) -> Machine:
             f"--gpus: {gpus} are asked for, {there} can be seen; check CUDA_VISIBLE_DEVICES"
         )
     try:
-        specs = [device_spec(index) for index in range(gpus or there)]
+        specs = [cuda_api.device_spec(index) for index in range(gpus or there)]
     except LlmqError as error:
         raise LlmqError(
             f"{error}; to leave this GPU out use --gpus or CUDA_VISIBLE_DEVICES"

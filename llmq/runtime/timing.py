@@ -80,11 +80,10 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
         spans.append((name, first, marks.mark()))
 
     with dev.without_graphs():
-        dev.range = timed
         try:
-            yield times
+            with dev.instead(range=timed):
+                yield times
         finally:
-            del dev.range
             dev.synchronize()
             times += [(name, marks.milliseconds(a, b)) for name, a, b in spans]
             marks.close()
@@ -107,15 +106,13 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
 
         return run
 
-    wrapped = {"launch": _launched, "copy": _copied, "zero": _zeroed}
     with dev.without_graphs():
-        for name, describe in wrapped.items():
-            setattr(dev, name, timed(getattr(dev, name), describe))
-        try:
+        with dev.instead(
+            launch=timed(dev.launch, _launched),
+            copy=timed(dev.copy, _copied),
+            zero=timed(dev.zero, _zeroed),
+        ):
             fn()
-        finally:
-            for name in wrapped:
-                delattr(dev, name)  # what the class defines is seen again
         empty = [marks.mark() for _ in range(CALIBRATIONS)]
         dev.synchronize()
     own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))

@@ -36,12 +36,8 @@ def alone(dev: Device) -> Iterator[None]:
     def run(key: tuple, fn: Callable[[], Any]) -> None:
         graph(("alone", *key), fn)
 
-    dev.graph = run
-    try:
-        with silenced(dev):
-            yield
-    finally:
-        del dev.graph
+    with dev.instead(graph=run), silenced(dev):
+        yield
 
 
 def time_alone(trainer: Trainer) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.dtypes import DTYPES, DType
+from llmq.base.files import write_shared
 from llmq.runtime import compile
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.device import MemorySizes
@@ -121,14 +122,15 @@ def _command() -> list[str]:
 def _emulator_header() -> Path:
     """cuda_emulator.h in a folder of its own, compiled ahead: CUDA's headers and the standard
     library's take most of the time of a small kernel."""
-    text = (HERE / HEADER).read_text()
-    folder = compile.cache_dir() / f"emulator-{compile.digest([text, *_command(), _compiler()])}"
+    text, includes = (HERE / HEADER).read_text(), compile.cuda_include_dirs()[0]
+    used = [(includes / name).read_text() for name in ("cuda_bf16.h", "cuda_fp8.h")]
+    folder = compile.cache_dir() / f"emulator-{compile.digest([text, *used, *FLAGS, _compiler()])}"
     if not (folder / f"{HEADER}.gch").exists():
         with tempfile.TemporaryDirectory() as work:
             (Path(work) / HEADER).write_text(text)
             _run([*_command(), "-x", "c++-header", HEADER, "-o", "ahead"], work, HEADER)
-            compile.write_file(folder / HEADER, text.encode())
-            compile.write_file(folder / f"{HEADER}.gch", (Path(work) / "ahead").read_bytes())
+            write_shared(folder / HEADER, text.encode())
+            write_shared(folder / f"{HEADER}.gch", (Path(work) / "ahead").read_bytes())
     return folder
 
 
@@ -146,7 +148,7 @@ def build(text: str, name: str) -> Path:
         (Path(folder) / "main.cpp").write_text(text)
         ahead = f"-I{_emulator_header()}"
         _run([*_command(), ahead, "main.cpp", "-o", "main.so"], folder, name)
-        compile.write_file(path, (Path(folder) / "main.so").read_bytes())
+        write_shared(path, (Path(folder) / "main.so").read_bytes())
     return path
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import part, same_memory, storages
+from llmq.comm.connect import connect
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.cuda import CudaComm, Watch
 from llmq.comm.flags import Flags
@@ -174,6 +175,7 @@ def connect_streams(
 ) -> Flags | None:
     """As connect_cuda does it; returns the flags of copies."""
     if len(devices) == 1:
+        connect(devices, options)
         return None
     memory = [allocate(dev, options) for dev in devices]
     memories = flags = None

@@ -26,7 +26,7 @@ class CudaError(RuntimeError):
 
 
 class FakeRuntime:
-    """The functions of cupy_backends.cuda.api.runtime that llmq uses."""
+    """The functions of cupy.cuda.runtime that llmq uses."""
 
     CUDARuntimeError = CudaError
     memcpyDefault = 4
@@ -193,56 +193,91 @@ class FakeRuntime:
     graphExecDestroy = graphDestroy
 
 
-class FakeDriver:
-    """The functions of cupy_backends.cuda.api.driver that llmq uses.
+class FakeApi:
+    """What cuda_api.load() returns.
 
     launches: (entry, grid, block, shared memory, stream, argument slots as 64-bit integers), noted
-    when the work is done.
+    when the work is done. num_args: by entry. shared: (entry, bytes of dynamic shared memory that
+    it was given). loaded: paths. refused: entries that cannot be launched. memory_operations: calls
+    of the driver on words in memory; memory_status: what they return.
     """
 
-    CUDADriverError = CudaError
+    DriverError = CudaError
 
-    def __init__(self, runtime: FakeRuntime):
-        self.runtime = runtime
+    def __init__(self):
+        self.runtime = FakeRuntime()
+        self.driver = self
         self.num_args: dict[str, int] = {}
         self.entries: dict[int, str] = {}
         self.launches: list[tuple] = []
-        self.attributes: list[tuple[str, int, int]] = []
-        self.loaded: list[bytes] = []
+        self.shared: list[tuple[str, int]] = []
+        self.loaded: list[str] = []
         self.refused: set[str] = set()
+        self.memory_operations: list[tuple] = []
+        self.memory_status = SUCCESS
+        ranges: list[str] = []
+        self.nvtx = SimpleNamespace(
+            ranges=ranges, RangePush=ranges.append, RangePop=lambda: ranges.append("pop")
+        )
 
-    def moduleLoadData(self, image):
-        self.runtime._forbidden("moduleLoadData")
-        self.loaded.append(image)
-        return self.runtime._handle()
+    def RawModule(self, *, path):
+        self.runtime._forbidden("RawModule")
+        self.loaded.append(path)
+        return SimpleNamespace(get_function=lambda name: FakeRawKernel(self, name))
 
-    def moduleUnload(self, module):
-        self.runtime.live.remove(module)
+    # -- cuda.bindings.driver --
 
-    def moduleGetFunction(self, module, name):
-        handle = next(self.runtime.handles)
-        self.entries[handle] = name
+    def CUfunction(self, handle):
         return handle
 
-    def funcSetAttribute(self, function, attribute, value):
-        self.attributes.append((self.entries[function], attribute, value))
-
-    def launchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
         entry = self.entries[function]
         if entry in self.refused:
-            raise CudaError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+            return (FakeStatus("CUDA_ERROR_INVALID_VALUE", 1),)
         count = self.num_args[entry]
         pointers = (ctypes.c_void_p * count).from_address(params)
         slots = tuple(ctypes.c_uint64.from_address(p).value for p in pointers)
         launch = (entry, (gx, gy, gz), (bx, by, bz), shared, stream, slots)
         self.runtime.work(stream, lambda: self.launches.append(launch))
+        return (SUCCESS,)
+
+    def cuStreamWaitValue32(self, *args):
+        self.memory_operations.append(("wait", *args))
+        return (self.memory_status,)
+
+    def cuStreamWriteValue32(self, *args):
+        self.memory_operations.append(("write", *args))
+        return (self.memory_status,)
 
 
-def fake_api() -> SimpleNamespace:
-    """What cuda_device._api() returns."""
-    runtime = FakeRuntime()
-    ranges: list[str] = []
-    nvtx = SimpleNamespace(
-        ranges=ranges, RangePush=ranges.append, RangePop=lambda: ranges.append("pop")
-    )
-    return SimpleNamespace(runtime=runtime, driver=FakeDriver(runtime), nvtx=nvtx)
+class FakeStatus(int):
+    """A CUresult."""
+
+    def __new__(cls, name: str, value: int):
+        status = super().__new__(cls, value)
+        status.name = name
+        return status
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SUCCESS = FakeStatus("CUDA_SUCCESS", 0)
+
+
+class FakeRawKernel:
+    """A cupy.RawKernel."""
+
+    def __init__(self, api: FakeApi, name: str):
+        handle = next(api.runtime.handles)
+        api.entries[handle] = name
+        self.kernel = SimpleNamespace(ptr=handle)
+        self._api, self._name = api, name
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        return max((size for name, size in self._api.shared if name == self._name), default=0)
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, value: int) -> None:
+        self._api.shared.append((self._name, value))

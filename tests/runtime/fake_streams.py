@@ -340,4 +340,5 @@ class StreamDevice(HostDevice):
         self._closed.set()
         for work in self._queues.values():
             work.put(lambda: None)
-        self.comm.close()
+        if self.comm is not None:
+            self.comm.close()

@@ -50,7 +50,7 @@ def no_hang():
 def world(request):
     if problem := gpu_problem():
         pytest.skip(problem)
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     if runtime.getDeviceCount() < request.param:
         pytest.skip(f"needs {request.param} GPUs")
@@ -266,7 +266,7 @@ def test_a_rank_that_fails_ends_the_others(world, options):
 
 
 def test_the_links_are_measured(world):
-    from cupy_backends.cuda.api import runtime
+    from cupy.cuda import runtime
 
     start = time.monotonic()
     for p2p in ("auto", "off"):

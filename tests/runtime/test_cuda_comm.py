@@ -19,11 +19,11 @@ from llmq.comm.flags import EMPTY, FULL
 from llmq.comm.links import Link, LinkTable, Measured, choose
 from llmq.comm.options import CommOptions
 from llmq.comm.probe import ALREADY_ENABLED, probe
-from llmq.runtime import cuda_device
+from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.workers import Stopped, Workers
-from tests.runtime.fake_cuda import CudaError, fake_api
+from tests.runtime.fake_cuda import CudaError, FakeApi, FakeStatus
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 18)
 COPIES = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
@@ -31,14 +31,14 @@ N = 16
 
 
 class Machine:
-    """What several fake GPUs have beyond one; mixed into fake_api().runtime.
+    """What several fake GPUs have beyond one; mixed into FakeApi().runtime.
 
     speeds: GB/s by (GPU of dst, GPU of src), None standing for the host. damaged, unreachable:
     (reader, source) pairs.
     """
 
     def __init__(self, api, gpus=2):
-        runtime = api.runtime
+        self.api, runtime = api, api.runtime
         runtime.devices = gpus
         self.runtime, self.current, self.now = runtime, 0, 0.0
         self.owners: dict[int, int] = {}
@@ -92,8 +92,8 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    api = fake_api()
-    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    api = FakeApi()
+    monkeypatch.setattr(cuda_api, "load", lambda: api)
     return Machine(api)
 
 
@@ -231,23 +231,6 @@ def library(monkeypatch):
     return fake
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    """A fake of libcuda. calls: all calls; status: what they return."""
-    fake = SimpleNamespace(calls=[], status=0)
-
-    def call(name):
-        return lambda *args: (fake.calls.append((name, *args)), fake.status)[1]
-
-    def error_name(status, text):
-        text._obj.value = b"CUDA_ERROR_NOT_SUPPORTED"
-
-    fake.cuStreamWaitValue32_v2, fake.cuStreamWriteValue32_v2 = call("wait"), call("write")
-    fake.cuGetErrorName = error_name
-    monkeypatch.setattr(stream_memory, "_driver", lambda: fake)
-    return fake
-
-
 def open_devices(world=2):
     return [CudaDevice(r, SIZES, rank=r, world_size=world) for r in range(world)]
 
@@ -262,7 +245,7 @@ def make(dev, n, dtype=F32, place="device"):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_copies_need_no_nccl(machine, library, driver):
+def test_copies_need_no_nccl(machine, library):
     devices = open_devices()
     machine.runtime.setDevice(1)
     table = connect(devices, COPIES, Workers(2))
@@ -275,7 +258,7 @@ def test_copies_need_no_nccl(machine, library, driver):
     b.comm.all_gather(*tensors[1])
     flags = [dev.arenas["pinned"].tensors[0][1].ptr for dev in devices]
     to_b, to_a = flags[1] + 4 * 0, flags[0] + 4 * 1  # in the reader's memory, by source
-    assert driver.calls == [
+    assert machine.api.memory_operations == [
         ("write", b.stream, to_b, EMPTY, 0),
         ("wait", b.stream, to_a, EMPTY, stream_memory.WAIT_AND),
         ("write", b.stream, to_a, FULL, 0),
@@ -284,7 +267,7 @@ def test_copies_need_no_nccl(machine, library, driver):
     a.comm.all_gather(*tensors[0])
     for dev, (dst, _) in zip(devices, tensors, strict=True):
         assert dev.download(dst).tolist() == [1.0] * N + [2.0] * N
-    driver.status = 801
+    machine.api.memory_status = FakeStatus("CUDA_ERROR_NOT_SUPPORTED", 801)
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_SUPPORTED \(rank 1\)"):
         b.comm.all_gather(*tensors[1])
     for dev in devices:
@@ -292,7 +275,7 @@ def test_copies_need_no_nccl(machine, library, driver):
     assert library.log == []
 
 
-@pytest.mark.usefixtures("small_chunks", "library", "driver")
+@pytest.mark.usefixtures("small_chunks", "library")
 def test_each_rank_has_events_of_its_own_gpu(machine):
     """Which is not the current one of the thread that connects."""
     devices = open_devices()
@@ -368,7 +351,7 @@ def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypat
     assert set(machine.runtime.buffers) == held
 
 
-@pytest.mark.usefixtures("small_chunks", "driver")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("p2p", "damaged", "disabled"),
     [("auto", False, False), ("on", False, False), ("off", False, True), ("auto", True, True)],
@@ -379,7 +362,7 @@ def test_nccl_does_not_use_what_we_do_not(machine, library, monkeypatch, p2p, da
     assert os.environ["NCCL_P2P_DISABLE"] == ("1" if disabled else "")
 
 
-@pytest.mark.usefixtures("machine", "driver")
+@pytest.mark.usefixtures("machine")
 def test_stopped_ranks_abort_nccl(library):
     devices, workers = open_devices(), Workers(2)
     connect(devices, CommOptions(), workers)

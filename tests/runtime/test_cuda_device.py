@@ -2,6 +2,7 @@
 
 import gc
 import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +11,16 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import LlmqError
 from llmq.ops import fill
-from llmq.runtime import cublaslt, cuda_device
+from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin
 from llmq.runtime.cublaslt import Product
-from llmq.runtime.cuda_device import CudaDevice, device_spec
+from llmq.runtime.cuda_api import device_spec
+from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory
 from tests.conftest import gpu_problem
-from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, fake_api
+from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 16, pinned=1 << 12)
 SCALE = Kernel("fake.cu", "scale", args="T* y, const T*? x, f32 a, i32 b, u32 c, i64 d, f64 e")
@@ -28,17 +30,17 @@ LIBRARY = Kernel("matmul", "matmul", args="f32* out")
 
 @pytest.fixture
 def api(monkeypatch):
-    api = fake_api()
-    api.driver.num_args = {"scale": 7, "other": 1}
-    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    api = FakeApi()
+    api.num_args |= {"scale": 7, "other": 1}
+    monkeypatch.setattr(cuda_api, "load", lambda: api)
     monkeypatch.delenv("LLMQ_SYNC", raising=False)
     compiled = []
 
     def compile_kernels(file, types, consts, capability):
         compiled.append((file, {v: t.name for v, t in types.items()}, consts, capability))
-        return Cubin(code=b"cubin %d" % len(compiled), resources={})
+        return Cubin(path=Path(f"{len(compiled)}.cubin"), code=b"", resources={})
 
-    monkeypatch.setattr(cuda_device, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(cuda_kernels, "compile_kernels", compile_kernels)
     api.compiled = compiled
     return api
 
@@ -199,7 +201,7 @@ def test_close_gives_everything_back(api):
 def test_arguments_are_packed_by_their_declared_types(api, dev):
     y = tensor(dev, [0.0], BF16)
     dev.launch(SCALE, (2, 3), 64, (y, None, 1, -1, 2**32 - 1, -(2**40), 0.5), smem=16)
-    entry, grid, block, shared, stream, slots = api.driver.launches[-1]
+    entry, grid, block, shared, stream, slots = api.launches[-1]
     assert (entry, grid, block, shared) == ("scale", (2, 3, 1), (64, 1, 1), 16)
     assert stream == dev.stream
     packed = struct.pack("<7Q", *slots)
@@ -219,18 +221,22 @@ def test_each_variant_is_compiled_and_loaded_once(api, dev):
         ("fake.cu", {"T": "bf16"}, {"N": 1}, 90),
         ("fake.cu", {}, {}, 90),
     ]
-    assert len(api.driver.loaded) == 3
+    assert len(api.loaded) == 3
 
 
 def test_large_shared_memory_is_asked_for_once_per_size(api, dev):
     x = tensor(dev)
     for smem in (1000, 60_000, 50_000, 60_000, 70_000):
         dev.launch(OTHER, 1, 32, (x,), smem=smem)
-    assert api.driver.attributes == [("other", 8, 60_000), ("other", 8, 70_000)]
+    assert api.shared == [("other", 60_000), ("other", 70_000)]
+    second = CudaDevice(0, SIZES)  # CuPy gives it the same module
+    second.launch(OTHER, 1, 32, (tensor(second),), smem=65_000)
+    assert api.shared[-1] == ("other", 70_000)
+    second.close()
 
 
 def test_an_error_names_kernel_and_launch(api, dev):
-    api.driver.refused.add("other")
+    api.refused.add("other")
     launch = r"other: CUDA_ERROR_INVALID_VALUE.*grid 7, block 33.*"
     with pytest.raises(RuntimeError, match=launch + "enqueued earlier, LLMQ_SYNC=1"):
         dev.launch(OTHER, 7, 33, (tensor(dev),))
@@ -352,7 +358,7 @@ def test_eager_then_captured_then_replayed(api, dev):
 
     for run in range(4):
         dev.graph(("step",), fn)
-        assert len(api.driver.launches) == run + 1
+        assert len(api.launches) == run + 1
         assert dev.last_operation == ("all_gather x" if run < 2 else "one of graph step")
     assert calls == [False, True]  # eager, captured
     assert api.runtime.calls.count("graphLaunch") == 3
@@ -372,12 +378,12 @@ def test_capture_only_runs_nothing(api, dev):
         for _ in range(2):
             dev.graph(("step",), fn)
     assert calls == [True]
-    assert len(api.driver.launches) == 1
+    assert len(api.launches) == 1
     assert "graphLaunch" not in api.runtime.calls
     assert api.runtime.calls.count("graphUpload") == 1
     for run in range(2):  # replayed from the start
         dev.graph(("step",), fn)
-        assert len(api.driver.launches) == 2 + run
+        assert len(api.launches) == 2 + run
     assert calls == [True]
 
 
@@ -388,7 +394,7 @@ def test_without_graphs_nothing_is_remembered(api, dev):
             dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
         with dev.capture_only():
             dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
-    assert len(api.driver.launches) == 3
+    assert len(api.launches) == 3
     dev.graph(("step",), lambda: dev.launch(OTHER, 1, 32, (x,)))
     assert "graphLaunch" not in api.runtime.calls
 
@@ -396,11 +402,11 @@ def test_without_graphs_nothing_is_remembered(api, dev):
 def test_nothing_is_loaded_while_capturing(api, dev):
     x = tensor(dev)
     dev.graph(("g",), lambda: None)
-    with pytest.raises(RuntimeError, match=r"other: .*moduleLoadData"):
+    with pytest.raises(RuntimeError, match=r"other: .*RawModule"):
         dev.graph(("g",), lambda: dev.launch(OTHER, 1, 32, (x,)))
     assert api.runtime.capture is None  # the stream can be used again
     dev.launch(OTHER, 1, 32, (x,))
-    assert len(api.driver.launches) == 1
+    assert len(api.launches) == 1
 
 
 def test_side_streams_fork_and_join(api, dev):
@@ -485,7 +491,7 @@ def test_no_graphs(api):
     for _ in range(3):
         device.graph(("g",), lambda: device.launch(OTHER, 1, 32, (x,)))
     assert "graphLaunch" not in api.runtime.calls
-    assert len(api.driver.launches) == 3
+    assert len(api.launches) == 3
 
 
 def test_steady_state_never_waits(api, dev):

@@ -102,3 +102,20 @@ def test_host_memory_is_aligned():
         assert dev.alloc("x", (1,), F32, "Weights", place).ptr % 256 == 0
     with dev.scratch("t", (1,), F32) as t:
         assert t.ptr % 256 == 0
+
+
+def test_functions_stand_in_for_methods_for_a_while():
+    dev = HostDevice(SIZES)
+    said, x = [], dev.alloc("x", (4,), F32, "Weights")
+
+    def noting(who, zero):
+        return lambda tensor: (said.append(who), zero(tensor))
+
+    with dev.instead(zero=noting("outer", dev.zero)):
+        with pytest.raises(KeyError), dev.instead(zero=noting("inner", dev.zero)):
+            dev.zero(x)
+            raise KeyError
+        dev.zero(x)
+    dev.zero(x)
+    assert said == ["inner", "outer", "outer"]
+    assert dev.download(x).tolist() == [0.0] * 4

@@ -4,11 +4,13 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.comm.collectives import silenced
-from llmq.runtime import cuda_device
+from llmq.comm.connect import connect
+from llmq.comm.options import CommOptions
+from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Clock, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from tests.runtime.fake_cuda import fake_api
+from tests.runtime.fake_cuda import FakeApi
 
 SIZES = MemorySizes(device=1 << 12, stack=0, pinned=1 << 8)
 
@@ -23,10 +25,11 @@ def clocked(dev):
 @pytest.fixture
 def dev(monkeypatch):
     """A fake GPU."""
-    api = fake_api()
-    monkeypatch.setattr(cuda_device, "_api", lambda: api)
+    api = FakeApi()
+    monkeypatch.setattr(cuda_api, "load", lambda: api)
     monkeypatch.delenv("LLMQ_SYNC", raising=False)
     device = CudaDevice(0, SIZES)
+    connect([device], CommOptions())
     yield device
     device.close()
 
@@ -120,6 +123,7 @@ def test_after_a_failure_the_clock_goes_on(dev):
 
 def test_on_the_cpu_all_collectives_count():
     dev = HostDevice(SIZES)
+    connect([dev], CommOptions())
     said, x = clocked(dev), dev.alloc("x", (4,), F32, "Weights")
     with dev.on("comm"):
         dev.comm.all_gather(x, x)

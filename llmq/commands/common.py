@@ -1,18 +1,34 @@
-"""TrainConfig's fields as options of a typer command."""
+"""What several commands share: TrainConfig's fields as options, and how they become a run."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from llmq.base.errors import ConfigError
-from llmq.config.option_types import NEWEST, Option, parse_bool, parse_continue, parse_every
+from llmq.base.errors import ConfigError, warn
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import (
+    NEWEST,
+    Option,
+    parse_bool,
+    parse_continue,
+    parse_every,
+    parse_size,
+)
 from llmq.config.options import OPTIONS, TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import model_warnings, resolve_model
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="YAML or JSON with these options as keys."),
+]
 
 _BY_PARSER = {
     parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
@@ -90,3 +106,32 @@ def _spelled_out(args: list[str], index: int) -> str:
             number = parse is parse_every and re.fullmatch(r"-\d+", following)
             return f"{name}={bare}" if following.startswith("-") and not number else name
     return args[index]
+
+
+def checked(name: str, value: str) -> str:
+    """A value for the option of TrainConfig of this name, as the other commands have it too."""
+    converted = OPTIONS[name].convert(value)
+    OPTIONS[name].check(converted)
+    return converted
+
+
+def size_of(flag: str, value: str | None) -> int | None:
+    """Bytes of an option that is not one of TrainConfig's."""
+    try:
+        size = None if value is None else parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if size == 0:
+        raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    return size
+
+
+def load_run(
+    given: dict[str, Any], file: Path | None
+) -> tuple[TrainConfig, ModelConfig, Path | None]:
+    """Options and model of a run, checked; prints warnings."""
+    config = make_config(given, file)
+    model, model_dir = resolve_model(config.model, config.from_scratch)
+    config.validate_with(model)
+    warn(config.warnings() + model_warnings(model_dir))
+    return config, model, model_dir

@@ -1,0 +1,24 @@
+"""`llmq export`: a checkpoint as a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmq.commands.common import checked
+
+
+def export(
+    out_dir: Annotated[Path, typer.Option(help="Directory of the model.")],
+    checkpoint_dir: Annotated[
+        Path, typer.Option(help="A checkpoint, or a directory whose newest one is taken.")
+    ] = Path("ckpt/llmq"),
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Write a checkpoint as a model directory that transformers loads."""
+    from llmq.checkpoint.store import export_checkpoint
+
+    files = export_checkpoint(checkpoint_dir, out_dir, checked("model_dtype", model_dtype))
+    print(f"wrote {', '.join(files)} to {out_dir}")

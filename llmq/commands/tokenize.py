@@ -1,0 +1,39 @@
+"""`llmq tokenize`: text to token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmq.base.signals import ending_children
+
+
+def tokenize(
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, JSON or Parquet; globs.")],
+    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
+    out: Annotated[Path, typer.Option(help="Directory of the token files.")],
+    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    eval_fraction: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
+    ] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+) -> None:
+    """Turn text into token files."""
+    from llmq.data.tokenize import tokenize
+
+    with ending_children():
+        summary = tokenize(
+            inputs,
+            tokenizer=tokenizer,
+            out=out,
+            field=field,
+            eval_fraction=eval_fraction,
+            shard_tokens=shard_tokens,
+            workers=workers,
+            overwrite=overwrite,
+        )
+    print(summary.describe())

@@ -1,0 +1,47 @@
+"""`llmq train`: a run, or the plan of one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from llmq.commands.common import ConfigFile, load_run, train_options
+from llmq.config.command_line import command_line
+from llmq.config.options_io import given_fields
+
+
+@train_options
+def train(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
+    ] = False,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto",
+            help="Choose micro-batch, recomputation, offloading and sharding for this machine; "
+            "what is given stays, micro-batch times accumulation too.",
+        ),
+    ] = False,
+) -> None:
+    """Train a model, or continue to."""
+    config, model, model_dir = load_run(given, config_file)
+    argv = sys.argv
+    if auto:
+        from llmq.plan.report import choose
+
+        fields = given_fields(given, config_file)
+        config = choose(config, model, fields)
+        argv = command_line(config, log_file="log_file" in fields)
+    if dry_run:
+        from llmq.plan.report import run_plan
+
+        run_plan(config, model)
+        return
+    from llmq.train.loop import run_training
+
+    run_training(config, model, model_dir, argv)

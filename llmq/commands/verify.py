@@ -1,0 +1,29 @@
+"""`llmq verify`: whether options that save memory change any bit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from llmq.commands.common import ConfigFile, load_run, train_options
+from llmq.config.options_io import given_fields
+
+
+@train_options
+def verify(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    verify_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
+    config, model, model_dir = load_run(given, config_file)
+    from llmq.bench.verify import run_verify
+
+    options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
+    options["given"] = given_fields(given)  # a file may be that of a run
+    return 0 if run_verify(config, model, model_dir, **options) else 1

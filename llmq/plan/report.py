@@ -1,0 +1,296 @@
+"""`llmq plan`, and how `llmq train --auto` chooses: for which machine, what is printed."""
+
+from __future__ import annotations
+
+import json as json_module
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llmq.base.dtypes import MIB
+from llmq.base.errors import ConfigError, warn
+from llmq.config.cards import Card, card_of, card_with, find_card, spec_of
+from llmq.config.command_line import command_line
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.plan.advice import check_fits, mib, room
+from llmq.plan.checks import attention_backend, check_machine, installed_attention
+from llmq.plan.cost import StepTime, step_time
+from llmq.plan.estimate import Planner
+from llmq.plan.fit import Candidate, Fit
+from llmq.plan.plan import (
+    Plan,
+    allocator_table,
+    fewest_attention_parts,
+    make_plan,
+    needed_bytes,
+)
+from llmq.plan.shrink import Limits, memory_limit
+from llmq.runtime.device import HOST_SPEC, DeviceSpec
+from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.machine import PLAN_SPEC, Machine, choose_machine
+from llmq.state.params import parameter_count
+
+CONTEXT_WHEN_ASKED = 256 * MIB  # of plan.CONTEXT_BYTES, taken already when the free memory is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The machine that a plan is for.
+
+    card: whose speed is predicted, or None. named: whether that card is what was asked for, and
+    not only one with as much memory.
+    """
+
+    spec: DeviceSpec
+    backend: str
+    limits: Limits
+    world_size: int
+    card: Card | None
+    named: bool
+
+
+def _target(
+    config: TrainConfig,
+    model: ModelConfig,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    card_words: str | None,
+) -> Target:
+    """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions."""
+    world_size = max(config.gpus, 1)
+    if config.device == "cpu":
+        for flag, given in (("--gpu-memory", gpu_memory), ("--card", card_words)):
+            if given is not None:
+                raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
+        least = min(filter(None, (host_memory, available_host_memory()))) // world_size
+        limits = Limits(device=min(least, config.memory_limit or least))
+        return Target(
+            spec=HOST_SPEC,
+            backend="native",
+            limits=limits,
+            world_size=world_size,
+            card=None,
+            named=False,
+        )
+    card = None if card_words is None else find_card(card_words)
+    if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
+        raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: use bf16")
+    spec = PLAN_SPEC if card is None else spec_of(card)
+    memory = gpu_memory or (None if card is None else spec.memory)
+    device = min(filter(None, (memory, config.memory_limit)), default=None)
+    similar = None if device is None else card_with(device)
+    return Target(
+        spec=spec,
+        backend=installed_attention(config, model, spec),
+        limits=Limits(device=device, host=host_memory),
+        world_size=world_size,
+        card=card or similar,
+        named=card is not None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The plan of one configuration
+
+
+def run_plan(
+    config: TrainConfig,
+    model: ModelConfig,
+    *,
+    gpu_memory: int | None = None,
+    host_memory: int | None = None,
+    card: str | None = None,
+    fit: frozenset[str] | None = None,
+    json: bool = False,
+) -> None:
+    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit.
+
+    gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
+    fit: options that keep their values in a search. Raises OutOfMemory, after printing the plan, if
+    it does not fit, or nothing does.
+    """
+    where = _target(config, model, gpu_memory, host_memory, card)
+    kind = "host" if where.spec == HOST_SPEC else "cuda"
+    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
+    warn(config.rank_warnings(where.world_size))
+    if fit is not None:
+        _print_fit(config, model, where, fit, json)
+        return
+    planned_for = (model, where.spec, where.backend, where.world_size)
+    plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
+    time = step_time(plan, where.card) if where.named else None
+    if json:
+        print(json_module.dumps(plan_record(plan, model, where, time), indent=2))
+    else:
+        print("\n".join(plan_report(plan, model, where, time)))
+    check_fits(config, model, where.spec, where.backend, plan, where.limits, where.card)
+
+
+def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | None) -> list[str]:
+    """The plan for people. time: predicted, None where no card is known."""
+    needed, limit = needed_bytes(plan, where.spec), where.limits.device
+    free = None if limit is None or needed > limit else {"Free": limit - needed}
+    lines = [
+        "[Allocator State]",
+        *allocator_table(plan.usage, free),
+        "",
+        "[Plan]",
+        f"  Device:          {where.spec.name}",
+        f"  Memory:          {mib(needed)}",
+        f"  Parameters:      {parameter_count(model):,}",
+        f"  Tokens per step: {plan.tokens:,}",
+        f"  FLOPs per token: {plan.flops * plan.world_size / plan.tokens / 1e9:.3f} G",
+    ]
+    if plan.host_bytes and where.spec != HOST_SPEC:
+        lines.insert(-3, f"  Host memory:     {mib(plan.host_bytes)}")
+    if time is not None:
+        shares = ", ".join(
+            f"{name.replace('_', '-')} {s / time.total:.1%}" for name, s in time.parts.items() if s
+        )
+        lines += [
+            f"  Predicted:       {plan.tokens / time.total:,.0f} tokens/s, a step in "
+            f"{time.total:.3g} s",
+            f"  Of which:        {shares}",
+            f"  Card's speed:    {where.card.source}",
+        ]
+    excess, host = where.limits.excess(needed, plan.host_bytes), where.limits.host
+    rooms = [] if limit is None else [room(limit)]
+    rooms += [] if host is None else [f"{room(host)} of host memory"]
+    if limit is None and not excess:
+        lines.append("  Fits:            compare with the card, or give --gpu-memory")
+    else:
+        lines.append(f"  Fits:            {'no' if excess else 'yes'}, into {' and '.join(rooms)}")
+    return lines
+
+
+def plan_record(
+    plan: Plan, model: ModelConfig, where: Target, time: StepTime | None
+) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
+
+    needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
+    is null where no card is known.
+    """
+    needed = needed_bytes(plan, where.spec)
+    limits = where.limits
+    excess = limits.excess(needed, plan.host_bytes)
+    return {
+        "device": where.spec.name,
+        "parameters": parameter_count(model),
+        "tokens_per_step": plan.tokens,
+        "flops_per_token": plan.flops * plan.world_size / plan.tokens,
+        "traffic_bytes": plan.traffic,
+        "launches": plan.launches,
+        "memory": plan.usage.categories,
+        "stack": [{"name": name, "bytes": size} for name, size in plan.usage.stack],
+        "device_bytes": plan.usage.device_bytes,
+        "pinned_bytes": plan.usage.sizes.host,
+        "needed_bytes": needed,
+        "limit_bytes": limits.device,
+        "host_bytes": plan.host_bytes,
+        "host_limit_bytes": limits.host,
+        "fits": None if limits.device is None and not excess else not excess,
+        "predicted": time and _predicted(plan.tokens, time) | {"source": where.card.source},
+    }
+
+
+def _predicted(tokens: int, time: StepTime) -> dict[str, Any]:
+    return {
+        "tokens_per_second": tokens / time.total,
+        "step_seconds": time.total,
+        "parts_seconds": time.parts,
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# The best configurations
+
+
+def _print_fit(
+    config: TrainConfig, model: ModelConfig, where: Target, given: frozenset[str], json: bool
+) -> None:
+    if where.limits.device is None:
+        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+    found = _search(config, model, where, given)
+    if json:
+        print(json_module.dumps(fit_record(found, where, "log_file" in given), indent=2))
+    else:
+        print("\n".join(fit_report(found, where, "log_file" in given)))
+
+
+def _search(
+    config: TrainConfig, model: ModelConfig, where: Target, given: frozenset[str]
+) -> list[Candidate]:
+    card = where.card or card_of(where.spec)
+    planner = Planner(model, where.spec, where.backend, card, where.world_size)
+    return Fit(config, planner, where.limits, given).search()
+
+
+def fit_report(found: list[Candidate], where: Target, log_file: bool) -> list[str]:
+    """For people: the fastest first, each with its command line."""
+    host = "not limited" if where.limits.host is None else room(where.limits.host)
+    lines = [
+        "[Fit]",
+        f"  Device:          {where.spec.name}, {room(where.limits.device)}",
+        f"  Tokens per step: {found[0].need.tokens:,}, as given",
+    ]
+    if where.card is not None:  # on the CPU all memory is one, and nothing is known of its speed
+        lines.insert(2, f"  Host memory:     {host}")
+        lines.append(f"  Speed:           of {where.card.name}, {where.card.source}")
+    for number, candidate in enumerate(found, start=1):
+        need, config = candidate.need, candidate.config
+        facts = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
+        if where.card is not None:
+            facts.insert(0, f"{need.speed:,.0f} tokens/s")
+            facts.append(f"{mib(need.host)} of host memory")
+        command = shlex.join(command_line(config, log_file=log_file))
+        lines += ["", f"{number}. {', '.join(facts)}", f"   {command}"]
+    return lines
+
+
+def fit_record(found: list[Candidate], where: Target, log_file: bool) -> dict[str, Any]:
+    """For programs; sizes in bytes."""
+    return {
+        "device": where.spec.name,
+        "limit_bytes": where.limits.device,
+        "host_limit_bytes": where.limits.host,
+        "card": where.card and where.card.name,
+        "source": where.card and where.card.source,
+        "found": [
+            {
+                "command": command_line(candidate.config, log_file=log_file),
+                "needed_bytes": candidate.need.device,
+                "host_bytes": candidate.need.host,
+                "predicted": where.card and _predicted(candidate.need.tokens, candidate.need.time),
+            }
+            for candidate in found
+        ],
+    }
+
+
+def choose(config: TrainConfig, model: ModelConfig, given: frozenset[str]) -> TrainConfig:
+    """The fastest configuration that fits into this machine: `llmq train --auto`.
+
+    given: options that keep their values. Raises OutOfMemory if there is none.
+    """
+    machine = choose_machine(config.device, config.gpus)
+    check_machine(config, model, machine)
+    limits = memory_limit(config, machine)
+    if machine.kind == "cuda":
+        from llmq.runtime.gpu_info import least_free
+
+        free = least_free(machine.world_size) + CONTEXT_WHEN_ASKED
+        limits = replace(limits, device=min(limits.device, free))
+    where = Target(
+        spec=machine.spec,
+        backend=attention_backend(config, model, machine),
+        limits=limits,
+        world_size=machine.world_size,
+        card=card_of(machine.spec) if machine.kind == "cuda" else None,
+        named=machine.kind == "cuda",
+    )
+    found = _search(config, model, where, given)
+    print("\n".join(fit_report(found[:1], where, "log_file" in given)))
+    print()
+    return found[0].config

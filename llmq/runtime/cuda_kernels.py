@@ -1,0 +1,90 @@
+"""CUDA C kernels on one GPU: loaded as CuPy's RawModule, launched with arguments packed in place.
+
+CuPy's own launch makes an object of every argument and takes its types from Python's, so kernels
+are launched by the driver's function, on the handle that CuPy has loaded.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from llmq.base.dtypes import DType
+from llmq.runtime.arguments import Arguments
+from llmq.runtime.compile import compile_kernels
+from llmq.runtime.kernel import Kernel, Source
+
+DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
+
+
+class Loaded:
+    """An entry point on the GPU. shared: bytes of dynamic shared memory that it may have."""
+
+    def __init__(self, api: SimpleNamespace, raw: Any):
+        self.function = api.driver.CUfunction(raw.kernel.ptr)
+        self.shared = DEFAULT_SHARED
+        self._raw = raw
+
+    def allow(self, smem: int) -> None:
+        """Let launches ask for so many bytes of dynamic shared memory."""
+        if smem > self.shared:
+            # Another device of this GPU, which has the same module, may have asked for more.
+            self.shared = max(smem, self._raw.max_dynamic_shared_size_bytes)
+            self._raw.max_dynamic_shared_size_bytes = self.shared
+
+
+class CudaKernels:
+    """The kernels of the calling thread's current GPU. Not for use by two threads.
+
+    CuPy keeps what it has loaded for a GPU until the process ends, and the next device of this GPU
+    gets the same again.
+    """
+
+    def __init__(self, api: SimpleNamespace, capability: int):
+        """api: what cuda_api.load() returns."""
+        self._api = api
+        self._launch = api.driver.cuLaunchKernel
+        self._capability = capability
+        self._loaded: dict[tuple[Source, str], Loaded] = {}
+        self._arguments: dict[Kernel, Arguments] = {}
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        args: tuple,
+        types: dict[str, DType],
+        consts: dict[str, int],
+        smem: int,
+        stream: int,
+    ) -> None:
+        """Enqueue on the stream (a cudaStream_t); a kernel's first use compiles and loads it.
+
+        types: what Kernel.bind returned for args. Raises the api's DriverError.
+        """
+        loaded = self.load(kernel, types, consts)
+        loaded.allow(smem)
+        arguments = self._arguments.get(kernel)
+        if arguments is None:
+            arguments = self._arguments[kernel] = Arguments(kernel)
+        arguments.set(args)
+        (status,) = self._launch(
+            loaded.function, *_three(grid), *_three(block), smem, stream, arguments.address, 0
+        )
+        if status:
+            raise self._api.DriverError(status)
+
+    def load(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> Loaded:
+        """The entry point with these types and constants."""
+        source = Source.of(kernel, types, consts)
+        loaded = self._loaded.get((source, kernel.entry))
+        if loaded is None:
+            cubin = compile_kernels(kernel.file, types, consts, self._capability)
+            raw = self._api.RawModule(path=str(cubin.path)).get_function(kernel.entry)
+            loaded = self._loaded[source, kernel.entry] = Loaded(self._api, raw)
+        return loaded
+
+
+def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+    return (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
