@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,15 @@ def hf_model(name: str, seed: int = 0) -> transformers.PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return model
+
+
+@cache
+def exported(name: str) -> Path:
+    """The directory of hf_model(name), written once; for reading only."""
+    folder = tempfile.TemporaryDirectory(prefix=f"{name}-")
+    atexit.register(folder.cleanup)
+    hf_model(name).save_pretrained(folder.name)
+    return Path(folder.name)
 
 
 def trainer_for(path: Path, **options: object) -> Trainer:

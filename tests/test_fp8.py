@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,18 +18,26 @@ from llmq.model.step import Step
 from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.models import CONFIGS, hf_model, random_batch, trainer_for
+from tests.covering import pairwise
+from tests.models import CONFIGS, exported, random_batch, trainer_for
 
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
 HEAD = {"head_dtype": "e4m3", "seq_len": 32}  # sequences of 24 tokens leave chunks of 24
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+GRADIENTS = ("e4m3", "e5m2")
 RECIPES = ("jit", "delayed")
+HEADS = ("bf16", "e4m3")
+MODELS = ("qwen2", "qwen3", "llama_biases", "gpt2")
 
 
-@pytest.fixture(params=["qwen2", "qwen3", "llama_biases", "gpt2"])
-def path(request, tmp_path):
-    hf_model(request.param).save_pretrained(tmp_path)
-    return tmp_path
+@pytest.fixture(params=MODELS)
+def path(request):
+    return exported(request.param)
+
+
+def head_options(head):
+    """Of the format of the head's product, as the options that it needs."""
+    return HEAD if head == "e4m3" else {}
 
 
 def run(path, steps=2, **options):
@@ -39,6 +47,12 @@ def run(path, steps=2, **options):
         results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(steps)]
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights()
+
+
+@cache
+def plain(path, options: tuple):
+    """A run that recomputes nothing."""
+    return run(path, **dict(options))
 
 
 def check_gradients(ours, reference, least, bound=0.05):
@@ -53,17 +67,23 @@ def check_gradients(ours, reference, least, bound=0.05):
         assert abs(np.linalg.norm(gradient) / size - 1) < bound, name
 
 
-@pytest.mark.parametrize("head", [{}, HEAD], ids=["bf16_head", "fp8_head"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-def test_gradients_are_close_to_f32(path, gradient, recipe, head):
-    T = head.get("seq_len", 24)
-    batches = [random_batch(np.random.default_rng(1), T=T)]
-    found = []
-    for options in ({}, FP8 | {"gradient_dtype": gradient, "fp8_recipe": recipe, **head}):
-        with trainer_for(path, **({"seq_len": T} | options)) as trainer:
-            found.append((trainer.step(batches), trainer.gradients()))
-    (want, reference), (got, ours) = found
+@cache
+def first_step(path, T, options: tuple):
+    """The result of a step on one batch, and its gradients."""
+    with trainer_for(path, seq_len=T, **dict(options)) as trainer:
+        result = trainer.step([random_batch(np.random.default_rng(1), T=T)])
+        return result, trainer.gradients()
+
+
+@pytest.mark.parametrize(
+    ("name", "gradient", "recipe", "head"),
+    pairwise(name=MODELS, gradient=GRADIENTS, recipe=RECIPES, head=HEADS),
+)
+def test_gradients_are_close_to_f32(name, gradient, recipe, head):
+    T = 32 if head == "e4m3" else 24
+    options = FP8 | {"gradient_dtype": gradient, "fp8_recipe": recipe, "head_dtype": head}
+    want, reference = first_step(exported(name), T, ())
+    got, ours = first_step(exported(name), T, tuple(options.items()))
     # E4M3 keeps 4 bits of a value, E5M2 3: a product's relative error is some percent per element,
     # and it averages out over a tensor.
     assert abs(got.loss - want.loss) < 0.01 * want.loss
@@ -74,14 +94,14 @@ def same(one, other):
     return one[0] == other[0] and all(np.array_equal(one[1][n], other[1][n]) for n in one[1])
 
 
-@pytest.mark.parametrize("head", [{}, HEAD], ids=["bf16_head", "fp8_head"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recompute_is_bitwise_equal(path, recipe, head):
-    options = FP8 | {"fp8_recipe": recipe} | head
-    plain = run(path, **options)
-    for flag in FLAGS:
-        again = run(path, **options, **{f"recompute_{flag}": True})
-        assert same(again, plain), flag
+@pytest.mark.parametrize(
+    ("name", "recipe", "head", "flag"),
+    pairwise(name=MODELS, recipe=RECIPES, head=HEADS, flag=FLAGS),
+)
+def test_recompute_is_bitwise_equal(name, recipe, head, flag):
+    options = FP8 | {"fp8_recipe": recipe} | head_options(head)
+    again = run(exported(name), **options, **{f"recompute_{flag}": True})
+    assert same(again, plain(exported(name), tuple(options.items())))
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +115,17 @@ def deep(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("layers", ["0", "1-2", "0,2", "3"])
-@pytest.mark.parametrize("options", [{}, FP8, FP8 | {"fp8_recipe": "delayed"}],
-                         ids=["fp32", "jit", "delayed"])  # fmt: skip
-def test_recomputing_some_layers_is_bitwise_equal(deep, options, layers):
-    plain = run(deep, **options)
-    for flag in ("norm", "ffn", "att", "block"):
-        recompute = {f"recompute_{flag}": True, "recompute_layers": layers}
-        assert same(run(deep, **options, **recompute), plain), flag
+FORMATS = {"fp32": {}, "jit": FP8, "delayed": FP8 | {"fp8_recipe": "delayed"}}
+
+
+@pytest.mark.parametrize(
+    ("layers", "format", "flag"),
+    pairwise(layers=("0", "1-2", "0,2", "3"), format=FORMATS, flag=("norm", "ffn", "att", "block")),
+)
+def test_recomputing_some_layers_is_bitwise_equal(deep, layers, format, flag):
+    options = FORMATS[format]
+    recompute = {f"recompute_{flag}": True, "recompute_layers": layers}
+    assert same(run(deep, **options, **recompute), plain(deep, tuple(options.items())))
 
 
 def activations(model: ModelConfig, **options) -> int:
@@ -143,13 +166,12 @@ def test_kept_activations_take_less_memory(path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_untied"])
-def test_fp8_head_in_chunks(tmp_path, name):
+def test_fp8_head_in_chunks(name):
     """Chunks change the order of one sum, and nothing before it."""
-    hf_model(name).save_pretrained(tmp_path)
     batch = [random_batch(np.random.default_rng(2), T=32)]
     found = []
     for chunks in (1, 4):
-        with trainer_for(tmp_path, lmhead_chunks=chunks, **FP8, **HEAD) as trainer:
+        with trainer_for(exported(name), lmhead_chunks=chunks, **FP8, **HEAD) as trainer:
             found.append((trainer.step(batch), trainer.gradients()))
             assert trainer.usage == trainer.plan.usage
     (one, whole), (four, cut) = found
@@ -179,12 +201,11 @@ def test_scale_of_the_gradient_of_logits():
         assert 1 + 64 * z_loss <= 57344 * gradient_scale(z_loss) < 3.5 * (1 + 64 * z_loss)
 
 
-def test_z_loss_with_fp8_head(tmp_path):
-    hf_model("qwen2").save_pretrained(tmp_path)
+def test_z_loss_with_fp8_head():
     batch = [random_batch(np.random.default_rng(2), T=32)]
     found = []
     for options in ({"seq_len": 32}, FP8 | HEAD):
-        with trainer_for(tmp_path, z_loss=0.05, **options) as trainer:
+        with trainer_for(exported("qwen2"), z_loss=0.05, **options) as trainer:
             trainer.step(batch)
             found.append(trainer.gradients())
     check_gradients(found[1], found[0], 0.97)  # E5M2: 3 bits of each element of d_logits
@@ -238,15 +259,17 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     assert allowed[: 4 * L + fp8_head] == [fast != "none"] * (4 * L + fp8_head)
 
 
-def test_every_combination_trains(tmp_path):
+@pytest.mark.parametrize(
+    ("gradient", "recipe", "head", "grads", "fast"),
+    pairwise(
+        gradient=GRADIENTS, recipe=RECIPES, head=HEADS, grads=("bf16", "fp32"), fast=("none", "all")
+    ),
+)
+def test_all_formats_train_together(gradient, recipe, head, grads, fast):
     """Two steps of each, where nothing else looks at them."""
-    hf_model("llama_biases").save_pretrained(tmp_path)
     batches = [random_batch(np.random.default_rng(4), T=32)]
-    for gradient, recipe, head, grads, fast in itertools.product(
-        ("e4m3", "e5m2"), RECIPES, ("bf16", "e4m3"), ("bf16", "fp32"), ("none", "all")
-    ):
-        options = {"gradient_dtype": gradient, "fp8_recipe": recipe, "head_dtype": head}
-        options |= {"grad_accum_dtype": grads, "fp8_fast_accumulation": fast, "seq_len": 32}
-        with trainer_for(tmp_path, **FP8, **options) as trainer:
-            losses = [trainer.step(batches).loss for _ in range(2)]
-        assert losses[1] < losses[0] < 6, options
+    options = {"gradient_dtype": gradient, "fp8_recipe": recipe, "head_dtype": head}
+    options |= {"grad_accum_dtype": grads, "fp8_fast_accumulation": fast, "seq_len": 32}
+    with trainer_for(exported("llama_biases"), **FP8, **options) as trainer:
+        losses = [trainer.step(batches).loss for _ in range(2)]
+    assert losses[1] < losses[0] < 6

@@ -15,7 +15,7 @@ from llmq.plan.plan import make_plan
 from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.models import hf_model, random_batch, trainer_for
+from tests.models import exported, random_batch, trainer_for
 
 T = 32
 JIT = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3", "seq_len": T}
@@ -23,9 +23,8 @@ DELAYED = JIT | {"fp8_recipe": "delayed"}
 
 
 @pytest.fixture
-def path(tmp_path):
-    hf_model("qwen2").save_pretrained(tmp_path)
-    return tmp_path
+def path():
+    return exported("qwen2")
 
 
 def batches(count, seed=0):
@@ -162,12 +161,12 @@ def test_evaluations_do_not_touch_the_scales(path):
         assert trainer._step.evaluate(held_out).loss != evaluated[1].loss
 
 
-def test_resume_is_bitwise_equal(path):
+def test_resume_is_bitwise_equal(path, tmp_path):
     steps = batches(5)
     with trainer_on(path) as trainer:
         for step in steps[:3]:
             trainer.step(step)
-        saved, state = trainer.save(path / "ckpt"), trainer._step.extra_state()
+        saved, state = trainer.save(tmp_path / "ckpt"), trainer._step.extra_state()
         results = [trainer.step(step) for step in steps[3:]]
         weights = trainer.weights()
     with trainer_on(path) as trainer:
@@ -186,7 +185,7 @@ def test_resume_is_bitwise_equal(path):
         assert got[0].norm == pytest.approx(results[0].norm, rel=0.01)
 
 
-def test_another_history_is_none(path):
+def test_another_history_is_none(path, tmp_path):
     """Of another recipe, model or length: the next step begins with a rehearsal."""
     (step,) = batches(1)
     with trainer_on(path) as trainer:
@@ -202,7 +201,7 @@ def test_another_history_is_none(path):
         assert trainer._step.extra_state() == {}
         trainer.step(step)
     with trainer_on(path) as trainer:
-        saved = trainer.save(path / "ckpt")
+        saved = trainer.save(tmp_path / "ckpt")
         trainer._step.load_extra_state(shrunk(state, 1e-3))
         trainer.step(step)
         trainer.load(saved)  # from before there was a history, and after there was one

@@ -14,6 +14,7 @@ from llmq.base.dtypes import STEP_SCALARS
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table
+from tests.covering import covering, pairwise
 from tests.sharded import (
     DELAYED,
     FP8,
@@ -88,7 +89,7 @@ def close_to_one_rank(got, name="qwen2"):
 
 
 DIVISIONS = [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3)]
-# Options that change no result, dealt out to the runs in turn.
+# Options that change no result.
 EXTRAS = [
     {},
     {"offload_residual": True},
@@ -98,17 +99,18 @@ EXTRAS = [
     {"shard_weights": True, "offload_master": True},
     {"recompute_att": True, "recompute_layers": "1-2", "offload_residual": True},
 ]
-F32_RUNS = [
-    (*division, {"zero_level": level} | (A2A if a2a else {}) | EXTRAS[i % len(EXTRAS)])
-    for i, (division, level, a2a) in enumerate(product(DIVISIONS, (1, 2, 3), (False, True)))
-]
-
-
-@pytest.mark.parametrize(
-    ("world", "accum", "options"), F32_RUNS, ids=lambda v: flags(v) if isinstance(v, dict) else None
+F32_RUNS = covering(
+    {"world": world, "accum": accum, "level": level, "a2a": a2a, "extra": extra}
+    for (world, accum), level, a2a, extra in product(
+        DIVISIONS, (1, 2, 3), (False, True), range(len(EXTRAS))
+    )
 )
-def test_f32(world, accum, options):
-    close_to_one_rank(run(world, accum, **(FP32 | options)))
+
+
+@pytest.mark.parametrize("row", F32_RUNS, ids=lambda row: "-".join(map(str, row.values())))
+def test_f32(row):
+    options = {"zero_level": row["level"], "all_to_all_reduce": row["a2a"]}
+    close_to_one_rank(run(row["world"], row["accum"], **FP32, **(options | EXTRAS[row["extra"]])))
 
 
 @pytest.mark.parametrize("name", ["untied qwen3", "gpt2"])
@@ -118,11 +120,17 @@ def test_f32_of_other_models(name, level):
     close_to_one_rank(run(3, 2, of=MODELS[name], **options), name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@cache
+def untrained(world: int, options: tuple):
+    """A run that leaves the weights as they are."""
+    return run(world, 1, train_steps(1, lr=0.0), **dict(options))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_fresh_weights_are_those_of_one_rank(world):
     """Also where they are rounded."""
     for options in (FP32, FP32 | STREAMED, {}, FP8):
-        got, want = (run(w, 1, train_steps(1, lr=0.0), **options) for w in (world, 1))
+        got, want = (untrained(w, tuple(options.items())) for w in (world, 1))
         assert_same(got.state["weights"], want.state["weights"])
         assert_same(got.work, want.work)
 
@@ -175,8 +183,9 @@ for base in ({}, A2A):
         (2, 2, base | FP8, {"shard_weights": True}),
     ]
 # With one micro-step there is only one sum.
-for world, base in product((2, 3, 4), ({}, A2A, FP8, FP8 | A2A, DELAYED | A2A)):
-    BITS += [(world, 1, base, LEVEL2), (world, 1, base, {"zero_level": 3})]
+BASES = [{}, A2A, FP8, FP8 | A2A, DELAYED | A2A]
+for world, base, level in pairwise(world=(2, 3, 4), base=range(len(BASES)), level=(2, 3)):
+    BITS.append((world, 1, BASES[base], {"zero_level": level}))
 
 
 @pytest.mark.parametrize(
@@ -298,10 +307,15 @@ def test_evaluations_leave_no_trace(world, options):
     assert_same_run(replace(got, results=[step1, step2, after2]), want)
 
 
+@cache
+def three_steps_in_f32():
+    return run(1, 1, train_steps(3, lr=1e-3), **FP32).results
+
+
 @pytest.mark.parametrize("options", [FP8, FP8 | HEAD, DELAYED | HEAD, SMALL, {}], ids=flags)
 def test_low_precision_is_close_to_f32(options):
     """On one rank and on three: a scale or a shard in the wrong place is farther off."""
-    want = run(1, 1, train_steps(3, lr=1e-3), **FP32).results
+    want = three_steps_in_f32()
     for world, level in ((1, 1), (3, 1), (3, 3)):
         options = options | {"adam_epsilon": 1e-3, "zero_level": level}
         got = run(world, 2, train_steps(3, lr=1e-3), **options).results

@@ -355,3 +355,24 @@ def test_fingerprint_tells_what_has_changed(tmp_path):
         f"  {run}: run.memory.device.Stack: {memory['Stack']} -> {memory['Stack'] - 16}",
     ]
     assert fingerprint("--out", old, "--only", "bloom")[0] == 2
+
+
+# -- mutations -----------------------------------------------------------------------------------
+
+
+def test_every_mutation_has_its_place(tool, tmp_path):
+    run = tool("mutations.run")
+    found = run.mutations()
+    assert len(found) >= 36
+    for mutation in found:
+        mutation.place(run.ROOT)
+        assert mutation.old != mutation.new and mutation.tests
+    (tmp_path / "a.py").write_text("once twice twice")
+    change = {"name": "a", "file": "*.py", "new": "never", "tests": []}
+    mutation = run.Mutation(**change, old="once")
+    with mutation.applied(tmp_path):
+        assert (tmp_path / "a.py").read_text() == "never twice twice"
+    assert (tmp_path / "a.py").read_text() == "once twice twice"
+    for old in ("twice", "nowhere"):
+        with pytest.raises(ValueError, match=rf"a: \*\.py has '{old}' [02]x"):
+            run.Mutation(**change, old=old).place(tmp_path)

@@ -7,11 +7,12 @@ Exits 1 if a kernel spills registers to memory or asks for more than a multiproc
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
@@ -50,6 +51,14 @@ class Launch(NamedTuple):
 
 
 Launches = dict[Source, set[Launch]]
+
+
+class Work(NamedTuple):
+    """A source, compiled for one architecture, and how its entry points are launched."""
+
+    capability: int
+    source: Source
+    launches: set[Launch]
 
 
 class NotingDevice(PlanDevice):
@@ -132,6 +141,7 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     decoder.forward(np.zeros(1, np.int32), 32)
 
 
+@functools.cache
 def all_launches(capability: int) -> Launches:
     """Every kernel launch there is, by what is compiled, on a card of this capability."""
     num_sms, _ = ARCHITECTURES[capability]
@@ -211,13 +221,17 @@ def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Rep
     ]
 
 
-def reports(capabilities: list[int]) -> Iterator[Report]:
-    """Every launched entry point on these architectures."""
-    work = [
-        (capability, source, launches)
+def work_of(capabilities: Iterable[int]) -> list[Work]:
+    """What is compiled for these architectures."""
+    return [
+        Work(capability, source, launches)
         for capability in capabilities
         for source, launches in sorted(all_launches(capability).items())
     ]
+
+
+def reports(work: list[Work]) -> Iterator[Report]:
+    """Every entry point of these sources."""
     with ThreadPoolExecutor() as pool:
         for part in pool.map(lambda item: compiled(*item), work):
             yield from part
@@ -229,7 +243,7 @@ def main(
 ) -> None:
     """Compile every kernel."""
     problems = 0
-    for report in reports(arch or list(ARCHITECTURES)):
+    for report in reports(work_of(arch or ARCHITECTURES)):
         problems += report.problem is not None
         if report.problem or op is None or report.source.file == f"{op}.cu":
             print(report)

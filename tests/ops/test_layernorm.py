@@ -269,6 +269,7 @@ def test_gradients_of_parameters_do_not_depend_on_fp8(dev, rng, shape):
         "d_residual": None,
         "scalars": step_scalars(),
         **{name: nan(C, F32) for name in ("d_weight", "d_bias")},
+        "abs_max": np.zeros(1, np.float32),
         **outputs(shape, E4M3, "codes", scale),
     }
 

@@ -10,6 +10,7 @@ from llmq.ref.common import FP8_NAN as NAN
 from llmq.ref.quantize import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from tests.covering import pairwise
 from tests.fp8_out import LAYOUTS, check_codes, outputs, with_fp8
 from tests.harness import host_device, run
 
@@ -68,11 +69,13 @@ def test_all_bf16_numbers(dev, abs_max, dtype, outputs):
         check_bits(run(device, quantize.quantize, arrays), codes, scale)
 
 
-@pytest.mark.parametrize("outputs", OUTPUTS)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("source", [F32, BF16], ids=str)
-@pytest.mark.parametrize("rows, cols", SMALL.values(), ids=SMALL)
-def test_equals_reference(dev, rng, rows, cols, source, dtype, outputs):
+@pytest.mark.parametrize(
+    "case, source, dtype, outputs",
+    pairwise(case=SMALL, source=(F32, BF16), dtype=(E4M3, E5M2), outputs=OUTPUTS),
+    ids=str,
+)
+def test_equals_reference(dev, rng, case, source, dtype, outputs):
+    rows, cols = SMALL[case]
     # Of all sizes, so that neighbours differ and a wrong place shows.
     x = rng.normal(size=(rows, cols)) * 10.0 ** rng.uniform(-3, 3, (rows, cols))
     x = x.astype(source.numpy)
@@ -128,11 +131,13 @@ def test_grids_cover_everything(rows, cols):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("source", [F32, BF16], ids=str)
-@pytest.mark.parametrize("rows, cols", SMALL.values(), ids=SMALL)
-def test_scaled(dev, rng, rows, cols, source, dtype, layout):
+@pytest.mark.parametrize(
+    "case, source, dtype, layout",
+    pairwise(case=SMALL, source=(F32, BF16), dtype=(E4M3, E5M2), layout=LAYOUTS),
+    ids=str,
+)
+def test_scaled(dev, rng, case, source, dtype, layout):
+    rows, cols = SMALL[case]
     x = rng.normal(size=(rows, cols)) * 10.0 ** rng.uniform(-3, 3, (rows, cols))
     x = x.astype(source.numpy)
     largest = np.abs(x.astype(np.float32)).max()

@@ -6,6 +6,7 @@ import torch
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.ref import matmul as ref
+from tests.covering import pairwise
 
 CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}
 NO_WORKSPACE = np.empty(0, np.uint8)
@@ -22,10 +23,18 @@ def torch_product(a, b, trans_a, trans_b):
     return ((a.T if trans_a else a) @ (b.T if trans_b else b)).numpy()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16.numpy])
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "with_bias", "accumulate", "dtype"),
+    pairwise(
+        case=CASES,
+        with_bias=BOTH,
+        accumulate=BOTH,
+        dtype=(np.float64, np.float32, BF16.numpy),
+    ),
+)
 def test_equals_torch(rng, monkeypatch, case, with_bias, accumulate, dtype):
     monkeypatch.setattr(ref, "CHUNK", 512)  # so that accumulation works in several pieces
     M, N, K, *trans = CASES[case]
@@ -62,11 +71,18 @@ def test_every_fp8_code(dtype, torch_dtype):
     np.testing.assert_array_equal(ref._decode(codes.view(dtype.numpy)), want)
 
 
-@pytest.mark.parametrize("case", FP8_CASES)
-@pytest.mark.parametrize("a_dtype, b_dtype", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("bias, accumulate", [(False, False), (True, False), (False, True)])
-def test_fp8_equals_torch(rng, monkeypatch, case, a_dtype, b_dtype, dtype, bias, accumulate):
+@pytest.mark.parametrize(
+    ("case", "formats", "dtype", "added"),
+    pairwise(
+        case=FP8_CASES,
+        formats=((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)),
+        dtype=(F32, BF16),
+        added=("nothing", "bias", "accumulate"),
+    ),
+    ids=str,
+)
+def test_fp8_equals_torch(rng, monkeypatch, case, formats, dtype, added):
+    (a_dtype, b_dtype), bias, accumulate = formats, added == "bias", added == "accumulate"
     monkeypatch.setattr(ref, "CHUNK", 512)  # so that there are several pieces
     M, N, K = FP8_CASES[case]
     a, b = (rng.normal(size=s).astype(d.numpy) for s, d in (((M, K), a_dtype), ((N, K), b_dtype)))
