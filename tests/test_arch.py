@@ -12,6 +12,7 @@ import transformers
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.model.arch import ARCHITECTURES
+from llmq.plan.idle_options import idle_with_model
 from tests.models import VOCAB, hf_model, random_batch, trainer_for
 from tests.test_layout import PACKAGE, modules
 
@@ -111,10 +112,10 @@ def test_a_checkpoint_holds_the_model(path, tmp_path):
 def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
     for name in ("tiny", "tiny-olmo2"):
         config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
-        lines = config.model_warnings(preset(name))
+        lines = idle_with_model(config, preset(name))
         assert [line.split()[0] for line in lines] == ["--recompute-norm"] * (name == "tiny-olmo2")
         whole = make_config({"recompute-block": True, "model": name, "from-scratch": True})
-        assert whole.model_warnings(preset(name)) == []
+        assert idle_with_model(whole, preset(name)) == []
 
 
 def test_architectures_are_named_in_their_files_alone():
