@@ -182,7 +182,11 @@ def test_frozen_slabs_stay_and_the_others_train(name, world):
     assert 0 < part.results[0].norm < all_.results[0].norm
 
 
-@pytest.mark.parametrize("frozen", [BLOCKS, ["embed", "head"]], ids=["blocks", "the rest"])
+@pytest.mark.parametrize(
+    "frozen",
+    [BLOCKS, ["vectors"], ["embed", "vectors", "head"]],
+    ids=["blocks", "vectors", "the rest"],
+)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
     ("base", "options"),
