@@ -215,7 +215,7 @@ def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
 
 def test_child_leaves_ctrl_c_to_its_parent(monkeypatch, capfd):
     code = (
-        "import signal; from llmq import measure; "
+        "import signal; from llmq.bench import measure; "
         "measure.measure = lambda **_: {'result': repr(signal.raise_signal(signal.SIGINT))}; "
         "measure.main()"
     )

@@ -641,7 +641,7 @@ def test_a_calibration_is_no_micro_step_of_the_breakdown():
 def test_cpu_path_loads_no_cuda_library():
     """On --device cpu nobody even tries; auto says in one line why there is no GPU."""
     command = [sys.executable, "-c", WITHOUT_CUDA, "train", *flags(steps=1, device="auto")]
-    env = os.environ | {"PYTHONPATH": str(Path(training.__file__).parents[1])}
+    env = os.environ | {"PYTHONPATH": str(Path(training.__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert done.stderr == ""
     note = r"^Running on the CPU, meant for small models \(CuPy cannot be loaded .* is blocked"
