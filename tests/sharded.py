@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from llmq.base.operand import Fp8, Operand
 from llmq.comm.connect import connect
@@ -60,6 +61,12 @@ def config(world: int, accum: int, **options: Any) -> TrainConfig:
         "batch_size": SEQUENCES // (world * accum),
     }
     return make_config(given | options)
+
+
+def move_in_pieces(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """What moves between memories goes so many elements at a time."""
+    for module in ("optimizer", "grads"):
+        monkeypatch.setattr(f"llmq.state.{module}.PIECE", elements)
 
 
 def batches(step: int, rank: int, world: int, accum: int, vocab: int) -> list[Batch]:

@@ -27,6 +27,7 @@ from tests.sharded import (
     assert_same_run,
     config,
     model,
+    move_in_pieces,
     random_options,
     run,
     train_steps,
@@ -47,8 +48,7 @@ MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that a slab in host memory is updated in several."""
-    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1024)
-    monkeypatch.setattr("llmq.state.grads.PIECE", 1024)
+    move_in_pieces(monkeypatch, 1024)
 
 
 def flags(options: dict) -> str:
@@ -201,8 +201,7 @@ def test_bits(world, accum, base, options):
 @pytest.mark.parametrize("piece", [512, 1536, 17664, 17664 + 128, 1 << 20])
 def test_pieces_of_any_size(monkeypatch, piece, base):
     """Shards have 15360, 17664 and 1664 elements: multiples or not, longer and shorter."""
-    monkeypatch.setattr("llmq.state.optimizer.PIECE", piece)
-    monkeypatch.setattr("llmq.state.grads.PIECE", piece)
+    move_in_pieces(monkeypatch, piece)
     against_plain(1, 2, MOMENTS | HOST | STREAMED, base)
 
 

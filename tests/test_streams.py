@@ -13,7 +13,16 @@ from tests.covering import covering
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
 from tests.runtime.races import Races
-from tests.sharded import DELAYED, FP8, Session, assert_same_run, model, random_options, run
+from tests.sharded import (
+    DELAYED,
+    FP8,
+    Session,
+    assert_same_run,
+    model,
+    move_in_pieces,
+    random_options,
+    run,
+)
 
 STREAMED = {"shard_weights": True, "shard_gradients": True}
 HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": True}
@@ -60,8 +69,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 4096)
-    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1024)
-    monkeypatch.setattr("llmq.state.grads.PIECE", 1024)
+    move_in_pieces(monkeypatch, 1024)
 
 
 def program(session: Session) -> list:
@@ -116,8 +124,7 @@ def test_step(name, graphs):
 @pytest.mark.parametrize("name", ["one rank, quants", "one rank, codes", "nccl, codes"])
 def test_slabs_of_one_piece(monkeypatch, name):
     """As small models have them: then pieces hold up next to nothing."""
-    monkeypatch.setattr("llmq.state.optimizer.PIECE", 1 << 20)
-    monkeypatch.setattr("llmq.state.grads.PIECE", 1 << 20)
+    move_in_pieces(monkeypatch, 1 << 20)
     world, accum, options = CASES[name]
     assert_same_run(on_streams(world, accum, options, pause=1e-4), wanted(name))
 
