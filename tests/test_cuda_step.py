@@ -98,22 +98,33 @@ def test_recompute_is_bitwise_equal(tmp_path, formats, model):
 @pytest.mark.parametrize("head", ["bf16", "e4m3"])
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 def test_fp8_gradients_equal_those_of_the_cpu(path, gradient, head, recipe):
-    """The same operands on both devices; sums differ, and now and then a code with them."""
+    """The same operands on both devices; sums differ, and now and then a code with them.
+
+    A code that differs is a rounding error of the format. So the devices differ by no more than the
+    format's own error, which is small, but where norms stand behind the halves of a block: nearly
+    all of a gradient goes through the products there, and hardly any beside them.
+    """
     options = FP8 | {"gradient_dtype": gradient, "head_dtype": head, "fp8_recipe": recipe}
     batches = [random_batch(np.random.default_rng(1), T=T)]
     found = []
-    for device in ("cpu", "cuda"):
-        with trainer_for(path, seq_len=T, device=device, **options) as trainer:
+    for device in ({"device": "cpu", "model_dtype": "bf16"}, {"device": "cpu"}, {"device": "cuda"}):
+        formats = options if len(device) == 1 else {}
+        with trainer_for(path, seq_len=T, **formats, **device) as trainer:
             found.append((trainer.step(batches), trainer.gradients()))
-    (want, reference), (got, ours) = found
+    (_, exact), (want, reference), (got, ours) = found
     assert abs(got.loss - want.loss) < 0.002 * want.loss
     largest = max(np.linalg.norm(g.astype(np.float32)) for g in reference.values())
-    for name, expected in reference.items():
-        gradient, expected = ours[name].astype(np.float32), expected.astype(np.float32)
-        size = np.linalg.norm(expected)
-        if size > 0.02 * largest:
-            cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
-            assert cosine > 0.99, (name, cosine)
+    names = [
+        n for n, g in reference.items() if np.linalg.norm(g.astype(np.float32)) > 0.02 * largest
+    ]
+    error = max(1 - cosine(reference[name], exact[name]) for name in names)
+    for name in names:
+        assert cosine(ours[name], reference[name]) > 1 - max(0.01, error), name
+
+
+def cosine(a, b):
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    return np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
 @pytest.mark.parametrize("fast", ["none", "all"])
