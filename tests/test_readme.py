@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from llmq.data.tokenize import tokenize
 
 ROOT = Path(__file__).parents[1]
@@ -49,3 +51,14 @@ def test_links_lead_to_what_exists():
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             assert not anchor or anchor in slugs, (page, link)
+
+
+@pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
+def test_paths_in_the_text_exist(page):
+    """From the root or from llmq/; NAME stands for any name."""
+    text = (ROOT / "docs" / page).read_text()
+    paths = re.findall(r"`([\w./]+(?:/|\.(?:py|cuh?|md|sh|yaml|txt)|/run))`", text)
+    assert len(paths) > 30
+    for path in paths:
+        pattern = path.replace("NAME", "*")
+        assert any(folder.glob(pattern) for folder in (ROOT, ROOT / "llmq")), path
