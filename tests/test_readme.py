@@ -62,3 +62,14 @@ def test_paths_in_the_text_exist(page):
     for path in paths:
         pattern = path.replace("NAME", "*")
         assert any(folder.glob(pattern) for folder in (ROOT, ROOT / "llmq")), path
+
+
+@pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
+def test_names_in_the_text_exist(page):
+    """Of functions, classes and constants, as words anywhere in the code."""
+    files = [p for room in ("llmq", "tests", "tools") for p in (ROOT / room).rglob("*.*")]
+    kept = {".py", ".cu", ".cuh", ".yaml"}
+    words = {w for p in files if p.suffix in kept for w in re.findall(r"\w+", p.read_text())}
+    names = re.findall(r"`([A-Za-z_][\w.]*)`", (ROOT / "docs" / page).read_text())
+    assert len(names) > 30
+    assert {name.split(".")[-1] for name in names if "/" not in name} <= words
