@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from llmq.data.tokenize import tokenize
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "llmq"
 README = (ROOT / "README.md").read_text()
 
 
@@ -49,3 +52,26 @@ def test_links_lead_to_what_exists():
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             assert not anchor or anchor in slugs, (page, link)
+
+
+@pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
+def test_paths_in_the_text_exist(page):
+    """From the root or from llmq/; NAME stands for any name."""
+    text = (ROOT / "docs" / page).read_text()
+    paths = re.findall(r"`([\w./]+(?:/|\.(?:py|cuh?|md|sh|yaml|txt)|/run))`", text)
+    assert len(paths) > 30
+    for path in paths:
+        pattern = path.replace("NAME", "*")
+        assert [*ROOT.glob(pattern), *PACKAGE.glob(pattern)], path
+
+
+@pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
+def test_names_in_the_text_exist(page):
+    """Of functions, classes and constants: words of the code that are not in comments alone."""
+    files = [p for room in ("llmq", "tests", "tools") for p in (ROOT / room).rglob("*.*")]
+    kept, said = {".py", ".cu", ".cuh"}, re.compile(r"(#|//) .*")
+    codes = [said.sub("", p.read_text()) for p in files if p.suffix in kept]
+    words = {word for code in codes for word in re.findall(r"\w+", code)}
+    names = re.findall(r"`([A-Za-z_][\w.]*)`", (ROOT / "docs" / page).read_text())
+    assert len(names) > 30
+    assert {name.split(".")[-1] for name in names if "/" not in name} <= words

@@ -1,5 +1,5 @@
 """What training keeps between micro-steps: weights, codes, gradients, moments, and their table.
 
-Imports base, runtime, comm, ops and config.
+Imports base, runtime, ops, model.arch and config.
 Start with `params.py`, the weight table, then `placement.py`.
 """
