@@ -20,7 +20,7 @@ class OutOfMemory(LlmqError):
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
-# What NCCL 2.28 takes on each of four H200, with the channels of runtime/nccl.py.
+# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py.
 NCCL_BYTES = 930 * MIB
 
 
