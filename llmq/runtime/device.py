@@ -64,6 +64,19 @@ class MemorySizes:
         return self.pinned + self.write_combined
 
 
+class Launch(NamedTuple):
+    """What `Device.launch` was asked for. types: what the arguments bind type variables to."""
+
+    kernel: Kernel
+    grid: int | tuple[int, ...]
+    block: int | tuple[int, ...]
+    args: tuple
+    types: dict[str, DType]
+    consts: dict[str, int]
+    smem: int
+    flops: int
+
+
 class Event(ABC):
     """A point in a stream's work.
 
@@ -144,7 +157,6 @@ class Device(ABC):
         used = {place: arena.used for place, arena in self.arenas.items()}
         return MemorySizes(stack=self.stack.high_water_mark, **used)
 
-    @abstractmethod
     def launch(
         self,
         kernel: Kernel,
@@ -162,6 +174,11 @@ class Device(ABC):
         flops: floating-point operations, for the planner and the profile.
         Raises TypeError or ValueError when args do not fit the kernel's declaration.
         """
+        types = kernel.bind(args)
+        self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, flops))
+
+    @abstractmethod
+    def _launch(self, launch: Launch) -> None: ...
 
     @abstractmethod
     def copy(self, dst: Tensor, src: Tensor) -> None:

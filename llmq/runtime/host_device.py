@@ -12,7 +12,7 @@ import numpy as np
 
 from llmq.base.dtypes import DType
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, MemorySizes
+from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
 
 
@@ -75,21 +75,11 @@ class HostDevice(Device):
                 _bytes(tensor).fill(0xFF)
             yield tensor
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        kernel.bind(args)
+    def _launch(self, launch: Launch) -> None:
+        args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
         # A diverging run is reported by the trainer, not by one warning per operation.
         with np.errstate(all="ignore"):
-            reference(kernel)(*[a.numpy() if isinstance(a, Tensor) else a for a in args])
+            reference(launch.kernel)(*args)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:

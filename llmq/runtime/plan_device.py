@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import PLACES, Device, DeviceSpec, Event
+from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
 from llmq.runtime.host_device import HostEvent
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Source
 
 
 class Work(NamedTuple):
@@ -70,21 +70,11 @@ class PlanDevice(Device):
         self._trace: Trace | None = None  # of the graph that is being run
         self._part = ""
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        types = kernel.bind(args)
+    def _launch(self, launch: Launch) -> None:
+        kernel, args = launch.kernel, launch.args
         if kernel.file.endswith(".cu"):
-            self.sources.add(Source.of(kernel, types, consts))
-        self._note(kernel.file, kernel.entry, args, flops, *kernel.traffic(args))
+            self.sources.add(Source.of(kernel, launch.types, launch.consts))
+        self._note(kernel.file, kernel.entry, args, launch.flops, *kernel.traffic(args))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
