@@ -12,15 +12,8 @@ import numpy as np
 
 from llmq.base.dtypes import DType
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, Launch, MemorySizes
+from llmq.runtime.device import HOST_SPEC, PLACES, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
-
-
-class HostEvent(Event):
-    """Host work is done when the call returns, so there is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        pass
 
 
 @cache
@@ -100,18 +93,6 @@ class HostDevice(Device):
     def _switch(self, stream: str) -> None:
         pass
 
-    def event(self) -> Event:
-        return HostEvent()
-
-    def _record(self, event: Event) -> None:
-        pass
-
-    def _wait(self, event: Event) -> None:
-        pass
-
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if not self._capture_only:
             fn()
-
-    def synchronize(self) -> None:
-        pass

@@ -11,7 +11,6 @@ import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
-from llmq.runtime.host_device import HostEvent
 from llmq.runtime.kernel import Source
 
 
@@ -128,9 +127,6 @@ class PlanDevice(Device):
         finally:
             self._part = before
 
-    def event(self) -> Event:
-        return HostEvent()
-
     def _record(self, event: Event) -> None:
         self._mark(event, wait=False)
 
@@ -148,6 +144,3 @@ class PlanDevice(Device):
             fn()
         finally:
             self._trace = None
-
-    def synchronize(self) -> None:
-        pass
