@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import DType
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, PLACES, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
@@ -48,22 +47,15 @@ class HostDevice(Device):
         super().__init__(HOST_SPEC, storages, sizes, rank=rank, world_size=world_size)
         self.poison = poison
 
-    def alloc(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        category: str,
-        place: str = "device",
-    ) -> Tensor:
-        tensor = super().alloc(name, shape, dtype, category, place)
+    def alloc(self, *args: Any, **place: str) -> Tensor:
+        tensor = super().alloc(*args, **place)
         if self.poison:
             _bytes(tensor).fill(0xFF)
         return tensor
 
     @contextmanager
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Iterator[Tensor]:
-        with super().scratch(name, shape, dtype) as tensor:
+    def scratch(self, *args: Any) -> Iterator[Tensor]:
+        with super().scratch(*args) as tensor:
             if self.poison:
                 _bytes(tensor).fill(0xFF)
             yield tensor

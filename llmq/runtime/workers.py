@@ -242,8 +242,10 @@ class RankPool:
     def _doing(self, rank: int) -> str:
         """What a rank does, for how long, and where."""
         running = self._running[rank]
-        parts = ["idle"] if running is None else [f"{running[0]} for {_seconds_since(running[1])}"]
+        parts = ["idle"]
         if running is not None:
+            name, start = running
+            parts = [f"{name} for {time.monotonic() - start:.0f} s"]
             parts.append(f"at {_place(self._threads[rank])}")
         if self._describe is not None:
             parts.append(self._describe(rank))
@@ -298,10 +300,6 @@ class RankPool:
         threads = [self._start(f"close {rank}", clean, rank) for rank in range(self.world_size)]
         for thread in threads:
             thread.join(POLL + max(self._deadline - time.monotonic(), 0.0))
-
-
-def _seconds_since(start: float) -> str:
-    return f"{time.monotonic() - start:.0f} s"
 
 
 def _place(thread: threading.Thread) -> str:
