@@ -29,14 +29,12 @@ class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread.
 
     poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
-    expose reads of memory that nothing wrote.
+    expose reads of memory that nothing wrote. ranks: rank and world_size, as for every device.
     """
 
     kind = "host"
 
-    def __init__(
-        self, sizes: MemorySizes, *, rank: int = 0, world_size: int = 1, poison: bool = False
-    ):
+    def __init__(self, sizes: MemorySizes, *, poison: bool = False, **ranks: int):
         storages = {}
         for place in ("stack", *PLACES):
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
@@ -44,7 +42,7 @@ class HostDevice(Device):
             skip = -raw.ctypes.data % 256
             data = raw[skip : skip + getattr(sizes, place)]
             storages[place] = Storage(place, raw.ctypes.data + skip, data)
-        super().__init__(HOST_SPEC, storages, sizes, rank=rank, world_size=world_size)
+        super().__init__(HOST_SPEC, storages, sizes, **ranks)
         self.poison = poison
 
     def alloc(self, *args: Any, **place: str) -> Tensor:

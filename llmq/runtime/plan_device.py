@@ -58,9 +58,10 @@ class PlanDevice(Device):
 
     kind = "plan"
 
-    def __init__(self, spec: DeviceSpec, *, rank: int = 0, world_size: int = 1):
+    def __init__(self, spec: DeviceSpec, **ranks: int):
+        """ranks: rank and world_size, as for every device."""
         storages = {place: Storage(place) for place in ("stack", *PLACES)}
-        super().__init__(spec, storages, None, rank=rank, world_size=world_size)
+        super().__init__(spec, storages, None, **ranks)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
@@ -91,24 +92,13 @@ class PlanDevice(Device):
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
         self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared)
 
-    def _note(
-        self,
-        file: str,
-        entry: str,
-        args: tuple,
-        flops: int,
-        device: int,
-        loaded: int = 0,
-        stored: int = 0,
-        received: int = 0,
-        shared: int = 0,
-    ) -> None:
+    def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
+        """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""
         self.launches[entry] += 1
-        self.bytes[entry] += device + loaded + stored
+        self.bytes[entry] += sum(sizes[:3])  # of this device's own memory and of the host's
         self.flops[entry] += flops
         if self._trace is not None:
             stream, part = self.stream_name, self._part
-            sizes = device, loaded, stored, received, shared
             self._trace.append(Work(stream, part, file, entry, args, flops, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:

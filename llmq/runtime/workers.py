@@ -318,12 +318,3 @@ def _end_process(threads: list[threading.Thread]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2)
-
-
-def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
-    """fn(rank, workers) once on every rank of a pool of its own; the results by rank."""
-    pool = RankPool(world_size)
-    try:
-        return pool.run("run", lambda rank: fn(rank, pool.workers))
-    finally:
-        pool.close()
