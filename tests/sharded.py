@@ -25,7 +25,8 @@ from llmq.plan.step_options import comm_options, step_options
 from llmq.ref import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.workers import Workers, run_ranks
+from llmq.runtime.workers import Workers
+from tests.ranks import run_ranks
 
 SEQUENCES = 12
 T = 16

@@ -22,8 +22,7 @@ from llmq.plan.cost import (
     step_time,
 )
 from llmq.plan.plan import make_plan
-from llmq.runtime.device import HOST_SPEC
-from llmq.runtime.host_device import HostEvent
+from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from tests.kept import kept_runs
 
@@ -104,7 +103,7 @@ def seconds(size: int) -> float:
 
 
 def test_streams_wait_for_events_only():
-    rates, event, gigabyte = Rates(H100), HostEvent(), 10**9
+    rates, event, gigabyte = Rates(H100), Event(), 10**9
     one, load = seconds(gigabyte), 1 / H100.bus
     arriving = work("copy", size=gigabyte, loaded=gigabyte)
     using = work(size=gigabyte)

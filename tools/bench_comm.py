@@ -29,7 +29,7 @@ from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.workers import Workers, run_ranks
+from llmq.runtime.workers import RankPool, Workers
 
 MIB = 1 << 20
 CALLS, REPLAYS = 10, 5  # in a graph, and of it
@@ -129,9 +129,11 @@ def measure(device: str, world_size: int, options: CommOptions, sizes: list[int]
         workers.barrier()
         return links, times
 
+    pool = RankPool(world_size)
     try:
-        results = run_ranks(world_size, rank_program)
+        results = pool.run("measure", lambda rank: rank_program(rank, pool.workers))
     finally:
+        pool.close()
         for dev in filter(None, devices):
             dev.close()
     if results[0][0] is not None:

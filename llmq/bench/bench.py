@@ -312,12 +312,12 @@ def _memory(run: dict[str, Any]) -> str:
     return text + ("" if memory["as_planned"] else "*")
 
 
-def _number(name: str, form: str) -> Callable[[dict[str, Any]], str]:
-    """The cell of a number of the result; empty where it is not known."""
+def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], str]:
+    """The cell of a number of the result, times scale; empty where it is not known."""
 
     def cell(run: dict[str, Any]) -> str:
         value = run["result"][name]
-        return "" if value is None else form.format(value)
+        return "" if value is None else form.format(scale * value)
 
     return cell
 
@@ -329,16 +329,12 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "TFLOP/s": _number("tflops", "{:.3g}"),
     "of floor": lambda run: _over(run, run["floor"]),
     "memory, GiB": _memory,
-    "mJ/token": lambda run: _millijoules(run["result"]["joules_per_token"]),
+    "mJ/token": _number("joules_per_token", "{:.2f}", 1000),
     "idle": _number("kernel_idle", "{:.1%}"),
     "Python": _number("python_busy", "{:.1%}"),
     "waits": _number("waits_per_step", "{}"),
     "start, s": _number("first_step_seconds", "{:.1f}"),
 }
-
-
-def _millijoules(joules: float | None) -> str:
-    return "" if joules is None else f"{1e3 * joules:.2f}"
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -29,33 +29,15 @@ from llmq.train.trainer import Trainer
 # What the first run does without. Not among them: --lmhead-chunks, which changes the order in which
 # the gradient of the LM head is summed, and, for the same reason, what several ranks share and
 # --all-to-all-reduce; but by what way data get from rank to rank must not matter.
-_OFF: dict[str, Any] = {
-    "recompute_swiglu": False,
-    "recompute_norm": False,
-    "recompute_ffn": False,
-    "recompute_qkv": False,
-    "recompute_att": False,
-    "recompute_block": False,
-    "recompute_layers": "all",
-    "attn_bwd_chunks": 1,
-    "offload_residual": False,
-    "offload_master": False,
-    "offload_opt_m": False,
-    "offload_opt_v": False,
-    "offload_gradients": False,
-    "offload_quants": False,
-    "persistent_quants": False,
-    "keep_transposed": True,
-    "use_zero_copy": False,
-    "write_combined": False,
-    "memcpy_all_gather": False,
-    "memcpy_send_recv": False,
-    "mirror_weights": False,
-}
+_OFF = (
+    "recompute_swiglu recompute_norm recompute_ffn recompute_qkv recompute_att recompute_block "
+    "recompute_layers attn_bwd_chunks offload_residual offload_master offload_opt_m offload_opt_v "
+    "offload_gradients offload_quants persistent_quants keep_transposed use_zero_copy "
+    "write_combined memcpy_all_gather memcpy_send_recv mirror_weights"
+).split()
+_OFF_WITH_ONE_RANK = "zero_level shard_weights shard_gradients".split()
 # What a run measures, and nothing here. That no files are written needs no warning.
 _IDLE = {"debug_log_abs_max", "debug_log_allocations", "debug_time_breakdown", "measure_scaling"}
-_OFF_ON_A_GPU = {"use_cuda_graphs": False}
-_OFF_WITH_ONE_RANK = {"zero_level": 1, "shard_weights": False, "shard_gradients": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +140,10 @@ def compare(
 
 def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
     """The same run without what saves memory and must change nothing."""
-    off = _OFF | (_OFF_ON_A_GPU if machine.kind == "cuda" else {})
-    return replace(config, **off | (_OFF_WITH_ONE_RANK if machine.world_size == 1 else {}))
+    names = _OFF + (_OFF_WITH_ONE_RANK if machine.world_size == 1 else [])
+    off = {name: getattr(TrainConfig(), name) for name in names}
+    graphs = config.use_cuda_graphs and machine.kind != "cuda"
+    return replace(config, **off, use_cuda_graphs=graphs)
 
 
 def _results(

@@ -137,14 +137,10 @@ def part(buffer: Tensor, index: int, world_size: int) -> Tensor:
 class SilentComm(Comm):
     """Collectives that move nothing: what they would bring keeps its last content."""
 
-    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+    def _nothing(self, *_: object) -> None:
         pass
 
-    def _reduce_scatter(self, buffer: Tensor) -> None:
-        pass
-
-    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        pass
+    _all_gather = _reduce_scatter = _all_to_all = _nothing
 
 
 class SingleComm(SilentComm):

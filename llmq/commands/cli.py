@@ -16,18 +16,7 @@ import typer
 from llmq import __version__
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
-from llmq.commands import (
-    bench,
-    demo,
-    export,
-    plan,
-    plot,
-    sample,
-    tokenize,
-    train,
-    verify,
-    watch,
-)
+from llmq.commands import bench, demo, export, plan, plot, sample, tokenize, train, verify, watch
 from llmq.commands.common import TrainCommand
 
 app = typer.Typer(
@@ -54,20 +43,16 @@ def _common(
     pass
 
 
-WITH_RUN_OPTIONS = {train.train, plan.plan, verify.verify, bench.bench}
-for command in (
-    train.train,
-    plan.plan,
-    verify.verify,
-    tokenize.tokenize,
-    demo.demo,
-    sample.sample,
-    export.export,
-    plot.plot,
-    watch.watch,
-    bench.bench,
-):
-    app.command(cls=TrainCommand if command in WITH_RUN_OPTIONS else None)(command)
+app.command(cls=TrainCommand)(train.train)
+app.command(cls=TrainCommand)(plan.plan)
+app.command(cls=TrainCommand)(verify.verify)
+app.command()(tokenize.tokenize)
+app.command()(demo.demo)
+app.command()(sample.sample)
+app.command()(export.export)
+app.command()(plot.plot)
+app.command()(watch.watch)
+app.command(cls=TrainCommand)(bench.bench)
 
 
 # The base of all errors of the command-line parser, whose own module is not public.

@@ -47,8 +47,8 @@ _C2C = 350.0  # Grace Hopper
 # Half of what NVLink has on paper: 212-236 of 450 GB/s in NCCL's reduce-scatter on H200.
 _NVLINK5, _NVLINK4, _NVLINK3 = 450.0, 225.0, 150.0
 
-# Name (after "NVIDIA "): capability, multiprocessors, GiB, GB/s, bus, link, TF32, BF16, FP8. Where
-# some words fit several cards, the first one is meant.
+# By name (after "NVIDIA "). Where some words fit several cards, the first one is meant.
+_COLUMNS = "capability num_sms memory bandwidth bus link tf32 bf16 fp8".split()
 _SHEETS: dict[str, tuple[int, int, float, float, float, float, float, float, float]] = {
     "H100 80GB HBM3": (90, 132, 79.1, 3350, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9),
     "H100 PCIe": (90, 114, 79.1, 2000, _PCIE5, 0, 378.0, 756.0, 1513.0),
@@ -154,29 +154,18 @@ def _like(name: str, capability: int) -> str:
 def _card(name: str) -> Card:
     if name in _SCALED:
         num_sms, clock, memory, bandwidth, bus, (sibling, sibling_clock) = _SCALED[name]
-        capability, sibling_sms, *_ = sheet = _SHEETS[sibling]
+        capability, sibling_sms, *_, tf32, bf16, fp8 = _SHEETS[sibling]
         ratio = num_sms * clock / (sibling_sms * sibling_clock)
-        link, peaks = 0.0, tuple(peak * ratio for peak in sheet[-3:])
+        peaks = (tf32 * ratio, bf16 * ratio, fp8 * ratio)
+        sheet = (capability, num_sms, memory, bandwidth, bus, 0.0, *peaks)
     else:
-        capability, num_sms, memory, bandwidth, bus, link, *peaks = _SHEETS[name]
-    like = name if name in _SUSTAINED else _like(name, capability)
+        sheet = _SHEETS[name]
+    like = name if name in _SUSTAINED else _like(name, sheet[0])
     *sustained, source = _SUSTAINED[like]
     if like != name:
         source = f"from its data sheet, of which it is taken to reach as much as {like}"
-    return Card(
-        name=f"NVIDIA {name}",
-        capability=capability,
-        num_sms=num_sms,
-        memory=memory,
-        bandwidth=bandwidth,
-        bus=bus,
-        link=link,
-        tf32=peaks[0],
-        bf16=peaks[1],
-        fp8=peaks[2],
-        sustained=tuple(sustained),
-        source=source,
-    )
+    columns = dict(zip(_COLUMNS, sheet, strict=True))
+    return Card(name=f"NVIDIA {name}", **columns, sustained=tuple(sustained), source=source)
 
 
 def spec_of(card: Card) -> DeviceSpec:

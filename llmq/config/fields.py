@@ -7,17 +7,16 @@ from pathlib import Path
 
 from llmq.base.schedule import SCHEDULES
 from llmq.config.option_types import (
+    dtype_option,
     option,
     parse_continue,
-    parse_dtype_name,
     parse_every,
     parse_layers,
     parse_size,
     parse_switch,
-    parse_word,
+    switch,
 )
 
-_DTYPES = ("bf16", "fp32")
 FP8_DTYPES = ("e4m3", "e5m2")
 _SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
@@ -34,57 +33,39 @@ class Fields:
         ".",
         "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
     )
-    from_scratch: bool = option(_MODEL, False, "Start from random weights")
-    init_proj_to_zero: bool = option(
-        _MODEL, False, "Start the attention-out and MLP-down matrices at zero"
+    from_scratch: bool = switch(_MODEL, "Start from random weights")
+    init_proj_to_zero: bool = switch(
+        _MODEL, "Start the attention-out and MLP-down matrices at zero"
     )
-    model_dtype: str = option(
-        _MODEL,
-        "bf16",
-        "Format of weights and activations",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
+    model_dtype: str = dtype_option(_MODEL, "bf16", "Format of weights and activations")
+    master_dtype: str | None = dtype_option(
+        _MODEL, None, "Format of the weights the optimizer updates; as --model-dtype if not given"
     )
-    master_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format of the weights the optimizer updates; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
+    grad_accum_dtype: str | None = dtype_option(
+        _MODEL, None, "Format in which gradients are summed; as --model-dtype if not given"
     )
-    grad_accum_dtype: str | None = option(
-        _MODEL,
-        None,
-        "Format in which gradients are summed; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=_DTYPES,
-    )
-    matmul_dtype: str | None = option(
+    matmul_dtype: str | None = dtype_option(
         _MODEL,
         None,
         "Format in which the products of the blocks run; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, "e4m3"),
+        "e4m3",
     )
-    gradient_dtype: str | None = option(
+    gradient_dtype: str | None = dtype_option(
         _MODEL,
         None,
         "Format of output gradients in these products; as --matmul-dtype if not given",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, *FP8_DTYPES),
+        *FP8_DTYPES,
     )
-    head_dtype: str | None = option(
+    head_dtype: str | None = dtype_option(
         _MODEL,
         None,
         "Format in which the LM head's products run; as --model-dtype if not given",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, "e4m3"),
+        "e4m3",
     )
     fp8_recipe: str = option(
         _MODEL,
         "jit",
         "Scales of fp8 tensors; jit: from their own values, delayed: from those of earlier steps",
-        parse=parse_word,
         choices=("jit", "delayed"),
     )
     fp8_fast_accumulation: str = option(
@@ -92,7 +73,6 @@ class Fields:
         "activations",
         "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
         "gradients of activations in blocks",
-        parse=parse_word,
         choices=("none", "forward", "activations", "all"),
     )
     seed: int = option(
@@ -142,7 +122,6 @@ class Fields:
         _OPTIMIZER,
         "cosine",
         "Course of the learning rate between warm-up and cooldown",
-        parse=parse_word,
         choices=SCHEDULES,
     )
     beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
@@ -150,19 +129,17 @@ class Fields:
     adam_epsilon: float = option(
         _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment; more than 0"
     )
-    opt_m_dtype: str = option(
+    opt_m_dtype: str = dtype_option(
         _OPTIMIZER,
         "fp32",
         "AdamW: format of the first moment; e4m3: with a scale per 128 elements",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, "e4m3"),
+        "e4m3",
     )
-    opt_v_dtype: str = option(
+    opt_v_dtype: str = dtype_option(
         _OPTIMIZER,
         "fp32",
         "AdamW: format of the second moment; e4m3: with a scale per 128 elements",
-        parse=parse_dtype_name,
-        choices=(*_DTYPES, "e4m3"),
+        "e4m3",
     )
     weight_decay: float = option(_OPTIMIZER, 0.1, "AdamW: decay of the matrices", min=0)
     grad_clip: float = option(
@@ -190,8 +167,8 @@ class Fields:
         flag="continue",
         parse=parse_continue,
     )
-    new_data: bool = option(
-        _OUTPUT, False, "With --continue: start the data anew, not where the checkpoint was"
+    new_data: bool = switch(
+        _OUTPUT, "With --continue: start the data anew, not where the checkpoint was"
     )
     log_file: Path | None = option(
         _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
@@ -200,7 +177,7 @@ class Fields:
     debug_log_allocations: int = option(
         _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
     )
-    debug_time_breakdown: bool = option(_OUTPUT, False, "Print the time of each part of each step")
+    debug_time_breakdown: bool = switch(_OUTPUT, "Print the time of each part of each step")
     debug_log_abs_max: int = option(
         _OUTPUT,
         -1,
@@ -209,21 +186,17 @@ class Fields:
         min=-1,
     )
 
-    recompute_swiglu: bool = option(
-        _MEMORY, False, "In backward, compute the activation of the MLP again"
+    recompute_swiglu: bool = switch(_MEMORY, "In backward, compute the activation of the MLP again")
+    recompute_norm: bool = switch(_MEMORY, "In backward, compute the norms again")
+    recompute_ffn: bool = switch(
+        _MEMORY, "In backward, compute the MLP again; implies --recompute-swiglu"
     )
-    recompute_norm: bool = option(_MEMORY, False, "In backward, compute the norms again")
-    recompute_ffn: bool = option(
-        _MEMORY, False, "In backward, compute the MLP again; implies --recompute-swiglu"
+    recompute_qkv: bool = switch(_MEMORY, "In backward, compute queries, keys and values again")
+    recompute_att: bool = switch(
+        _MEMORY, "In backward, compute attention again; implies --recompute-qkv"
     )
-    recompute_qkv: bool = option(
-        _MEMORY, False, "In backward, compute queries, keys and values again"
-    )
-    recompute_att: bool = option(
-        _MEMORY, False, "In backward, compute attention again; implies --recompute-qkv"
-    )
-    recompute_block: bool = option(
-        _MEMORY, False, "In backward, compute the whole block again; implies all of the above"
+    recompute_block: bool = switch(
+        _MEMORY, "In backward, compute the whole block again; implies all of the above"
     )
     recompute_layers: str = option(
         _MEMORY,
@@ -239,29 +212,29 @@ class Fields:
         "batch size",
         min=1,
     )
-    offload_residual: bool = option(
-        _MEMORY, False, "Keep the blocks' inputs in host memory until backward needs them"
+    offload_residual: bool = switch(
+        _MEMORY, "Keep the blocks' inputs in host memory until backward needs them"
     )
-    offload_master: bool = option(
-        _MEMORY, False, "Keep the weights that the optimizer updates in host memory"
+    offload_master: bool = switch(
+        _MEMORY, "Keep the weights that the optimizer updates in host memory"
     )
-    offload_opt_m: bool = option(_MEMORY, False, "Keep AdamW's first moment in host memory")
-    offload_opt_v: bool = option(_MEMORY, False, "Keep AdamW's second moment in host memory")
-    offload_gradients: bool = option(
-        _MEMORY, False, "Keep the blocks' gradients in host memory; needs sharded gradients"
+    offload_opt_m: bool = switch(_MEMORY, "Keep AdamW's first moment in host memory")
+    offload_opt_v: bool = switch(_MEMORY, "Keep AdamW's second moment in host memory")
+    offload_gradients: bool = switch(
+        _MEMORY, "Keep the blocks' gradients in host memory; needs sharded gradients"
     )
-    offload_quants: bool = option(_MEMORY, False, "Keep the persistent fp8 weights in host memory")
-    persistent_quants: bool = option(
-        _MEMORY, False, "With sharded weights: keep them in fp8 too, made once per step"
+    offload_quants: bool = switch(_MEMORY, "Keep the persistent fp8 weights in host memory")
+    persistent_quants: bool = switch(
+        _MEMORY, "With sharded weights: keep them in fp8 too, made once per step"
     )
     keep_transposed: bool = option(
         _MEMORY, True, "Keep the fp8 weights transposed too; off: make them so in every backward"
     )
-    use_zero_copy: bool = option(
-        _MEMORY, False, "Let the optimizer work in host memory directly, without copies"
+    use_zero_copy: bool = switch(
+        _MEMORY, "Let the optimizer work in host memory directly, without copies"
     )
-    write_combined: bool = option(
-        _MEMORY, False, "Take host memory that is faster for the GPU and slow for the CPU"
+    write_combined: bool = switch(
+        _MEMORY, "Take host memory that is faster for the GPU and slow for the CPU"
     )
     memory_limit: int | None = option(
         _MEMORY, None, "Use at most this much memory per device", parse=parse_size, min=1
@@ -271,7 +244,6 @@ class Fields:
         _MACHINE,
         "auto",
         "Where to run; auto: on GPUs if there are any",
-        parse=parse_word,
         choices=("auto", "cpu", "cuda"),
     )
     gpus: int = option(
@@ -286,7 +258,6 @@ class Fields:
         _MACHINE,
         "auto",
         "Attention kernels; auto: the faster ones that work here",
-        parse=parse_word,
         choices=("auto", "cudnn", "native"),
     )
     tune: bool = option(_MACHINE, True, "Time the candidates for each matrix product at the start")
@@ -298,24 +269,23 @@ class Fields:
         min=0,
         max=3,
     )
-    shard_weights: bool = option(
-        _RANKS, False, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
+    shard_weights: bool = switch(
+        _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
     )
-    shard_gradients: bool = option(
-        _RANKS, False, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
+    shard_gradients: bool = switch(
+        _RANKS, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
     )
-    memcpy_all_gather: bool = option(_RANKS, False, "Gather weights by copies instead of NCCL")
-    memcpy_send_recv: bool = option(
-        _RANKS, False, "With --all-to-all-reduce: exchange gradients by copies instead of NCCL"
+    memcpy_all_gather: bool = switch(_RANKS, "Gather weights by copies instead of NCCL")
+    memcpy_send_recv: bool = switch(
+        _RANKS, "With --all-to-all-reduce: exchange gradients by copies instead of NCCL"
     )
-    mirror_weights: bool = option(
+    mirror_weights: bool = switch(
         _RANKS,
-        False,
         "With --memcpy-all-gather: keep sharded weights in host memory too, where GPUs read them "
         "that cannot copy directly",
     )
-    all_to_all_reduce: bool = option(
-        _RANKS, False, "Exchange gradients and sum them here, in a fixed order"
+    all_to_all_reduce: bool = switch(
+        _RANKS, "Exchange gradients and sum them here, in a fixed order"
     )
     p2p: str = option(
         _RANKS,
@@ -327,6 +297,6 @@ class Fields:
     watchdog: int = option(
         _RANKS, 300, "Seconds without progress after which a run stops; 0: never", min=0
     )
-    measure_scaling: bool = option(
-        _RANKS, False, "Time one GPU alone at the start and report how well they scale"
+    measure_scaling: bool = switch(
+        _RANKS, "Time one GPU alone at the start and report how well they scale"
     )

@@ -16,15 +16,9 @@ VOCAB_PADDING = 64
 """Rows of embedding and logits are padded to a multiple of this, which keeps products aligned."""
 
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_positions",
-)
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_positions"
+).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

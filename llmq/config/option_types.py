@@ -205,34 +205,24 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 """By the type of the field, as it is written."""
 
 
-def option(
-    group: str,
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    alias: str | None = None,
-    parse: Callable[[Any], Any] | None = None,
-    choices: tuple[str, ...] = (),
-    min: float | None = None,
-    max: float | None = None,
-) -> Any:
+def option(group: str, default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an option, to be read back with options_of.
 
-    flag: its spelling without dashes, the field's name if not given; parse: by the field's type if
-    not given. Everything else as in Option.
+    more: flag, its spelling without dashes, the field's name if not given; alias, another one;
+    parse, if not given for a word where there are choices, else by the field's type; choices, min
+    and max as in Option.
     """
-    metadata = {
-        "flag": flag,
-        "alias": alias,
-        "help": help,
-        "group": group,
-        "parse": parse,
-        "choices": choices,
-        "min": min,
-        "max": max,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, **more})
+
+
+def switch(group: str, help: str) -> Any:
+    """An option that is off unless it is given."""
+    return option(group, False, help)
+
+
+def dtype_option(group: str, default: str | None, help: str, *fp8: str) -> Any:
+    """An option that names a number format: bf16, fp32, or one of these fp8 formats."""
+    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *fp8))
 
 
 def options_of(config_class: type) -> dict[str, Option]:
@@ -240,8 +230,10 @@ def options_of(config_class: type) -> dict[str, Option]:
     options = {}
     for field in dataclasses.fields(config_class):
         meta = dict(field.metadata)
-        flag = meta.pop("flag") or field.name.replace("_", "-")
-        alias = meta.pop("alias")
-        meta["parse"] = meta["parse"] or _PARSERS[field.type.removesuffix(" | None")]
-        options[field.name] = Option(flags=(flag, alias) if alias else (flag,), **meta)
+        flags = [meta.pop("flag", field.name.replace("_", "-"))]
+        flags += [meta.pop("alias")] if "alias" in meta else []
+        if "parse" not in meta:
+            by_type = _PARSERS[field.type.removesuffix(" | None")]
+            meta["parse"] = parse_word if "choices" in meta else by_type
+        options[field.name] = Option(flags=tuple(flags), **meta)
     return options

@@ -31,11 +31,9 @@ class TrainConfig(Fields):
         for name, opt in OPTIONS.items():
             if values[name] is not None:
                 values[name] = opt.convert(values[name])
-        values["master_dtype"] = values["master_dtype"] or values["model_dtype"]
-        values["grad_accum_dtype"] = values["grad_accum_dtype"] or values["model_dtype"]
-        values["matmul_dtype"] = values["matmul_dtype"] or values["model_dtype"]
+        for name in ("master_dtype", "grad_accum_dtype", "matmul_dtype", "head_dtype"):
+            values[name] = values[name] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
-        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
         for implied, implying, least in _IMPLICATIONS:
@@ -78,11 +76,9 @@ class TrainConfig(Fields):
                 f"--attn-bwd-chunks: {self.attn_bwd_chunks} does not divide "
                 f"--batch-size {self.batch_size}"
             )
-        for flag, dtype in (
-            ("--master-dtype", self.master_dtype),
-            ("--grad-accum-dtype", self.grad_accum_dtype),
-        ):
-            if self.model_dtype == "fp32" and dtype == "bf16":
+        for name in ("master_dtype", "grad_accum_dtype"):
+            if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
+                flag = OPTIONS[name].flag
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
         self._validate_matmul()
         self._validate_memory()
@@ -143,25 +139,14 @@ class TrainConfig(Fields):
 
     def _validate_memory(self) -> None:
         """Options that cannot do anything without another one."""
-        fp8 = self.matmul_dtype == "e4m3"
-        for flag, given, needs, has in (
-            ("--persistent-quants", self.persistent_quants, "--matmul-dtype e4m3", fp8),
-            ("--persistent-quants", self.persistent_quants, "--shard-weights", self.shard_weights),
-            (
-                "--offload-quants",
-                self.offload_quants,
-                "--persistent-quants",
-                self.persistent_quants,
-            ),
-            (
-                "--offload-gradients",
-                self.offload_gradients,
-                "--shard-gradients or --zero-level 2",
-                self.shard_gradients,
-            ),
+        for name, needs, has in (
+            ("persistent_quants", "--matmul-dtype e4m3", self.matmul_dtype == "e4m3"),
+            ("persistent_quants", "--shard-weights", self.shard_weights),
+            ("offload_quants", "--persistent-quants", self.persistent_quants),
+            ("offload_gradients", "--shard-gradients or --zero-level 2", self.shard_gradients),
         ):
-            if given and not has:
-                raise ConfigError(f"{flag}: needs {needs}")
+            if getattr(self, name) and not has:
+                raise ConfigError(f"{OPTIONS[name].flag}: needs {needs}")
 
     def validate_with(self, model: ModelConfig) -> TrainConfig:
         """Return self. validate(), and the options against the model they are for."""

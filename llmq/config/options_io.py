@@ -48,7 +48,7 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
     and an option that is given as off though another one implies it.
     """
     own = _by_field(given, "")
-    inherited = {} if file is None else _by_field(_read_file(file), f"{file}: ")
+    inherited = _of_file(file)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in own:  # they exclude each other, and the command line wins
             inherited.pop(other, None)
@@ -66,8 +66,7 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
 
 def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:
     """Fields of TrainConfig that the user has set: as for make_config, which has accepted them."""
-    inherited = {} if file is None else _by_field(_read_file(file), "")
-    return frozenset(_by_field(given, "") | inherited)
+    return frozenset(_by_field(given, "") | _of_file(file))
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -91,12 +90,13 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _read_file(file: Path) -> dict[str, Any]:
-    from llmq.config.option_file import (
-        read_option_file,  # here, so that --help does not wait for YAML
-    )
+def _of_file(file: Path | None) -> dict[str, Any]:
+    """Values of a file by field name."""
+    if file is None:
+        return {}
+    from llmq.config import option_file  # here, so that --help does not wait for YAML
 
-    return read_option_file(file)
+    return _by_field(option_file.read_option_file(file), f"{file}: ")
 
 
 def option_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from llmq.config.model import ModelConfig
 from llmq.model.arch import ARCHITECTURES
 from llmq.model.arch.common import ignored_fields
 
-# name: hidden, intermediate, heads, kv heads, layers, norm eps, tied embeddings
+_SIZES = (
+    "hidden_size intermediate_size num_heads num_kv_heads num_layers norm_eps tied_embeddings"
+).split()
 _QWEN25 = {
     "Qwen2.5-0.5B": (896, 4864, 14, 2, 24, 1e-6, True),
     "Qwen2.5-1.5B": (1536, 8960, 12, 2, 28, 1e-6, True),
@@ -53,6 +56,7 @@ _OLMO2 = {
 }
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
+_BYTES = (257, None, 256, None, 1024, 1e4, None)
 
 _ALIASES = {
     "llama-3.2-1b": "llama-3-1b",
@@ -64,97 +68,42 @@ _ALIASES = {
     "gpt2-xl": "gpt2-1558m",
 }
 
-# The vocabulary of all sizes is that of llm.q's presets, whose flags keep their meaning. Released,
-# Qwen2.5-7B and larger have 152,064 rows, the others these: whoever needs the shape of a released
-# model gives its directory instead of a preset.
-_QWEN_TOKENS = {"vocab_size": 151936, "bos_token_id": 151643, "eos_token_id": 151643}
-_BYTE_TOKENS = {"vocab_size": 257, "eos_token_id": 256, "max_positions": 1024}
-"""Tiny models read bytes; id 256 ends a document."""
+# Architecture, sizes by name, and what all of these share; head_dim None: hidden / heads.
+# Qwen's vocabulary is that of llm.q's presets, whose flags keep their meaning. Released, Qwen2.5-7B
+# and larger have 152,064 rows, the others these: whoever needs the shape of a released model gives
+# its directory instead of a preset. Tiny models read bytes; id 256 ends a document.
+_SHARED = (
+    "vocab_size bos_token_id eos_token_id pad_token_id max_positions rope_theta head_dim"
+).split()
+_FAMILIES = (
+    ("Qwen2ForCausalLM", _QWEN25, 151936, 151643, 151643, None, 32768, 1e6, None),
+    ("Qwen3ForCausalLM", _QWEN3, 151936, 151643, 151643, None, 40960, 1e6, 128),
+    ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
+    ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
+    ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
+    ("Phi3ForCausalLM", _PHI3, 32064, 1, 32000, 32000, 4096, 1e4, None),
+    ("Olmo2ForCausalLM", _OLMO2, 100352, None, 100257, 100277, 4096, 5e5, None),
+    ("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, *_BYTES),
+    ("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, *_BYTES),
+    ("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, *_BYTES),
+    ("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, *_BYTES),
+    ("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, *_BYTES),
+    ("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, *_BYTES),
+    ("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, *_BYTES),
+)
 
 
-def _family(architecture: str, rows: dict[str, tuple], **common: Any) -> dict[str, ModelConfig]:
-    """Presets of one architecture; common: the fields that its rows share."""
-    presets = {}
-    for name, (hidden, intermediate, heads, kv_heads, layers, eps, tied) in rows.items():
-        fields = {
-            "architecture": architecture,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_layers": layers,
-            "num_heads": heads,
-            "num_kv_heads": kv_heads,
-            "head_dim": hidden // heads,
-            "norm_eps": eps,
-            "tied_embeddings": tied,
-            **ARCHITECTURES[architecture].kinds(),
-        }
-        presets[name] = ModelConfig(**(fields | common)).validate()
-    return presets
+def _presets() -> Iterator[tuple[str, ModelConfig]]:
+    for architecture, models, *shared in _FAMILIES:
+        fields = {"architecture": architecture, **ARCHITECTURES[architecture].kinds()}
+        fields |= zip(_SHARED, shared, strict=True)
+        for name, sizes in models.items():
+            own = fields | dict(zip(_SIZES, sizes, strict=True))
+            own["head_dim"] = own["head_dim"] or own["hidden_size"] // own["num_heads"]
+            yield name, ModelConfig(**own).validate()
 
 
-PRESETS: dict[str, ModelConfig] = {
-    **_family("Qwen2ForCausalLM", _QWEN25, **_QWEN_TOKENS, max_positions=32768, rope_theta=1e6),
-    **_family(
-        "Qwen3ForCausalLM",
-        _QWEN3,
-        **_QWEN_TOKENS,
-        max_positions=40960,
-        rope_theta=1e6,
-        head_dim=128,
-    ),
-    **_family(
-        "LlamaForCausalLM",
-        _LLAMA2,
-        vocab_size=32000,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        max_positions=4096,
-    ),
-    **_family(
-        "LlamaForCausalLM",
-        _LLAMA3,
-        vocab_size=128256,
-        bos_token_id=128000,
-        eos_token_id=128001,
-        pad_token_id=128255,
-        max_positions=4096,
-        rope_theta=5e5,
-    ),
-    **_family(
-        "GPT2LMHeadModel",
-        _GPT2,
-        vocab_size=50257,
-        bos_token_id=50256,
-        eos_token_id=50256,
-        max_positions=1024,
-    ),
-    **_family(
-        "Phi3ForCausalLM",
-        _PHI3,
-        vocab_size=32064,
-        bos_token_id=1,
-        eos_token_id=32000,
-        pad_token_id=32000,
-        max_positions=4096,
-    ),
-    **_family(
-        "Olmo2ForCausalLM",
-        _OLMO2,
-        vocab_size=100352,
-        eos_token_id=100257,
-        pad_token_id=100277,
-        max_positions=4096,
-        rope_theta=5e5,
-    ),
-    **_family("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, **_BYTE_TOKENS),
-    **_family("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, **_BYTE_TOKENS),
-    **_family("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, **_BYTE_TOKENS),
-    **_family("MistralForCausalLM", {"tiny-mistral": _TINY_ROPE}, **_BYTE_TOKENS),
-    **_family("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, **_BYTE_TOKENS),
-    **_family("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, **_BYTE_TOKENS),
-    **_family("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, **_BYTE_TOKENS),
-}
+PRESETS: dict[str, ModelConfig] = dict(_presets())
 """Every preset by its canonical name."""
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES

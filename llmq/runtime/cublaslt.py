@@ -146,14 +146,30 @@ class CublasLt:
         self.plans: dict[Product, Plan] = {}
         self._alpha = np.ones(1, np.float32)
 
-    def matmul(self, stream: int, *args: Any) -> None:
+    def matmul(
+        self,
+        stream: int,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        workspace: Tensor,
+        M: int,
+        N: int,
+        K: int,
+        trans_a: int,
+        trans_b: int,
+        accumulate: int,
+    ) -> None:
         """Enqueue out = op(a) @ op(b) [+ bias] [+ out] on the stream (an integer).
 
         Raises RuntimeError for a product that cuBLASLt cannot compute, and inside a graph capture
         for one that would have to be tuned first.
         """
-        plan = self.prepare(stream, *args)
-        self._run(stream, plan, plan.choice.algorithm, Operands(*args[:5]))
+        types = (a.dtype, b.dtype, out.dtype)
+        flags = (bias is not None, bool(accumulate), workspace.nbytes)
+        product = Product(M, N, K, bool(trans_a), bool(trans_b), *types, *flags)
+        self._multiply(stream, product, Operands(out, a, b, bias, workspace))
 
     def fp8(
         self,
@@ -180,32 +196,7 @@ class CublasLt:
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
         product = Product(M, N, K, False, True, *types, *flags)
         operands = Operands(out, a, b, bias, workspace, scale_a, scale_b)
-        plan = self._plan(stream, product, operands)
-        self._run(stream, plan, plan.choice.algorithm, operands)
-
-    def prepare(
-        self,
-        stream: int,
-        out: Tensor,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        workspace: Tensor,
-        M: int,
-        N: int,
-        K: int,
-        trans_a: int,
-        trans_b: int,
-        accumulate: int,
-    ) -> Plan:
-        """The plan of matmul(...) with these arguments, made and tuned if it is a new one.
-
-        Tuning synchronizes; it overwrites out, unless accumulate: then out keeps its content.
-        """
-        types = (a.dtype, b.dtype, out.dtype)
-        flags = (bias is not None, bool(accumulate), workspace.nbytes)
-        product = Product(M, N, K, bool(trans_a), bool(trans_b), *types, *flags)
-        return self._plan(stream, product, Operands(out, a, b, bias, workspace))
+        self._multiply(stream, product, operands)
 
     def close(self) -> None:
         """Free the library's descriptors and its handle."""
@@ -216,15 +207,18 @@ class CublasLt:
         self.plans.clear()
         self._lt.destroy(self._handle)
 
-    def _plan(self, stream: int, product: Product, operands: Operands) -> Plan:
-        """The plan of the product, made and tuned on these operands if it is a new one."""
+    def _multiply(self, stream: int, product: Product, operands: Operands) -> None:
+        """Enqueue the product. A new one is planned, and tuned on these operands.
+
+        Tuning synchronizes; it overwrites out, unless accumulate: then out keeps its content.
+        """
         plan = self.plans.get(product)
         if plan is None:
             plan = self._describe(product)
             plan.choice = self._choose(stream, plan, operands)
             self._accumulate_fast(plan, plan.choice.fast)
             self.plans[product] = plan
-        return plan
+        self._run(stream, plan, plan.choice.algorithm, operands)
 
     def _describe(self, product: Product) -> Plan:
         lt = self._lt
@@ -242,8 +236,7 @@ class CublasLt:
             if product.bias:
                 values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
         for name, value in values.items():
-            buffer = np.array([value], lt.get_matmul_desc_attribute_dtype(name))
-            lt.matmul_desc_set_attribute(desc, name, buffer.ctypes.data, buffer.nbytes)
+            self._set_attribute("matmul_desc", desc, name, value)
         dtypes = (product.b, product.a, product.out)
         layouts = tuple(
             lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
@@ -269,8 +262,13 @@ class CublasLt:
         """Describe an FP8 product as one that accumulates fast, or not."""
         if plan.product.fp8:
             name = self._lt.MatmulDescAttribute.FAST_ACCUM
-            buffer = np.array([fast], self._lt.get_matmul_desc_attribute_dtype(name))
-            self._lt.matmul_desc_set_attribute(plan.desc, name, buffer.ctypes.data, buffer.nbytes)
+            self._set_attribute("matmul_desc", plan.desc, name, fast)
+
+    def _set_attribute(self, kind: str, handle: int, name: int, value: Any) -> None:
+        """kind: of the handle, "matmul_desc" or "matmul_preference"."""
+        buffer = np.array([value], getattr(self._lt, f"get_{kind}_attribute_dtype")(name))
+        set_attribute = getattr(self._lt, f"{kind}_set_attribute")
+        set_attribute(handle, name, buffer.ctypes.data, buffer.nbytes)
 
     def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Choice]:
         """Up to `count` ways to compute it, best first by the heuristic's estimate."""
@@ -281,20 +279,15 @@ class CublasLt:
             attribute.MAX_WORKSPACE_BYTES: plan.product.workspace,
             # Split sums must meet in F32. The other schemes would round them to BF16 in between.
             attribute.REDUCTION_SCHEME_MASK: lt.ReductionScheme.COMPUTE_TYPE,
-            attribute.MIN_ALIGNMENT_A_BYTES: POINTER_ALIGN,
-            attribute.MIN_ALIGNMENT_B_BYTES: POINTER_ALIGN,
-            attribute.MIN_ALIGNMENT_C_BYTES: POINTER_ALIGN,
-            attribute.MIN_ALIGNMENT_D_BYTES: POINTER_ALIGN,
         }
+        for matrix in "ABCD":
+            values[getattr(attribute, f"MIN_ALIGNMENT_{matrix}_BYTES")] = POINTER_ALIGN
         results = np.zeros(count, lt.matmul_heuristic_result_dtype)
         found = np.zeros(1, np.int32)
         preference = lt.matmul_preference_create()
         try:
             for name, value in values.items():
-                buffer = np.array([value], lt.get_matmul_preference_attribute_dtype(name))
-                lt.matmul_preference_set_attribute(
-                    preference, name, buffer.ctypes.data, buffer.nbytes
-                )
+                self._set_attribute("matmul_preference", preference, name, value)
             lt.matmul_algo_get_heuristic(
                 self._handle,
                 plan.desc,

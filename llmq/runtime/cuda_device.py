@@ -19,9 +19,8 @@ from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.cuda_kernels import CudaKernels
-from llmq.runtime.device import Device, DeviceSpec, MemorySizes
+from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
-from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
@@ -122,34 +121,22 @@ class CudaDevice(Device):
 
     # -- launches --
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        types = kernel.bind(args)
+    def _launch(self, launch: Launch) -> None:
+        kernel = launch.kernel
         try:
             if kernel.file.endswith(".cu"):
-                self._kernels.launch(
-                    kernel, grid, block, args, types, consts or {}, smem, self._stream
-                )
+                self._kernels.launch(launch, self._stream)
             else:
                 method = kernel.entry.removeprefix(f"{kernel.op}_")
-                getattr(self._library(kernel.file), method)(self._stream, *args)
+                getattr(self._library(kernel.file), method)(self._stream, *launch.args)
             if self._sync_launches:
                 self.sync_calls += 1
                 self._runtime.streamSynchronize(self._stream)
         except self._errors as error:
             raise RuntimeError(
-                f"{kernel.entry}: {error} (rank {self.rank}, grid {grid}, block {block}, "
-                f"{smem} bytes of dynamic shared memory, arguments {args})"
-                + ("" if self._sync_launches else f"; {LATE}")
+                f"{kernel.entry}: {error} (rank {self.rank}, grid {launch.grid}, block "
+                f"{launch.block}, {launch.smem} bytes of dynamic shared memory, arguments "
+                f"{launch.args})" + ("" if self._sync_launches else f"; {LATE}")
             ) from error
 
     def _library(self, name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from llmq.base.dtypes import DType
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import compile_kernels
+from llmq.runtime.device import Launch
 from llmq.runtime.kernel import Kernel, Source
 
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
@@ -48,21 +49,12 @@ class CudaKernels:
         self._loaded: dict[tuple[Source, str], Loaded] = {}
         self._arguments: dict[Kernel, Arguments] = {}
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        types: dict[str, DType],
-        consts: dict[str, int],
-        smem: int,
-        stream: int,
-    ) -> None:
+    def launch(self, launch: Launch, stream: int) -> None:
         """Enqueue on the stream (a cudaStream_t); a kernel's first use compiles and loads it.
 
-        types: what Kernel.bind returned for args. Raises the api's DriverError.
+        Raises the api's DriverError.
         """
+        kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)
         arguments = self._arguments.get(kernel)

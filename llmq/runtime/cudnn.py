@@ -47,6 +47,9 @@ def backward_workspace_bytes(
     return d_q * copies + d_kv + 4 * rows + SLACK
 
 
+Layouts = dict[str, dict[str, list[int]]]  # of each tensor: what `_layouts` returns
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A built graph; names maps our names of its tensors to the library's ids."""
@@ -202,7 +205,7 @@ class CudnnAttention:
             handle=self._handle,
         )
         try:
-            tensors = add_nodes(graph, *shape)
+            tensors = add_nodes(graph, _layouts(*shape), shape[-1] ** -0.5)
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A])
@@ -216,18 +219,15 @@ class CudnnAttention:
         names = {name: tensor.get_uid() for name, tensor in tensors.items()}
         return _Plan(graph, names, graph.get_workspace_size())
 
-    def _forward_graph(
-        self, graph: Any, batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int
-    ) -> dict[str, Any]:
+    def _forward_graph(self, graph: Any, layouts: Layouts, scale: float) -> dict[str, Any]:
         """Adds the nodes of the forward; returns its tensors by name."""
-        layouts = _layouts(batch, seq_len, heads, kv_heads, head_dim)
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
         out, lse = graph.sdpa(
             q,
             k,
             v,
             generate_stats=True,
-            attn_scale=head_dim**-0.5,
+            attn_scale=scale,
             diagonal_band_right_bound=0,  # causal
         )
         _output(out, layouts["out"])
@@ -236,18 +236,9 @@ class CudnnAttention:
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
     def _backward_graph(
-        self,
-        graph: Any,
-        batch: int,
-        seq_len: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        deterministic: bool,
+        self, graph: Any, layouts: Layouts, scale: float, *, deterministic: bool
     ) -> dict[str, Any]:
         """Adds the nodes of the backward; returns its tensors by name."""
-        layouts = _layouts(batch, seq_len, heads, kv_heads, head_dim)
         tensors = {name: graph.tensor(name=name, **layouts[name]) for name in ("q", "k", "v")}
         tensors["out"] = graph.tensor(name="out", **layouts["out"])
         tensors["d_out"] = graph.tensor(name="d_out", **layouts["out"])
@@ -256,7 +247,7 @@ class CudnnAttention:
         )
         gradients = graph.sdpa_backward(
             *(tensors[name] for name in ("q", "k", "v", "out", "d_out", "lse")),
-            attn_scale=head_dim**-0.5,
+            attn_scale=scale,
             diagonal_band_right_bound=0,  # causal
             use_deterministic_algorithm=deterministic,
         )
@@ -281,9 +272,7 @@ def _packed(prefix: str, qkv: Tensor, heads: int, kv_heads: int) -> dict[str, in
     return {prefix + name: qkv.ptr + head * head_bytes for name, head in first.items()}
 
 
-def _layouts(
-    batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int
-) -> dict[str, dict[str, list[int]]]:
+def _layouts(batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Layouts:
     """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd)."""
 
     def rows(num_heads: int, row: int) -> dict[str, list[int]]:

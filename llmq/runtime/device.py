@@ -64,15 +64,27 @@ class MemorySizes:
         return self.pinned + self.write_combined
 
 
-class Event(ABC):
-    """A point in a stream's work.
+class Launch(NamedTuple):
+    """What `Device.launch` was asked for. types: what the arguments bind type variables to."""
+
+    kernel: Kernel
+    grid: int | tuple[int, ...]
+    block: int | tuple[int, ...]
+    args: tuple
+    types: dict[str, DType]
+    consts: dict[str, int]
+    smem: int
+    flops: int
+
+
+class Event:
+    """A point in a stream's work; where calls return when the work is done, it has always passed.
 
     of_comm: last recorded where collectives are, and the main stream has not waited for it since.
     """
 
     of_comm = False
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Make the host wait until the work before the last `record` is done."""
 
@@ -144,7 +156,6 @@ class Device(ABC):
         used = {place: arena.used for place, arena in self.arenas.items()}
         return MemorySizes(stack=self.stack.high_water_mark, **used)
 
-    @abstractmethod
     def launch(
         self,
         kernel: Kernel,
@@ -162,6 +173,11 @@ class Device(ABC):
         flops: floating-point operations, for the planner and the profile.
         Raises TypeError or ValueError when args do not fit the kernel's declaration.
         """
+        types = kernel.bind(args)
+        self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, flops))
+
+    @abstractmethod
+    def _launch(self, launch: Launch) -> None: ...
 
     @abstractmethod
     def copy(self, dst: Tensor, src: Tensor) -> None:
@@ -197,9 +213,9 @@ class Device(ABC):
         """Make a stream the current one. Where there are none, all is on the main stream."""
         self.stream_name = stream
 
-    @abstractmethod
     def event(self) -> Event:
         """A new event."""
+        return Event()
 
     def record(self, event: Event) -> None:
         """Mark the current end of the current stream."""
@@ -229,11 +245,11 @@ class Device(ABC):
             self.clock = clock
         clock.stop()
 
-    @abstractmethod
-    def _record(self, event: Event) -> None: ...
+    def _record(self, event: Event) -> None:  # noqa: B027 - without streams all is in order
+        """Enqueue the event's record on the current stream."""
 
-    @abstractmethod
-    def _wait(self, event: Event) -> None: ...
+    def _wait(self, event: Event) -> None:  # noqa: B027 - as above
+        """Let the current stream wait for the event."""
 
     @abstractmethod
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
@@ -278,8 +294,7 @@ class Device(ABC):
                 del vars(self)[name]  # what the class defines is seen again
             vars(self).update(before)
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - without streams there is nothing to wait for
         """Make the host wait for everything enqueued."""
 
     @contextmanager

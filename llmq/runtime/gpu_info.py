@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 from llmq.base.errors import LlmqError
 
@@ -98,33 +99,9 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _cupy() -> str:
-    import cupy
-
-    return cupy.__version__
-
-
-def _nvrtc() -> str:
-    from cuda.bindings import nvrtc
-
-    return ".".join(str(part) for part in nvrtc.nvrtcVersion()[1:])
-
-
-def _cublaslt() -> int:
-    from nvmath.bindings import cublasLt
-
-    return cublasLt.get_version()
-
-
-def _cudnn() -> int:
-    import cudnn
-
-    return cudnn.backend_version()
-
-
 _LIBRARIES: dict[str, Callable[[], object]] = {
-    "CuPy": _cupy,
-    "NVRTC": _nvrtc,
-    "cuBLASLt": _cublaslt,
-    "cuDNN": _cudnn,
+    "CuPy": lambda: import_module("cupy").__version__,
+    "NVRTC": lambda: "{1}.{2}".format(*import_module("cuda.bindings.nvrtc").nvrtcVersion()),
+    "cuBLASLt": lambda: import_module("nvmath.bindings.cublasLt").get_version(),
+    "cuDNN": lambda: import_module("cudnn").backend_version(),
 }

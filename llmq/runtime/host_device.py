@@ -10,17 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import DType
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import HOST_SPEC, PLACES, Device, Event, MemorySizes
+from llmq.runtime.device import HOST_SPEC, PLACES, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
-
-
-class HostEvent(Event):
-    """Host work is done when the call returns, so there is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        pass
 
 
 @cache
@@ -37,14 +29,12 @@ class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread.
 
     poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
-    expose reads of memory that nothing wrote.
+    expose reads of memory that nothing wrote. ranks: rank and world_size, as for every device.
     """
 
     kind = "host"
 
-    def __init__(
-        self, sizes: MemorySizes, *, rank: int = 0, world_size: int = 1, poison: bool = False
-    ):
+    def __init__(self, sizes: MemorySizes, *, poison: bool = False, **ranks: int):
         storages = {}
         for place in ("stack", *PLACES):
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
@@ -52,44 +42,27 @@ class HostDevice(Device):
             skip = -raw.ctypes.data % 256
             data = raw[skip : skip + getattr(sizes, place)]
             storages[place] = Storage(place, raw.ctypes.data + skip, data)
-        super().__init__(HOST_SPEC, storages, sizes, rank=rank, world_size=world_size)
+        super().__init__(HOST_SPEC, storages, sizes, **ranks)
         self.poison = poison
 
-    def alloc(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        category: str,
-        place: str = "device",
-    ) -> Tensor:
-        tensor = super().alloc(name, shape, dtype, category, place)
+    def alloc(self, *args: Any, **place: str) -> Tensor:
+        tensor = super().alloc(*args, **place)
         if self.poison:
             _bytes(tensor).fill(0xFF)
         return tensor
 
     @contextmanager
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: DType) -> Iterator[Tensor]:
-        with super().scratch(name, shape, dtype) as tensor:
+    def scratch(self, *args: Any) -> Iterator[Tensor]:
+        with super().scratch(*args) as tensor:
             if self.poison:
                 _bytes(tensor).fill(0xFF)
             yield tensor
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        kernel.bind(args)
+    def _launch(self, launch: Launch) -> None:
+        args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
         # A diverging run is reported by the trainer, not by one warning per operation.
         with np.errstate(all="ignore"):
-            reference(kernel)(*[a.numpy() if isinstance(a, Tensor) else a for a in args])
+            reference(launch.kernel)(*args)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
@@ -110,18 +83,6 @@ class HostDevice(Device):
     def _switch(self, stream: str) -> None:
         pass
 
-    def event(self) -> Event:
-        return HostEvent()
-
-    def _record(self, event: Event) -> None:
-        pass
-
-    def _wait(self, event: Event) -> None:
-        pass
-
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         if not self._capture_only:
             fn()
-
-    def synchronize(self) -> None:
-        pass

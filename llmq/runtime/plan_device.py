@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import PLACES, Device, DeviceSpec, Event
-from llmq.runtime.host_device import HostEvent
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
+from llmq.runtime.kernel import Source
 
 
 class Work(NamedTuple):
@@ -59,9 +58,10 @@ class PlanDevice(Device):
 
     kind = "plan"
 
-    def __init__(self, spec: DeviceSpec, *, rank: int = 0, world_size: int = 1):
+    def __init__(self, spec: DeviceSpec, **ranks: int):
+        """ranks: rank and world_size, as for every device."""
         storages = {place: Storage(place) for place in ("stack", *PLACES)}
-        super().__init__(spec, storages, None, rank=rank, world_size=world_size)
+        super().__init__(spec, storages, None, **ranks)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
@@ -70,21 +70,11 @@ class PlanDevice(Device):
         self._trace: Trace | None = None  # of the graph that is being run
         self._part = ""
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        types = kernel.bind(args)
+    def _launch(self, launch: Launch) -> None:
+        kernel, args = launch.kernel, launch.args
         if kernel.file.endswith(".cu"):
-            self.sources.add(Source.of(kernel, types, consts))
-        self._note(kernel.file, kernel.entry, args, flops, *kernel.traffic(args))
+            self.sources.add(Source.of(kernel, launch.types, launch.consts))
+        self._note(kernel.file, kernel.entry, args, launch.flops, *kernel.traffic(args))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
@@ -102,24 +92,13 @@ class PlanDevice(Device):
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
         self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared)
 
-    def _note(
-        self,
-        file: str,
-        entry: str,
-        args: tuple,
-        flops: int,
-        device: int,
-        loaded: int = 0,
-        stored: int = 0,
-        received: int = 0,
-        shared: int = 0,
-    ) -> None:
+    def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
+        """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""
         self.launches[entry] += 1
-        self.bytes[entry] += device + loaded + stored
+        self.bytes[entry] += sum(sizes[:3])  # of this device's own memory and of the host's
         self.flops[entry] += flops
         if self._trace is not None:
             stream, part = self.stream_name, self._part
-            sizes = device, loaded, stored, received, shared
             self._trace.append(Work(stream, part, file, entry, args, flops, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
@@ -138,9 +117,6 @@ class PlanDevice(Device):
         finally:
             self._part = before
 
-    def event(self) -> Event:
-        return HostEvent()
-
     def _record(self, event: Event) -> None:
         self._mark(event, wait=False)
 
@@ -158,6 +134,3 @@ class PlanDevice(Device):
             fn()
         finally:
             self._trace = None
-
-    def synchronize(self) -> None:
-        pass

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 
@@ -109,8 +108,8 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     with dev.without_graphs():
         with dev.instead(
             launch=timed(dev.launch, _launched),
-            copy=timed(dev.copy, _copied),
-            zero=timed(dev.zero, _zeroed),
+            copy=timed(dev.copy, lambda dst, src: ("copy", dst.nbytes + src.nbytes, 0)),
+            zero=timed(dev.zero, lambda tensor: ("zero", tensor.nbytes, 0)),
         ):
             fn()
         empty = [marks.mark() for _ in range(CALIBRATIONS)]
@@ -136,11 +135,3 @@ def _launched(
         name = f"{name} {value['M']}x{value['N']}x{value['K']}"
         name += " accumulate" if value["accumulate"] else ""
     return name, sum(kernel.traffic(args)), flops
-
-
-def _copied(dst: Tensor, src: Tensor) -> tuple[str, int, int]:
-    return "copy", dst.nbytes + src.nbytes, 0
-
-
-def _zeroed(tensor: Tensor) -> tuple[str, int, int]:
-    return "zero", tensor.nbytes, 0

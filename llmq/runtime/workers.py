@@ -242,8 +242,10 @@ class RankPool:
     def _doing(self, rank: int) -> str:
         """What a rank does, for how long, and where."""
         running = self._running[rank]
-        parts = ["idle"] if running is None else [f"{running[0]} for {_seconds_since(running[1])}"]
+        parts = ["idle"]
         if running is not None:
+            name, start = running
+            parts = [f"{name} for {time.monotonic() - start:.0f} s"]
             parts.append(f"at {_place(self._threads[rank])}")
         if self._describe is not None:
             parts.append(self._describe(rank))
@@ -300,10 +302,6 @@ class RankPool:
             thread.join(POLL + max(self._deadline - time.monotonic(), 0.0))
 
 
-def _seconds_since(start: float) -> str:
-    return f"{time.monotonic() - start:.0f} s"
-
-
 def _place(thread: threading.Thread) -> str:
     """The innermost line of this package that a thread is in."""
     frame = sys._current_frames().get(thread.ident)
@@ -320,12 +318,3 @@ def _end_process(threads: list[threading.Thread]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2)
-
-
-def run_ranks(world_size: int, fn: Callable[[int, Workers], Any]) -> list[Any]:
-    """fn(rank, workers) once on every rank of a pool of its own; the results by rank."""
-    pool = RankPool(world_size)
-    try:
-        return pool.run("run", lambda rank: fn(rank, pool.workers))
-    finally:
-        pool.close()

@@ -18,7 +18,8 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.workers import Stopped, run_ranks
+from llmq.runtime.workers import Stopped
+from tests.ranks import run_ranks
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 WORLDS = (1, 2, 3, 4)

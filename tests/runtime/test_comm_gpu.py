@@ -15,8 +15,8 @@ from llmq.comm.links import Link
 from llmq.comm.options import CommOptions
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.workers import run_ranks
 from tests.conftest import gpu_problem
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multigpu
 

@@ -13,7 +13,8 @@ from llmq.comm.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGE
 from llmq.comm.options import STAGING_CHUNKS, CommOptions
 from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.workers import Stopped, Workers, run_ranks
+from llmq.runtime.workers import Stopped, Workers
+from tests.ranks import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
 from tests.runtime.races import Races, Span

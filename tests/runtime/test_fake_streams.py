@@ -7,7 +7,7 @@ import pytest
 from llmq.base.dtypes import F32
 from llmq.comm.options import CommOptions
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.workers import run_ranks
+from tests.ranks import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Races

@@ -12,7 +12,8 @@ import pytest
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import workers as module
-from llmq.runtime.workers import QUEUE, RankPool, Stopped, run_ranks
+from llmq.runtime.workers import QUEUE, RankPool, Stopped
+from tests.ranks import run_ranks
 
 
 @pytest.fixture
