@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import parse_dtype
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model import embedding
-from llmq.model.activations import Recompute
 from llmq.model.block import Blocks
 from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
-from llmq.model.operands import Fp8Options
 from llmq.model.parameters import (
     BlockGrads,
     BlockWeights,
@@ -27,48 +24,28 @@ from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How a model is run: sizes of a micro-step, formats, what is recomputed."""
-
-    micro_batch: int
-    seq_len: int
-    dtype: DType
-    fp8: Fp8Options | None
-    z_loss: float
-    recompute: Recompute
-    lmhead_chunks: int
-    attention_backend: str
-    attention_chunks: int
-    offload_residual: bool = False
-
-
 class Model:
     """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        weights: Weights,
+        backend: str,
+    ):
+        """backend: "native" or "cudnn" attention."""
         self.dev, self.config, self.weights = dev, config, weights
-        B, T = options.micro_batch, options.seq_len
-        shape = (B * T, config.hidden_size)
-        self.residuals = Residuals(
-            dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
-        )
-        rows, C = shape
-        self.operands = make_operands(dev, options.fp8, config.num_layers, rows, C, options.dtype)
-        self.blocks = Blocks(
-            dev,
-            config,
-            self.residuals,
-            self.operands,
-            options.recompute,
-            B,
-            T,
-            attention_backend=options.attention_backend,
-            attention_chunks=options.attention_chunks,
-        )
-        self.head = Head(dev, config, self.operands, options.lmhead_chunks, options.z_loss)
-        self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
-        self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
+        dtype = parse_dtype(options.model_dtype)
+        shape = (options.batch_size * options.seq_len, config.hidden_size)
+        offload, layers = options.offload_residual, config.num_layers
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload)
+        self.operands = make_operands(dev, options, layers, shape)
+        self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend)
+        self.head = Head(dev, config, self.operands, options)
+        self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
+        self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
 
     @property
     def _layers(self) -> range:
@@ -85,7 +62,7 @@ class Model:
         stale: as Weights.take_stale said. keep: backward follows.
         """
         weights, residuals = self.weights, self.residuals
-        self.operands.start_micro_step(of_step=keep)
+        self.operands.scales.start_micro_step(of_step=keep)
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")

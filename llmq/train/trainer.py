@@ -30,7 +30,6 @@ from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.memory import memory_limit
 from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan
-from llmq.plan.step_options import step_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
@@ -88,7 +87,6 @@ class Trainer:
         self.world_size = self.machine.world_size
         spec = self.machine.spec
         planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        options = step_options(planned, model, backend, self.world_size)
         self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
         limit = memory_limit(config, self.machine)
         check_fits(config, model, spec, backend, self.plan, limit)
@@ -96,7 +94,7 @@ class Trainer:
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
             self._hf.check(weight_table(model))
-        self.ranks = Ranks(self.machine, self.plan.usage.sizes, config, model, options)
+        self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
     def dev(self) -> Device:
