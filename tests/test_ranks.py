@@ -390,9 +390,9 @@ def test_one_failing_rank_ends_all(phase, level, monkeypatch):
     real = getattr(owner, name)
     before = set(threading.enumerate())
 
-    def __init__(self, dev, config, options):
+    def __init__(self, dev, *args):
         self.dev = dev
-        failing(real)(self, dev, config, options)
+        failing(real)(self, dev, *args)
 
     method = __init__ if name == "__init__" else failing(real, calls)
     monkeypatch.setattr(owner, name, method)

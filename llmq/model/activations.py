@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.layers import layer_set
@@ -12,7 +12,10 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model import norm
 from llmq.model.norm import Stats
+from llmq.model.parameters import BlockParameters
 from llmq.runtime.device import Device
+
+T = TypeVar("T")
 
 
 class Recompute(NamedTuple):
@@ -74,6 +77,10 @@ class NormSite(NamedTuple):
     branch: Tensor
     stats: Stats
     out: Activation
+
+    def parameters(self, block: BlockParameters[T]) -> tuple[T | None, T | None]:
+        """Weight and bias of this norm among those of its block, or their gradients."""
+        return getattr(block, self.out.name), getattr(block, f"{self.out.name}_bias")
 
 
 class Layer:

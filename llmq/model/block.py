@@ -67,10 +67,10 @@ class Blocks:
         layer = self.layers[index]
         before = self.layers[index - 1].residual_att if index > 0 else None
         with ExitStack() as temps:
-            x = self.norms.forward(temps, layer.ln1, before, w.ln1, w.ln1_bias)
+            x = self.norms.forward(temps, layer.ln1, before, w)
             self.attention.forward(temps, layer, w, x, layer.ln2.branch)
         with ExitStack() as temps:
-            x = self.norms.forward(temps, layer.ln2, layer.residual, w.ln2, w.ln2_bias)
+            x = self.norms.forward(temps, layer.ln2, layer.residual, w)
             self.mlp.forward(temps, layer, w, x, layer.mlp_branch)
 
     def backward(
@@ -91,10 +91,10 @@ class Blocks:
                 attention = self._attention_again(temps, layer, w)
             self.attention.backward(layer, w, g, attention, d_out, d_x)
         before = self.layers[index - 1].slot("d_mlp") if index > 0 else None
-        self.norms.backward(layer.ln1, before, d_residual, d_x, w.ln1, g.ln1, g.ln1_bias)
+        self.norms.backward(layer.ln1, before, d_residual, d_x, w, g)
 
     def _attention_again(self, temps: ExitStack, layer: Layer, w: BlockWeights) -> AttentionAgain:
-        x_again = partial(self.norms.again, temps, layer.ln1, None, w.ln1, w.ln1_bias)
+        x_again = partial(self.norms.again, temps, layer.ln1, None, w)
         return self.attention.again(temps, layer, w, x_again, layer.ln2.branch)
 
     def _backward_mlp(
@@ -102,8 +102,8 @@ class Blocks:
     ) -> None:
         before = layer.residual if layer.recompute.block else None
         with ExitStack() as temps:
-            x_again = partial(self.norms.again, temps, layer.ln2, before, w.ln2, w.ln2_bias)
+            x_again = partial(self.norms.again, temps, layer.ln2, before, w)
             mlp = self.mlp.again(temps, layer, w, x_again)
             self.mlp.backward(layer, w, g, mlp, self.norms.d_out(d_residual, d_x), d_x)
         before = layer.slot("d_att")
-        self.norms.backward(layer.ln2, before, d_residual, d_x, w.ln2, g.ln2, g.ln2_bias)
+        self.norms.backward(layer.ln2, before, d_residual, d_x, w, g)

@@ -6,7 +6,6 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model import embedding
 from llmq.model.block import Blocks
 from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
@@ -19,6 +18,7 @@ from llmq.model.parameters import (
     HeadWeights,
 )
 from llmq.model.residuals import Residuals
+from llmq.ops import embedding
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
@@ -67,7 +67,8 @@ class Model:
         weights.gather("embed")
         weights.gather("layers.0")
         residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
-        embedding.forward(self.dev, EmbeddingWeights(**weights.get("embed")), residual, tokens)
+        w = EmbeddingWeights(**weights.get("embed"))
+        embedding.forward(self.dev, residual, tokens, w.embed, w.positions)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
@@ -115,11 +116,20 @@ class Model:
             residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)
-        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
-        g, tied = EmbeddingGrads(**grads.full("embed")), self.config.tied_embeddings
-        embedding.backward(self.dev, g, d_residual, tokens, tied=tied)
-        grads.notify("embed")
+        self._backward_embedding(grads, tokens)
         grads.end_micro_step()
+
+    def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
+        """A tied head has already written to the same matrix; else it may hold anything."""
+        dev, g = self.dev, EmbeddingGrads(**grads.full("embed"))
+        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
+        if g.embed is not None:
+            if not self.config.tied_embeddings and not g.embed.accumulate:
+                dev.zero(g.embed.tensor)  # rows of tokens that do not occur
+            embedding.backward(dev, g.embed._replace(accumulate=True), d_residual, tokens)
+        if g.positions is not None:
+            embedding.backward_positions(dev, g.positions, d_residual)
+        grads.notify("embed")
 
     def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
         weights, (slab, key) = self.weights, self._head_slab
