@@ -20,8 +20,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.model.step import Batch, Result, Step
-from llmq.plan.plan import Usage, make_plan
-from llmq.plan.step_options import comm_options, step_options
+from llmq.plan.plan import Usage, comm_options, make_plan
 from llmq.ref import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
@@ -173,16 +172,15 @@ def run(
     """
     cfg = config(world, accum, **options)
     plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen)
-    made = step_options(cfg, of, world_size=world, frozen=frozen)
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:
         dev = devices[rank] = make(plan.usage.sizes, rank=rank, world_size=world, poison=True)
         workers.barrier()
         if rank == 0:
-            connect(devices, comm_options(cfg, made.placement), workers)
+            connect(devices, comm_options(cfg, plan.placement), workers)
         workers.barrier()
-        session = Session(dev, Step(dev, of, made), cfg, of.vocab_size)
+        session = Session(dev, Step(dev, of, cfg, plan.placement), cfg, of.vocab_size)
         session.step.weights.init(of, seed=1)
         result = (program or train_steps())(session)
         work = _work_weights(session)

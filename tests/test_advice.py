@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmq.base.dtypes import MIB
-from llmq.config.cards import find_card, spec_of
+from llmq.config.cards import card_of, find_card, spec_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -18,7 +18,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.shrink import smaller_batch
-from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
 
@@ -32,12 +32,16 @@ def options(**changes):
     return make_config(FULL | {name.replace("_", "-"): v for name, v in changes.items()})
 
 
+def planner(model: ModelConfig, spec: DeviceSpec, world_size: int = 1) -> Planner:
+    return Planner(model, spec, "native", card_of(spec), world_size)
+
+
 def refused(
     config: TrainConfig, model: ModelConfig, limits: Limits, spec=SPEC, world_size=1
 ) -> str:
     plan = make_plan(config, model, spec, "native", world_size)
     with pytest.raises(OutOfMemory) as error:
-        check_fits(config, model, spec, "native", plan, limits)
+        check_fits(config, planner(model, spec, world_size), plan, limits)
     message = str(error.value)
     assert "\n" not in message
     return message
@@ -176,7 +180,7 @@ def test_host_memory_is_that_of_all_ranks():
     message = refused(config, model, Limits(host=GIB), world_size=4)
     assert f"{-(-plan.host_bytes // MIB)} MiB are needed by all ranks, 1024 MiB" in message
     assert "(largest of each: Adam M 472 MiB, " in message
-    check_fits(config, model, SPEC, "native", plan, Limits(host=2 * GIB))
+    check_fits(config, planner(model, SPEC, 4), plan, Limits(host=2 * GIB))
 
 
 @pytest.mark.parametrize("short", [1, MIB // 2, MIB, 3 * MIB])
@@ -213,8 +217,8 @@ def test_host_memory_holds_the_pinned_part_too():
     device, pinned = plan.usage.device_bytes, plan.usage.sizes.pinned
     assert pinned > 0
     with pytest.raises(OutOfMemory):
-        check_fits(config, model, HOST_SPEC, "native", plan, Limits(device=device + pinned - 1))
-    check_fits(config, model, HOST_SPEC, "native", plan, Limits(device=device + pinned))
+        check_fits(config, planner(model, HOST_SPEC), plan, Limits(device=device + pinned - 1))
+    check_fits(config, planner(model, HOST_SPEC), plan, Limits(device=device + pinned))
 
 
 def test_a_run_is_refused_before_it_allocates(tmp_path, monkeypatch):

@@ -15,9 +15,10 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import preset
 from llmq.model.head import gradient_scale
 from llmq.model.step import Step
-from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from llmq.state.params import weight_table
+from llmq.state.placement import place
 from tests.covering import pairwise
 from tests.models import CONFIGS, exported, random_batch, trainer_for
 
@@ -132,7 +133,7 @@ def activations(model: ModelConfig, **options) -> int:
     """Bytes of a plan."""
     config = TrainConfig(batch_size=2, seq_len=64, **options).normalized()
     dev = PlanDevice(HOST_SPEC)
-    Step(dev, model, step_options(config, model))
+    Step(dev, model, config, place(config, weight_table(model)))
     return dev.arenas["device"].categories["Activations"]
 
 
@@ -243,7 +244,8 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     options = {"fp8_fast_accumulation": fast, "head_dtype": head, "recompute_block": recompute}
     config = TrainConfig(**FP8, **options, batch_size=1, seq_len=64, grad_accumulation=1)
     dev = NotingDevice()
-    step = Step(dev, model, step_options(config.normalized(), model))
+    config = config.normalized()
+    step = Step(dev, model, config, place(config, weight_table(model)))
     batch = (np.zeros((1, 64), np.int32),) * 2
     step.train(0, 0.0, 0.0, [batch])
     fp8_head = head == "e4m3"

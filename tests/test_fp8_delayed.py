@@ -12,9 +12,10 @@ from llmq.model.operands import NAMES
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.model.step import Step
 from llmq.plan.plan import make_plan
-from llmq.plan.step_options import step_options
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
+from llmq.state.params import weight_table
+from llmq.state.placement import place
 from tests.models import exported, random_batch, trainer_for
 
 T = 32
@@ -259,8 +260,9 @@ def counted_micro_step(model, recipe):
     """A device that has counted one micro-step of 64 tokens."""
     options = JIT | {"seq_len": 64, "fp8_recipe": recipe, "batch_size": 1, "grad_accumulation": 1}
     dev = PlanDevice(HOST_SPEC)
-    step = Step(dev, model, step_options(TrainConfig(**options).normalized(), model))
-    if not step.model.operands.ready:
+    config = TrainConfig(**options).normalized()
+    step = Step(dev, model, config, place(config, weight_table(model)))
+    if not step.model.operands.scales.ready:
         step.calibrate()
     dev.launches.clear()
     dev.bytes.clear()

@@ -20,7 +20,6 @@ from llmq.checkpoint.shards import write_group
 from llmq.comm.collectives import SingleComm
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
-from llmq.plan.step_options import step_options
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
@@ -391,9 +390,9 @@ def test_one_failing_rank_ends_all(phase, level, monkeypatch):
     real = getattr(owner, name)
     before = set(threading.enumerate())
 
-    def __init__(self, dev, config, options):
+    def __init__(self, dev, *args):
         self.dev = dev
-        failing(real)(self, dev, config, options)
+        failing(real)(self, dev, *args)
 
     method = __init__ if name == "__init__" else failing(real, calls)
     monkeypatch.setattr(owner, name, method)
@@ -436,11 +435,8 @@ def test_gpus_warm_up_before_anything_is_loaded(monkeypatch):
     with trainer(2) as t:
         assert warmed == []
         monkeypatch.setattr(Machine, "open", open_host)
-        gpus, options = (
-            replace(t.machine, kind="cuda"),
-            step_options(t.config, t.model, world_size=2),
-        )
-        Ranks(gpus, t.plan.usage.sizes, t.config, t.model, options).close()
+        gpus = replace(t.machine, kind="cuda")
+        Ranks(gpus, t.plan, t.config, t.model).close()
     assert sorted(warmed) == [0, 1]
 
 

@@ -27,13 +27,12 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
-from llmq.plan.step_options import step_options
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
-from llmq.state.placement import resident
+from llmq.state.placement import place, resident
 from llmq.state.weights import Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
@@ -125,8 +124,9 @@ def note_training(
         config = TrainConfig(
             batch_size=B, seq_len=T, recompute_block=recompute, z_loss=1e-4, **fields
         )
-        options = step_options(config.normalized(), model)
-        step = Step(NotingDevice(spec, noted), model, options)
+        config = config.normalized()
+        placement = place(config, weight_table(model))
+        step = Step(NotingDevice(spec, noted), model, config, placement)
         step.train(0, 0.0, 0.0, [batch])
         step.train(1, 0.0, 0.0, [batch, batch])
         step.evaluate_batch(batch)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from llmq.base.dtypes import F32, DType
+from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model import norm
 from llmq.model.norm import Stats
+from llmq.model.parameters import BlockParameters
 from llmq.runtime.device import Device
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
-    """What is computed again in the backward pass instead of being kept; see `normalized`.
 
-    layers: in which of them, as in llmq.base.layers.layer_set.
-    """
+class Recompute(NamedTuple):
+    """What a layer computes again in the backward pass instead of keeping it: --recompute-…"""
 
     swiglu: bool = False
     norm: bool = False
@@ -28,26 +27,13 @@ class Recompute:
     qkv: bool = False
     att: bool = False
     block: bool = False
-    layers: str = "all"
 
-    def normalized(self) -> Recompute:
-        """With implications: block => att, ffn, norm; att => qkv; ffn => swiglu."""
-        att, ffn = self.att or self.block, self.ffn or self.block
-        return Recompute(
-            swiglu=self.swiglu or ffn,
-            norm=self.norm or self.block,
-            ffn=ffn,
-            qkv=self.qkv or att,
-            att=att,
-            block=self.block,
-            layers=self.layers,
-        )
 
-    def of_layers(self, num_layers: int) -> list[Recompute]:
-        """For each layer: this, normalized, or nothing."""
-        chosen = layer_set(self.layers, num_layers)
-        both = (Recompute(), self.normalized())
-        return [both[layer in chosen] for layer in range(num_layers)]
+def recompute_of_layers(options: TrainConfig, num_layers: int) -> list[Recompute]:
+    """For each layer what the options say, or nothing. options: normalized."""
+    chosen = layer_set(options.recompute_layers, num_layers)
+    asked = Recompute(*[getattr(options, f"recompute_{name}") for name in Recompute._fields])
+    return [asked if layer in chosen else Recompute() for layer in range(num_layers)]
 
 
 def slot(layer: int, name: str) -> str:
@@ -92,12 +78,16 @@ class NormSite(NamedTuple):
     stats: Stats
     out: Activation
 
+    def parameters(self, block: BlockParameters[T]) -> tuple[T | None, T | None]:
+        """Weight and bias of this norm among those of its block, or their gradients."""
+        return getattr(block, self.out.name), getattr(block, f"{self.out.name}_bias")
+
 
 class Layer:
     """What one block keeps: its input, statistics, and the activations that are not recomputed."""
 
     index: int
-    recompute: Recompute  # normalized
+    recompute: Recompute
     residual: Tensor  # (rows, C), the stream where the attention half begins
     residual_att: Tensor  # (rows, C), the stream where the MLP half begins
     mlp_branch: Tensor  # (rows, C), what the MLP half puts out
@@ -115,23 +105,21 @@ class Layer:
         self,
         dev: Device,
         config: ModelConfig,
+        options: TrainConfig,
         index: int,
         recompute: Recompute,
         residual: Tensor,
         shared_residual_att: Tensor | None,
         branch: Tensor,
         branch_before: Tensor,
-        fp8: DType | None,
-        B: int,
-        T: int,
     ):
         """shared_residual_att: of all layers whose whole block is recomputed, where it only has to
         survive until the next block's ln1. branch: of all layers, branch_before: what the layer
-        before has put out. fp8: format of codes.
+        before has put out.
         """
-        self._dev, self._fp8, self.index, self.recompute = dev, fp8, index, recompute
-        self.residual = residual
-        rows, C = residual.shape
+        self._dev, self.index, self.recompute, self.residual = dev, index, recompute, residual
+        self._is_fp8 = options.matmul_dtype == "e4m3"
+        (rows, C), B, T = residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
         self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
@@ -144,7 +132,7 @@ class Layer:
         self.mlp_branch = branch if pre else alloc("mlp_branch", rows, C)
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
-        kept = pre and not (r.norm or (r.qkv if fp8 is not None else r.att))
+        kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att))
         ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
         self.ln1 = NormSite(residual, branch_before, stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
@@ -167,8 +155,8 @@ class Layer:
         self, name: str, features: int, *, kept: bool, may_be_codes: bool = False
     ) -> Activation:
         shape, tensor, codes = (self.residual.shape[0], features), None, None
-        if kept and may_be_codes and self._fp8 is not None:
-            codes = self._alloc(f"{name}_t", *shape[::-1], dtype=self._fp8)
+        if kept and may_be_codes and self._is_fp8:
+            codes = self._alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
         elif kept:
             tensor = self._alloc(name, *shape)
         return Activation(self.index, name, shape, self.residual.dtype, tensor, codes)

@@ -15,6 +15,7 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.linear import Linear
 from llmq.model.operands import InputAgain, Operands
@@ -56,20 +57,18 @@ class AttentionHalf:
         self,
         dev: Device,
         config: ModelConfig,
+        options: TrainConfig,
         operands: Operands,
         linear: Linear,
-        B: int,
-        T: int,
-        *,
         backend: str,
-        chunks: int,
     ):
-        """backend: "native" or "cudnn". chunks: parts of attention's backward pass."""
+        """backend: "native" or "cudnn"."""
         self.dev, self.operands, self.linear = dev, operands, linear
-        self.B, self.T, self.Hd, self.eps = B, T, config.head_dim, config.norm_eps
+        self.B, self.T = options.batch_size, options.seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
-        self.backend, self.chunks = backend, chunks
-        self.rope_table = alloc_rope_table(dev, config, T)
+        self.Hd, self.eps = config.head_dim, config.norm_eps
+        self.backend, self.chunks = backend, options.attn_bwd_chunks
+        self.rope_table = alloc_rope_table(dev, config, self.T)
         self.qk_norm = wide_qk_norm if config.arch.wide_qk_norm else qk_norm
 
     def _by_head(self, tensor: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from functools import partial
 
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model.activations import Layer, Recompute
+from llmq.config.options import TrainConfig
+from llmq.model.activations import Layer, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
-from llmq.model.linear import EXACT, FAST, Linear
+from llmq.model.linear import FAST, Linear
 from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
@@ -40,35 +41,25 @@ class Blocks:
         config: ModelConfig,
         residuals: Residuals,
         operands: Operands,
-        recompute: Recompute,
-        B: int,
-        T: int,
-        *,
-        attention_backend: str,
-        attention_chunks: int,
+        options: TrainConfig,
+        backend: str,
     ):
-        """Allocates every activation of B sequences of T tokens."""
-        shape, dtype, fp8 = (operands.rows, config.hidden_size), operands.dtype, operands.fp8
-        kinds = recompute.of_layers(config.num_layers)
-        shared = (
-            dev.alloc("residual_att", shape, dtype, "Activations")
-            if any(kind.block for kind in kinds)
-            else None
-        )
+        """Allocates every activation of a micro-step. backend: "native" or "cudnn" attention."""
+        shape, dtype = operands.shape, operands.dtype
+        kinds, shared = recompute_of_layers(options, config.num_layers), None
+        if any(kind.block for kind in kinds):
+            shared = dev.alloc("residual_att", shape, dtype, "Activations")
         branch = before = dev.alloc("branch", shape, dtype, "Activations")
-        codes = None if fp8 is None else fp8.value
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual = residuals.tensors[index]
-            layer = Layer(dev, config, index, kind, residual, shared, branch, before, codes, B, T)
+            layer = Layer(dev, config, options, index, kind, residual, shared, branch, before)
             self.layers.append(layer)
             before = layer.mlp_branch
-        linear = Linear(dev, EXACT if fp8 is None else FAST[fp8.fast].blocks)
+        linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
         norms = PostNorm if config.arch.post_norm else PreNorm
         self.norms = norms(dev, config, operands)
-        self.attention = AttentionHalf(
-            dev, config, operands, linear, B, T, backend=attention_backend, chunks=attention_chunks
-        )
+        self.attention = AttentionHalf(dev, config, options, operands, linear, backend)
         self.mlp = MlpHalf(dev, config, operands, linear)
 
     def forward(self, index: int, w: BlockWeights) -> None:
@@ -76,10 +67,10 @@ class Blocks:
         layer = self.layers[index]
         before = self.layers[index - 1].residual_att if index > 0 else None
         with ExitStack() as temps:
-            x = self.norms.forward(temps, layer.ln1, before, w.ln1, w.ln1_bias)
+            x = self.norms.forward(temps, layer.ln1, before, w)
             self.attention.forward(temps, layer, w, x, layer.ln2.branch)
         with ExitStack() as temps:
-            x = self.norms.forward(temps, layer.ln2, layer.residual, w.ln2, w.ln2_bias)
+            x = self.norms.forward(temps, layer.ln2, layer.residual, w)
             self.mlp.forward(temps, layer, w, x, layer.mlp_branch)
 
     def backward(
@@ -100,10 +91,10 @@ class Blocks:
                 attention = self._attention_again(temps, layer, w)
             self.attention.backward(layer, w, g, attention, d_out, d_x)
         before = self.layers[index - 1].slot("d_mlp") if index > 0 else None
-        self.norms.backward(layer.ln1, before, d_residual, d_x, w.ln1, g.ln1, g.ln1_bias)
+        self.norms.backward(layer.ln1, before, d_residual, d_x, w, g)
 
     def _attention_again(self, temps: ExitStack, layer: Layer, w: BlockWeights) -> AttentionAgain:
-        x_again = partial(self.norms.again, temps, layer.ln1, None, w.ln1, w.ln1_bias)
+        x_again = partial(self.norms.again, temps, layer.ln1, None, w)
         return self.attention.again(temps, layer, w, x_again, layer.ln2.branch)
 
     def _backward_mlp(
@@ -111,8 +102,8 @@ class Blocks:
     ) -> None:
         before = layer.residual if layer.recompute.block else None
         with ExitStack() as temps:
-            x_again = partial(self.norms.again, temps, layer.ln2, before, w.ln2, w.ln2_bias)
+            x_again = partial(self.norms.again, temps, layer.ln2, before, w)
             mlp = self.mlp.again(temps, layer, w, x_again)
             self.mlp.backward(layer, w, g, mlp, self.norms.d_out(d_residual, d_x), d_x)
         before = layer.slot("d_att")
-        self.norms.backward(layer.ln2, before, d_residual, d_x, w.ln2, g.ln2, g.ln2_bias)
+        self.norms.backward(layer.ln2, before, d_residual, d_x, w, g)

@@ -10,12 +10,11 @@ from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import embedding
 from llmq.model.attention_half import alloc_rope_table
 from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
-from llmq.ops import attention, gelu, qk_norm, rope, swiglu, wide_qk_norm
+from llmq.ops import attention, embedding, gelu, qk_norm, rope, swiglu, wide_qk_norm
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
@@ -58,7 +57,8 @@ class Decoder:
             mean = scratch("mean", n, dtype=F32) if layernorm else None
             stats = Stats(scratch("rstd", n, dtype=F32), mean)
             w = EmbeddingWeights(**self._get("embed"))
-            embedding.forward(self.dev, w, residual.view(1, n, C), part.view(1, n), position)
+            rows, ids = residual.view(1, n, C), part.view(1, n)
+            embedding.forward(self.dev, rows, ids, w.embed, w.positions, position)
             for layer in range(self.config.num_layers):
                 self._block(layer, residual, branch, out, stats, position)
             self._head(residual, branch, out, stats)

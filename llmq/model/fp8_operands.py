@@ -14,11 +14,12 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType
+from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
+from llmq.config.options import TrainConfig
 from llmq.model.activations import Activation, slot
-from llmq.model.operands import GRADIENTS, HEAD, NAMES, Fp8Options, Operands, Plain, Write
+from llmq.model.operands import GRADIENTS, HEAD, NAMES, Operands, Write
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.runtime.device import Device
@@ -27,31 +28,39 @@ MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 
 
 def make_operands(
-    dev: Device, fp8: Fp8Options | None, num_layers: int, rows: int, channels: int, dtype: DType
+    dev: Device, options: TrainConfig, num_layers: int, shape: tuple[int, int]
 ) -> Operands:
-    """Of a model whose activations are (rows, channels) at the ends of its blocks."""
-    if fp8 is None:
-        return Plain(dev, rows, dtype)
+    """Of a model whose activations have this shape, (rows, C), at the ends of its blocks."""
+    dtype = parse_dtype(options.model_dtype)
+    if options.matmul_dtype != "e4m3":
+        return Operands(dev, shape, dtype)
+    gradient = parse_dtype(options.gradient_dtype)
+    formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
     limits = {
-        slot(layer, name): MAX[_format(fp8, name)] for layer in range(num_layers) for name in NAMES
+        slot(layer, name): MAX[formats[name]] for layer in range(num_layers) for name in NAMES
     }
-    if fp8.head:
-        limits[HEAD] = MAX[fp8.value]
-    if fp8.delayed:
-        return Delayed(dev, fp8, DelayedScales(dev, limits), rows, channels, dtype)
-    return JustInTime(dev, fp8, Scales(dev, limits), rows, dtype)
-
-
-def _format(fp8: Fp8Options, name: str) -> DType:
-    return fp8.gradient if name in GRADIENTS else fp8.value
+    if options.head_dtype == "e4m3":
+        formats[HEAD] = E4M3
+        limits[HEAD] = E4M3_MAX
+    if options.fp8_recipe == "delayed":
+        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits))
+    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits))
 
 
 class JustInTime(Operands):
     """The kernel writes a tensor and records its largest value; its scale and codes follow."""
 
-    def __init__(self, dev: Device, fp8: Fp8Options, scales: Scales, rows: int, dtype: DType):
-        super().__init__(dev, rows, dtype, fp8)
-        self.scales = scales
+    def __init__(
+        self,
+        dev: Device,
+        shape: tuple[int, int],
+        dtype: DType,
+        formats: Mapping[str, DType],
+        scales: Scales,
+    ):
+        """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor."""
+        super().__init__(dev, shape, dtype)
+        self.formats, self.scales = formats, scales
 
     def _codes(
         self,
@@ -64,7 +73,7 @@ class JustInTime(Operands):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
         name = slot.rpartition(".")[2]
-        dtype, q, q_t = _format(self.fp8, name), None, None
+        dtype, q, q_t = self.formats[name], None, None
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
         if transposed:
@@ -116,24 +125,6 @@ class JustInTime(Operands):
     def measured(self, slot: str, out: Tensor) -> Target:
         return Target(out, self.scales.abs_max(slot))
 
-    # -- gradients -------------------------------------------------------------------------------
-
-    def gradient(
-        self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
-    ) -> Operand:
-        write(self.measured(slot, out))
-        q, q_t = self._codes(temps, slot, out.shape)
-        self._quantize(slot, q, q_t, out)
-        return self._fp8(slot, out, q, q_t)
-
-    # -- scales over the steps -------------------------------------------------------------------
-
-    def start_step(self) -> None:
-        self.scales.forget()
-
-    def start_micro_step(self, *, of_step: bool) -> None:
-        self.scales.forget()
-
     def largest(self) -> np.ndarray:
         values = self.dev.download(self.scales.abs_maxes)[:, 0]
         return values[: len(values) // len(NAMES) * len(NAMES)].reshape(-1, len(NAMES))
@@ -145,16 +136,15 @@ class Delayed(JustInTime):
     def __init__(
         self,
         dev: Device,
-        fp8: Fp8Options,
-        scales: DelayedScales,
-        rows: int,
-        channels: int,
+        shape: tuple[int, int],
         dtype: DType,
+        formats: Mapping[str, DType],
+        scales: DelayedScales,
     ):
-        super().__init__(dev, fp8, scales, rows, dtype)
+        super().__init__(dev, shape, dtype, formats, scales)
         self._half_gradient = tuple(
-            dev.alloc(f"d_residual.{layout}", shape, fp8.gradient, "Activations")
-            for layout, shape in (("q", (rows, channels)), ("q_t", (channels, rows)))
+            dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
+            for layout, lies in (("q", shape), ("q_t", shape[::-1]))
         )
 
     def _direct(
@@ -163,7 +153,7 @@ class Delayed(JustInTime):
         return Target(out, self.scales.abs_max(slot), self.scales.fp8_out(slot, q, q_t))
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        if not self.scales.known:
+        if not self.scales.ready:
             return super().input(temps, x, write)
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
         write(self._direct(x.slot, None, q, x.codes))
@@ -172,7 +162,7 @@ class Delayed(JustInTime):
     def of_tensor(
         self, temps: ExitStack, slot: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
-        if not self.scales.known:
+        if not self.scales.ready:
             return super().of_tensor(temps, slot, x, measured=measured, transposed=transposed)
         q, q_t = self._codes(temps, slot, x.shape, transposed=transposed)
         largest = None if measured else self.scales.abs_max(slot)
@@ -182,7 +172,7 @@ class Delayed(JustInTime):
     def gradient(
         self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
     ) -> Operand:
-        if not self.scales.known:
+        if not self.scales.ready:
             return super().gradient(temps, slot, write, out=out, bias=bias)
         q, q_t = self._codes(temps, slot, out.shape)
         source = out if bias else None
@@ -190,34 +180,11 @@ class Delayed(JustInTime):
         return self._fp8(slot, source, q, q_t)
 
     def half_gradient_target(self, slot: str, d_out: Tensor) -> Target:
-        if not self.scales.known:
+        if not self.scales.ready:
             return super().half_gradient_target(slot, d_out)
         return self._direct(slot, d_out, *self._half_gradient)
 
     def half_gradient(self, temps: ExitStack, slot: str, d_out: Tensor) -> Operand:
-        if not self.scales.known:
+        if not self.scales.ready:
             return super().half_gradient(temps, slot, d_out)
         return self._fp8(slot, d_out, *self._half_gradient)
-
-    # -- scales over the steps -------------------------------------------------------------------
-
-    @property
-    def ready(self) -> bool:
-        return self.scales.known
-
-    def start_micro_step(self, *, of_step: bool) -> None:
-        if not (of_step and self.scales.known):  # they follow from all micro-steps of a step
-            self.scales.forget()
-
-    def calibrate(self) -> None:
-        self.scales.calibrate()
-        self.scales.forget()
-
-    def finish_step(self, stats: Tensor) -> None:
-        self.scales.finish_step(stats)
-
-    def state(self) -> dict[str, list[float]]:
-        return self.scales.state()
-
-    def load_state(self, state: Mapping[str, list[float]]) -> None:
-        self.scales.load_state(state)

@@ -17,9 +17,10 @@ from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model.linear import EXACT, FAST, Linear
+from llmq.config.options import TrainConfig
+from llmq.model.linear import FAST, Linear
 from llmq.model.norm import Normalization, alloc_stats
-from llmq.model.operands import HEAD, Operands, Plain
+from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, quantize
 from llmq.runtime.device import Device
@@ -35,17 +36,16 @@ def gradient_scale(z_loss: float) -> float:
 class Head:
     """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
 
-    losses, lse: F32 (rows,), per token, of the last micro-step. chunks: the logits of rows/chunks
-    tokens exist at a time.
+    losses, lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens
+    exist at a time, with chunks as --lmhead-chunks says.
     """
 
-    def __init__(
-        self, dev: Device, config: ModelConfig, operands: Operands, chunks: int, z_loss: float
-    ):
-        dtype, rows = operands.dtype, operands.rows
-        self.dev, self.config, self.dtype, self.rows, self.chunks = dev, config, dtype, rows, chunks
-        self.z_loss, self.norm = z_loss, Normalization(dev, config)
-        shape = (rows, config.hidden_size)
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, options: TrainConfig):
+        shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
+        rows = shape[0]
+        self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
+        self.chunks, self.z_loss = options.lmhead_chunks, z_loss
+        self.norm = Normalization(dev, config)
         self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
         self.stats = alloc_stats(dev, config, "norm.final", rows)
@@ -53,10 +53,9 @@ class Head:
             self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
-        fp8 = operands.fp8
-        self.fp8 = fp8 is not None and fp8.head
-        self.operands = operands if self.fp8 else Plain(dev, rows, dtype)
-        self.linear = Linear(dev, FAST[fp8.fast].head if self.fp8 else EXACT)
+        self.fp8 = options.head_dtype == "e4m3"
+        self.operands = operands if self.fp8 else Operands(dev, shape, dtype)
+        self.linear = Linear(dev, FAST[options.fp8_fast_accumulation].head)
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))

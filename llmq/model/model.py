@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import parse_dtype
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model import embedding
-from llmq.model.activations import Recompute
+from llmq.config.options import TrainConfig
 from llmq.model.block import Blocks
 from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
-from llmq.model.operands import Fp8Options
 from llmq.model.parameters import (
     BlockGrads,
     BlockWeights,
@@ -22,53 +18,34 @@ from llmq.model.parameters import (
     HeadWeights,
 )
 from llmq.model.residuals import Residuals
+from llmq.ops import embedding
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How a model is run: sizes of a micro-step, formats, what is recomputed."""
-
-    micro_batch: int
-    seq_len: int
-    dtype: DType
-    fp8: Fp8Options | None
-    z_loss: float
-    recompute: Recompute
-    lmhead_chunks: int
-    attention_backend: str
-    attention_chunks: int
-    offload_residual: bool = False
-
-
 class Model:
     """Activations of one micro-step, and the passes over them. Tokens and targets: I32 (B,T)."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: ModelOptions, weights: Weights):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        weights: Weights,
+        backend: str,
+    ):
+        """backend: "native" or "cudnn" attention."""
         self.dev, self.config, self.weights = dev, config, weights
-        B, T = options.micro_batch, options.seq_len
-        shape = (B * T, config.hidden_size)
-        self.residuals = Residuals(
-            dev, config.num_layers, shape, options.dtype, offload=options.offload_residual
-        )
-        rows, C = shape
-        self.operands = make_operands(dev, options.fp8, config.num_layers, rows, C, options.dtype)
-        self.blocks = Blocks(
-            dev,
-            config,
-            self.residuals,
-            self.operands,
-            options.recompute,
-            B,
-            T,
-            attention_backend=options.attention_backend,
-            attention_chunks=options.attention_chunks,
-        )
-        self.head = Head(dev, config, self.operands, options.lmhead_chunks, options.z_loss)
-        self.d_residual = dev.alloc("d_residual", shape, options.dtype, "Activations")
-        self.d_norm = dev.alloc("d_norm", shape, options.dtype, "Activations")
+        dtype = parse_dtype(options.model_dtype)
+        shape = (options.batch_size * options.seq_len, config.hidden_size)
+        offload, layers = options.offload_residual, config.num_layers
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload)
+        self.operands = make_operands(dev, options, layers, shape)
+        self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend)
+        self.head = Head(dev, config, self.operands, options)
+        self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
+        self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
 
     @property
     def _layers(self) -> range:
@@ -85,12 +62,13 @@ class Model:
         stale: as Weights.take_stale said. keep: backward follows.
         """
         weights, residuals = self.weights, self.residuals
-        self.operands.start_micro_step(of_step=keep)
+        self.operands.scales.start_micro_step(of_step=keep)
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")
         residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
-        embedding.forward(self.dev, EmbeddingWeights(**weights.get("embed")), residual, tokens)
+        w = EmbeddingWeights(**weights.get("embed"))
+        embedding.forward(self.dev, residual, tokens, w.embed, w.positions)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
@@ -138,11 +116,20 @@ class Model:
             residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)
-        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
-        g, tied = EmbeddingGrads(**grads.full("embed")), self.config.tied_embeddings
-        embedding.backward(self.dev, g, d_residual, tokens, tied=tied)
-        grads.notify("embed")
+        self._backward_embedding(grads, tokens)
         grads.end_micro_step()
+
+    def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
+        """A tied head has already written to the same matrix; else it may hold anything."""
+        dev, g = self.dev, EmbeddingGrads(**grads.full("embed"))
+        d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
+        if g.embed is not None:
+            if not self.config.tied_embeddings and not g.embed.accumulate:
+                dev.zero(g.embed.tensor)  # rows of tokens that do not occur
+            embedding.backward(dev, g.embed._replace(accumulate=True), d_residual, tokens)
+        if g.positions is not None:
+            embedding.backward_positions(dev, g.positions, d_residual)
+        grads.notify("embed")
 
     def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
         weights, (slab, key) = self.weights, self._head_slab

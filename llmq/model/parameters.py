@@ -1,35 +1,28 @@
 """The weights and the gradients of each part of a model, by the keys of the weight table.
 
-Matrices of blocks and the LM head may be fp8 operands. A gradient that is None is not wanted: the
-model has no such parameter, or it is frozen. C: hidden size, F: width of the MLP.
+Weights are tensors, matrices of blocks and the LM head may be fp8 operands; None where the model
+has no such parameter, or it is not needed. Gradients are where they go; None: not wanted, because
+there is no such parameter, or it is frozen. C: hidden size, F: width of the MLP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from llmq.base.operand import Operand
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Accumulator
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingWeights:
+class EmbeddingParameters(NamedTuple, Generic[T]):
     """embed: (Vp, C). positions: (P, C), where they are learned."""
 
-    embed: Tensor
-    positions: Tensor | None = None
+    embed: T | None = None
+    positions: T | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingGrads:
-    """Where the gradients of EmbeddingWeights go."""
-
-    embed: Accumulator | None = None
-    positions: Accumulator | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockWeights:
+class BlockParameters(NamedTuple, Generic[T]):
     """Matrices are (out_features, in_features); a bias, where the model has one, (out_features,).
 
     ln1 (of the first block not with post_norm), ln2, their biases: (C,). q_norm, k_norm, with
@@ -37,59 +30,33 @@ class BlockWeights:
     heads, key heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate.
     """
 
-    ln1: Tensor | None = None
-    ln1_bias: Tensor | None = None
-    qkv: Operand
-    qkv_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    o: Operand
-    o_bias: Tensor | None = None
-    ln2: Tensor
-    ln2_bias: Tensor | None = None
-    up: Operand
-    up_bias: Tensor | None = None
-    down: Operand
-    down_bias: Tensor | None = None
+    ln1: T | None = None
+    ln1_bias: T | None = None
+    qkv: T | None = None
+    qkv_bias: T | None = None
+    q_norm: T | None = None
+    k_norm: T | None = None
+    o: T | None = None
+    o_bias: T | None = None
+    ln2: T | None = None
+    ln2_bias: T | None = None
+    up: T | None = None
+    up_bias: T | None = None
+    down: T | None = None
+    down_bias: T | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockGrads:
-    """Where the gradients of BlockWeights go."""
-
-    ln1: Accumulator | None = None
-    ln1_bias: Accumulator | None = None
-    qkv: Accumulator | None = None
-    qkv_bias: Accumulator | None = None
-    q_norm: Accumulator | None = None
-    k_norm: Accumulator | None = None
-    o: Accumulator | None = None
-    o_bias: Accumulator | None = None
-    ln2: Accumulator | None = None
-    ln2_bias: Accumulator | None = None
-    up: Accumulator | None = None
-    up_bias: Accumulator | None = None
-    down: Accumulator | None = None
-    down_bias: Accumulator | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadWeights:
+class HeadParameters(NamedTuple, Generic[T]):
     """norm, its bias: (C,). ln1: (C,), with post_norm, of what the last block puts out.
-    lm_head: (Vp, C); None where it is not needed.
+    lm_head: (Vp, C).
     """
 
-    ln1: Tensor | None = None
-    norm: Tensor
-    norm_bias: Tensor | None = None
-    lm_head: Operand | None = None
+    ln1: T | None = None
+    norm: T | None = None
+    norm_bias: T | None = None
+    lm_head: T | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadGrads:
-    """Where the gradients of HeadWeights go."""
-
-    ln1: Accumulator | None = None
-    norm: Accumulator | None = None
-    norm_bias: Accumulator | None = None
-    lm_head: Accumulator | None = None
+EmbeddingWeights, EmbeddingGrads = EmbeddingParameters[Operand], EmbeddingParameters[Accumulator]
+BlockWeights, BlockGrads = BlockParameters[Operand], BlockParameters[Accumulator]
+HeadWeights, HeadGrads = HeadParameters[Operand], HeadParameters[Accumulator]

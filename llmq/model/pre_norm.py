@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from functools import partial
 
 from llmq.base.operand import Operand, Target
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model.activations import NormSite
 from llmq.model.norm import Normalization
 from llmq.model.operands import Operands
+from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.runtime.device import Device
 
 
@@ -28,21 +29,20 @@ class PreNorm:
         self.norm, self.operands = Normalization(dev, config), operands
 
     def forward(
-        self, temps: ExitStack, here: NormSite, before: Tensor | None, w: Tensor, b: Tensor | None
+        self, temps: ExitStack, here: NormSite, before: Tensor | None, w: BlockWeights
     ) -> Operand:
-        """The input of a half. w, b: weight and bias of the norm.
+        """The input of a half.
 
         before: (rows, C), the stream where the half before began; None: there is none.
         """
-        return self.operands.input(temps, here.out, partial(self._run, here, before, w, b))
+        return self.operands.input(temps, here.out, partial(self._run, here, before, w))
 
     def again(
         self,
         temps: ExitStack,
         here: NormSite,
         before: Tensor | None,
-        w: Tensor,
-        b: Tensor | None,
+        w: BlockWeights,
         *,
         product: bool,
     ) -> Operand:
@@ -53,17 +53,15 @@ class PreNorm:
         kept = self.operands.kept(here.out)
         if kept is not None:
             return kept
-        write = partial(self._run, here, before, w, b)
+        write = partial(self._run, here, before, w)
         return self.operands.input_again(temps, here.out, write, product=product, out=None)
 
-    def _run(
-        self, here: NormSite, before: Tensor | None, w: Tensor, b: Tensor | None, to: Target
-    ) -> None:
-        stream, stats = here.stream, here.stats
+    def _run(self, here: NormSite, before: Tensor | None, w: BlockWeights, to: Target) -> None:
+        stream, stats, parameters = here.stream, here.stats, here.parameters(w)
         if before is None:
-            self.norm.forward(to, stats, stream, w, b)
+            self.norm.forward(to, stats, stream, *parameters)
         else:
-            self.norm.forward_residual(stream, to, stats, before, here.branch, w, b)
+            self.norm.forward_residual(stream, to, stats, before, here.branch, *parameters)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
         """Where `backward` leaves the gradient of the output of the half before."""
@@ -75,9 +73,8 @@ class PreNorm:
         slot_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
-        w: Tensor,
-        d_w: Accumulator | None,
-        d_b: Accumulator | None,
+        w: BlockWeights,
+        g: BlockGrads,
     ) -> None:
         """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
 
@@ -87,4 +84,5 @@ class PreNorm:
         to = Target(d_residual)
         if slot_before is not None:
             to = self.operands.half_gradient_target(slot_before, d_residual)
-        self.norm.backward(to, d_w, d_b, d_x, here.stream, w, here.stats, d_residual)
+        (weight, _), (d_weight, d_bias) = here.parameters(w), here.parameters(g)
+        self.norm.backward(to, d_weight, d_bias, d_x, here.stream, weight, here.stats, d_residual)

@@ -30,8 +30,34 @@ MARGIN = 2.0
 STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
 
 
-class Scales:
-    """A slot for each name, for scales just in time."""
+class NoScales:
+    """What is to be done over the steps: nothing where there are no scales."""
+
+    ready = True
+    """Whether there are the scales that are needed: False for delayed ones before the first."""
+
+    def start_step(self) -> None:
+        """Before the micro-steps of an optimizer step."""
+
+    def start_micro_step(self, *, of_step: bool) -> None:
+        """Before a forward pass; of_step: of an optimizer step, else of an evaluation."""
+
+    def calibrate(self) -> None:
+        """After a micro-step that was not ready: now scales are; begin anew."""
+
+    def finish_step(self, stats: Tensor) -> None:
+        """Before the update of an optimizer step; stats: F64 (10,), sums of this rank. Launches."""
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint holds of the scales, by tensor; the same on all ranks."""
+        return {}
+
+    def load_state(self, state: Mapping[str, list[float]]) -> None:
+        """Take what `state` gave."""
+
+
+class Scales(NoScales):
+    """A slot for each name, for scales just in time: they follow from each micro-step anew."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float]):
         """limits: by name, the largest finite value of its format."""
@@ -65,14 +91,20 @@ class Scales:
         """Begin to record largest values anew."""
         self.dev.zero(self.abs_maxes)
 
+    def start_step(self) -> None:
+        self.forget()
+
+    def start_micro_step(self, *, of_step: bool) -> None:
+        self.forget()
+
 
 class DelayedScales(Scales):
-    """A slot for each name, with a history. known: whether there are scales from earlier steps."""
+    """A slot for each name, with a history."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float]):
         super().__init__(dev, limits)
         n, world = len(limits), dev.world_size
-        self.known = False
+        self.ready = False
         self._history = self._alloc("abs_max_history", HISTORY, n)
         self._limits = self._alloc("fp8_limits", n)
         self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")
@@ -90,11 +122,15 @@ class DelayedScales(Scales):
         super().forget()
         self.dev.zero(self._saturated)
 
-    def finish_step(self, stats: Tensor) -> None:
-        """Scales for the next step. Only launches.
+    def start_micro_step(self, *, of_step: bool) -> None:
+        if not (of_step and self.ready):  # scales follow from all micro-steps of a step
+            self.forget()
 
-        stats: F64 (10,), this rank's count of saturated elements is added; the norm becomes NaN
-        where a tensor had an infinity, which is clamped like any other large number.
+    def finish_step(self, stats: Tensor) -> None:
+        """Scales for the next step.
+
+        This rank's count of saturated elements is added to stats; the norm becomes NaN where a
+        tensor had an infinity, which is clamped like any other large number.
         """
         fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
         self._record()
@@ -102,7 +138,8 @@ class DelayedScales(Scales):
     def calibrate(self) -> None:
         """The first scales, from tensors that were quantized just in time."""
         self._record()
-        self.known = True
+        self.ready = True
+        self.forget()
 
     def _record(self) -> None:
         """Add the largest values over all ranks to the history; scales from it."""
@@ -116,8 +153,8 @@ class DelayedScales(Scales):
         fp8_scale.update(self.dev, self.scales, self._history, self._limits, abs_maxes)
 
     def state(self) -> dict[str, list[float]]:
-        """The history for a checkpoint, by tensor, the oldest step first; the same on all ranks."""
-        if not self.known:
+        """The history, the oldest step first."""
+        if not self.ready:
             return {}
         history = self.dev.download(self._history).T.tolist()
         return {f"{STATE}{name}": row for name, row in zip(self._scale_of, history, strict=True)}
@@ -125,8 +162,8 @@ class DelayedScales(Scales):
     def load_state(self, state: Mapping[str, list[float]]) -> None:
         """Continue with a history; one that is not of the same tensors is none at all."""
         columns = [state.get(f"{STATE}{name}", []) for name in self._scale_of]
-        self.known = all(len(column) == HISTORY for column in columns)
-        if self.known:
+        self.ready = all(len(column) == HISTORY for column in columns)
+        if self.ready:
             self.dev.upload(self._history, np.array(columns, np.float32).T)
             self._update(None)
         else:

@@ -16,11 +16,12 @@ import numpy as np
 from llmq.base.dtypes import F64, I32, I64, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model.model import Model, ModelOptions
+from llmq.config.options import TrainConfig
+from llmq.model.model import Model
 from llmq.ops import clock, cross_entropy
 from llmq.runtime.device import Clock, Device, Event
 from llmq.state.grads import Gradients
-from llmq.state.optimizer import AdamW, AdamWConstants
+from llmq.state.optimizer import AdamW
 from llmq.state.params import Slab, weight_table
 from llmq.state.placement import Placement
 from llmq.state.weights import Weights
@@ -30,22 +31,6 @@ MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
 
 Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """Everything that shapes a step and its memory.
-
-    all_to_all: as for Gradients. zero_copy: as for AdamW.
-    """
-
-    model: ModelOptions
-    placement: Placement
-    all_to_all: bool
-    adamw: AdamWConstants
-    zero_copy: bool
-    grad_accum_steps: int
-    seed: int
 
 
 class Piece(NamedTuple):
@@ -113,10 +98,18 @@ class Ring:
 class Step:
     """Weights, gradients, optimizer and activations of one rank, and the step over them."""
 
-    def __init__(self, dev: Device, config: ModelConfig, options: StepOptions):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        placement: Placement,
+        backend: str = "native",
+    ):
+        """options: normalized. placement: of them. backend: "native" or "cudnn" attention."""
         self.dev, self.config, self.options = dev, config, options
         self.table = weight_table(config, dev.world_size)
-        B, T = options.model.micro_batch, options.model.seq_len
+        B, T = options.batch_size, options.seq_len
         self.inbox = dev.alloc("inbox", (HEADER + 2 * B * T,), I32, "Activations")
         self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
         self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
@@ -129,18 +122,16 @@ class Step:
         # Enough slots for two steps: by the time a third is enqueued, the first one's result has
         # normally been read, and its slots are free without asking the device. Longer steps wait
         # until the device has got what it was sent so many micro-steps ago.
-        slots = min(2 * options.grad_accum_steps, MOST_SLOTS)
+        slots = min(2 * options.grad_accumulation, MOST_SLOTS)
         self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
         self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
-        placement, all_to_all = options.placement, options.all_to_all
         self.weights = Weights(dev, self.table, placement)
+        all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
-        self.optimizer = AdamW(
-            dev, self.table, placement, options.adamw, zero_copy=options.zero_copy
-        )
-        self.model = Model(dev, config, options.model, self.weights)
+        self.optimizer = AdamW(dev, self.table, placement, options)
+        self.model = Model(dev, config, options, self.weights, backend)
 
     def _open_clock(self) -> None:
         """Let the device measure how long it waits for other ranks."""
@@ -165,14 +156,14 @@ class Step:
         # What ranks wait for after they have exchanged a step's sums counts in the next step.
         if self._exposed is not None and not self._goes_on:
             self.dev.zero(self._exposed)
-        self.model.operands.start_step()
+        self.model.operands.scales.start_step()
 
     def micro_step(self, micro_step: int, scalars: np.ndarray, batch: Batch) -> None:
         """Enqueue forward and backward over one batch, the micro_step-th of an optimizer step."""
         self._send(scalars, batch)
-        if not self.model.operands.ready:
+        if not self.model.operands.scales.ready:
             self.calibrate()
-        last = self.grads.has_last and micro_step == self.options.grad_accum_steps - 1
+        last = self.grads.has_last and micro_step == self.options.grad_accumulation - 1
         key = (micro_step > 0, last, self.weights.take_stale())
         self.dev.graph(("micro_step", *key), lambda: self._micro_step(*key))
 
@@ -181,11 +172,11 @@ class Step:
         stale = self.weights.take_stale()
         with self.dev.range("calibration"):
             self._forward_backward(accumulate=False, last=False, stale=stale)
-            self.model.operands.calibrate()
+            self.model.operands.scales.calibrate()
 
     def rehearse(self) -> None:
         """Every kind of micro-step, evaluation and update, over token 0."""
-        count = self.options.grad_accum_steps
+        count = self.options.grad_accumulation
         self.rehearse_evaluation()
         self.start()
         self.weights.updated()
@@ -228,7 +219,7 @@ class Step:
         """Enqueue adding one batch's losses to the stats."""
         self._send(self.scalars_of(0, 0, 0.0, 0.0), batch)
         stale = self.weights.take_stale()
-        key = ("evaluate", stale, self.model.operands.ready)
+        key = ("evaluate", stale, self.model.operands.scales.ready)
         self.dev.graph(key, lambda: self._evaluate(stale))
 
     def result(self, ticket: int) -> Result:
@@ -261,11 +252,11 @@ class Step:
 
     def extra_state(self) -> dict[str, list[float]]:
         """What a checkpoint holds beside `state`, the same on all ranks."""
-        return self.model.operands.state()
+        return self.model.operands.scales.state()
 
     def load_extra_state(self, state: Mapping[str, list[float]]) -> None:
         """Take what extra_state gave; on all ranks."""
-        self.model.operands.load_state(state)
+        self.model.operands.scales.load_state(state)
 
     def _micro_step(self, accumulate: bool, last: bool, stale: bool) -> None:
         self._forward_backward(accumulate=accumulate, last=last, stale=stale)
@@ -287,7 +278,7 @@ class Step:
 
     def _update(self) -> None:
         with self.dev.range("optimizer"):
-            self.model.operands.finish_step(self.stats)
+            self.model.operands.scales.finish_step(self.stats)
             if self._exposed is not None:
                 self.dev.copy(self.stats.rows(STAT["exposed"], STAT["exposed"] + 1), self._exposed)
                 self.dev.zero(self._exposed)
@@ -297,15 +288,15 @@ class Step:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
-        adamw, t = self.options.adamw, step + 1
+        options, t = self.options, step + 1
         record["lr"] = lr
-        record["beta1_correction"] = 1.0 / (1.0 - adamw.beta1**t)
-        record["beta2_correction"] = 1.0 / (1.0 - adamw.beta2**t)
+        record["beta1_correction"] = 1.0 / (1.0 - options.beta_1**t)
+        record["beta2_correction"] = 1.0 / (1.0 - options.beta_2**t)
         record["grad_clip"] = grad_clip
-        record["seed"] = self.options.seed & 0xFFFFFFFF
+        record["seed"] = options.seed & 0xFFFFFFFF
         record["step"] = step
         # Over all ranks, so that each rounds its gradients with random numbers of its own.
-        record["micro_step"] = self.dev.rank * self.options.grad_accum_steps + micro_step
+        record["micro_step"] = self.dev.rank * options.grad_accumulation + micro_step
         return words
 
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:

@@ -1,5 +1,5 @@
 """What a run will need and how fast it will be, from the real step on a device that does nothing.
 
 Imports everything below: base to checkpoint.
-Start with `step_options.py` and `plan.py`, then `cost.py`.
+Start with `plan.py`, then `cost.py`.
 """

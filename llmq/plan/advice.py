@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llmq.base.dtypes import MIB
-from llmq.config.cards import Card, card_of
 from llmq.config.command_line import flag
-from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.plan.estimate import Planner
@@ -87,19 +85,10 @@ def room(size: int) -> str:
     return f"{size // MIB} MiB"
 
 
-def check_fits(
-    config: TrainConfig,
-    model: ModelConfig,
-    spec: DeviceSpec,
-    backend: str,
-    plan: Plan,
-    limits: Limits,
-    card: Card | None = None,
-) -> None:
-    """Raise OutOfMemory unless the plan fits. card: by whose speed to advise, if not spec's."""
-    problems = shortages(plan, spec, limits)
+def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits) -> None:
+    """Raise OutOfMemory unless the plan, of config by planner, fits."""
+    problems = shortages(plan, planner.spec, limits)
     if problems:
-        planner = Planner(model, spec, backend, card or card_of(spec), plan.world_size)
         told = advice(config, planner, limits.less(MARGIN))
         raise OutOfMemory(f"{'; '.join(problems)}; {told}")
 
@@ -242,11 +231,10 @@ def _with_a_smaller_model(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
 ) -> str | None:
     """The largest preset of the same kind that fits."""
-    own, planner = shrinker.planner.model, shrinker.planner
+    own = shrinker.planner.model
 
     def fits(name: str) -> bool:
-        args = (PRESETS[name], planner.spec, planner.backend, planner.card, planner.world_size)
-        other = Shrinker(Planner(*args), shrinker.limits, shrinker.fixed)
+        other = Shrinker(shrinker.planner.of(PRESETS[name]), shrinker.limits, shrinker.fixed)
         return other.fits(having(config, other.shrink(config, (*REARRANGING, *STAYING), start)))
 
     sizes = {

@@ -13,13 +13,15 @@ from llmq.base.layers import layer_set
 from llmq.config.cards import Card
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.plan.cost import PARTS, StepTime, step_time
+from llmq.model.activations import Recompute
+from llmq.plan.cost import PARTS as TIMES
+from llmq.plan.cost import StepTime, step_time
 from llmq.plan.memory import needed_bytes, page_tables
-from llmq.plan.plan import Plan, make_plan
+from llmq.plan.plan import PARTS, Plan, make_plan
 from llmq.runtime.device import DeviceSpec
 
 FEW_LAYERS = (2, 3)  # at least as many as the buffers that layers take turns in
-RECOMPUTE = tuple(f"recompute_{name}" for name in ("swiglu", "norm", "ffn", "qkv", "att", "block"))
+RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
 
 # Options that do not matter to the update, whose plan is therefore shared.
 WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual"), False)
@@ -62,9 +64,13 @@ class Planner:
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, int, str], np.ndarray] = {}
 
-    def plan(self, config: TrainConfig) -> Plan:
-        """The exact plan."""
-        return make_plan(config, self.model, self.spec, self.backend, self.world_size)
+    def of(self, model: ModelConfig) -> Planner:
+        """For the same machine."""
+        return Planner(model, self.spec, self.backend, self.card, self.world_size)
+
+    def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
+        """The exact plan. parts: as make_plan's."""
+        return make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""
@@ -106,9 +112,8 @@ class Planner:
     def _part(self, config: TrainConfig, layers: int, part: str) -> np.ndarray:
         key = (config, layers, part)
         if key not in self._known:
-            model = replace(self.model, num_layers=layers)
-            args = (config, model, self.spec, self.backend, self.world_size)
-            self._known[key] = self._values(make_plan(*args, parts=(part,)))
+            few = self.of(replace(self.model, num_layers=layers))
+            self._known[key] = self._values(few.plan(config, (part,)))
         return self._known[key]
 
     def _values(self, plan: Plan) -> np.ndarray:
@@ -117,12 +122,12 @@ class Planner:
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
         time = step_time(plan, self.card)
-        return np.array([*memory, *(time.parts[name] for name in PARTS)])
+        return np.array([*memory, *(time.parts[name] for name in TIMES)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:
         arena, stack, host, *seconds = values.tolist()
         tokens = config.batch_size * config.seq_len * config.grad_accumulation * self.world_size
-        parts = dict(zip(PARTS, seconds, strict=True))
+        parts = dict(zip(TIMES, seconds, strict=True))
         return Estimate(
             device=round(arena + stack) + page_tables(round(host), self.spec),
             host=round(host),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig
+from llmq.config.options import TrainConfig
+from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
     streams_weights,
@@ -86,11 +87,7 @@ def _but_on_cpu(config: TrainConfig, lines: list[str]) -> list[str]:
 def _memory_warnings(config: TrainConfig) -> list[str]:
     optimizer = config.offload_master or config.offload_opt_m or config.offload_opt_v
     offload = optimizer or config.offload_gradients or config.offload_quants
-    recomputes = any(
-        getattr(config, name)
-        for name in OPTIONS
-        if name.startswith("recompute_") and name != "recompute_layers"
-    )
+    recomputes = any(getattr(config, name) for name in RECOMPUTE)
     idle = (
         ("--zero-level 0", "is the same as 1", config.zero_level == 0),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -35,14 +36,7 @@ def placement_record(placement: Placement) -> dict[str, Any]:
 
 
 def _record(store: Store | None) -> dict[str, Any] | None:
-    if store is None:
-        return None
-    return {
-        "dtype": NAMES[store.dtype],
-        "memory": store.memory,
-        "sharded": store.sharded,
-        "streamed": store.streamed,
-    }
+    return None if store is None else asdict(store) | {"dtype": NAMES[store.dtype]}
 
 
 def placement_table(placement: Placement) -> list[str]:

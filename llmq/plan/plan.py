@@ -11,14 +11,15 @@ from functools import partial
 import numpy as np
 
 from llmq.comm.connect import connect
+from llmq.comm.options import CommOptions
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Step
-from llmq.plan.step_options import comm_options, step_options
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
-from llmq.state.placement import Placement
+from llmq.state.params import weight_table
+from llmq.state.placement import Placement, place
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 
@@ -76,6 +77,17 @@ class Plan:
         return self.usage.sizes.host * self.world_size
 
 
+def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:
+    """How the ranks of a run exchange data."""
+    return CommOptions(
+        gathers_from_host=placement.gathers_from_host,
+        memcpy_all_gather=config.memcpy_all_gather,
+        memcpy_send_recv=config.memcpy_send_recv,
+        all_to_all_reduce=config.all_to_all_reduce,
+        p2p=config.p2p,
+    )
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Without the collector of cyclic garbage: it would look for some in every note of a plan."""
@@ -104,14 +116,14 @@ def make_plan(
     sure. frozen: slabs that are not trained.
     """
     dev = PlanDevice(spec, world_size=world_size)
-    options = step_options(config, model, backend, world_size, frozen)
-    exchange = comm_options(config, options.placement)
+    placement = place(config, weight_table(model, world_size), world_size, frozen)
+    exchange = comm_options(config, placement)
     connect([dev], exchange)
-    step = Step(dev, model, options)
+    step = Step(dev, model, config, placement, backend)
     step.weights.refresh()
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation
     batch = (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-    if "micro_steps" in parts and not step.model.operands.ready:
+    if "micro_steps" in parts and not step.model.operands.scales.ready:
         step.calibrate()  # a part of the first step only
         step.weights.updated()  # what it has gathered, each step gathers
     micro_steps: list[tuple[Trace, int]] = []
@@ -143,7 +155,7 @@ def make_plan(
         flops=int(cost[0]),
         traffic=int(cost[1]),
         launches=int(cost[2]),
-        placement=options.placement,
+        placement=placement,
         sources=frozenset(dev.sources),
         micro_steps=tuple(micro_steps),
         update=update,

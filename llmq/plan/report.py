@@ -22,7 +22,7 @@ from llmq.plan.fit import Candidate, Fit
 from llmq.plan.idle_options import rank_warnings
 from llmq.plan.memory import Limits, memory_limit, needed_bytes
 from llmq.plan.placement_table import placement_record, placement_table
-from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
+from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.machine import PLAN_SPEC, Machine, choose_machine
@@ -43,8 +43,13 @@ class Target:
     backend: str
     limits: Limits
     world_size: int
-    card: Card | None
-    named: bool
+    card: Card | None = None
+    named: bool = False
+
+    def planner(self, model: ModelConfig) -> Planner:
+        """For this machine."""
+        card = self.card or card_of(self.spec)
+        return Planner(model, self.spec, self.backend, card, self.world_size)
 
 
 def _target(
@@ -62,27 +67,19 @@ def _target(
                 raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
         least = min(filter(None, (host_memory, available_host_memory()))) // world_size
         limits = Limits(device=min(least, config.memory_limit or least))
-        return Target(
-            spec=HOST_SPEC,
-            backend="native",
-            limits=limits,
-            world_size=world_size,
-            card=None,
-            named=False,
-        )
+        return Target(spec=HOST_SPEC, backend="native", limits=limits, world_size=world_size)
     card = None if card_words is None else find_card(card_words)
     if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
         raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: use bf16")
     spec = PLAN_SPEC if card is None else spec_of(card)
     memory = gpu_memory or (None if card is None else spec.memory)
     device = min(filter(None, (memory, config.memory_limit)), default=None)
-    similar = None if device is None else card_with(device)
     return Target(
         spec=spec,
         backend=installed_attention(config, model, spec),
         limits=Limits(device=device, host=host_memory),
         world_size=world_size,
-        card=card or similar,
+        card=card or (None if device is None else card_with(device)),
         named=card is not None,
     )
 
@@ -114,26 +111,34 @@ def run_plan(
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
     warn(rank_warnings(config, where.world_size))
+    planner = where.planner(model)
     if fit is not None:
-        _print_fit(config, model, where, fit, json)
+        if where.limits.device is None:
+            raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+        found = Fit(config, planner, where.limits, fit).search()
+        log_file = "log_file" in fit
+        if json:
+            print(json_module.dumps(fit_record(found, where, log_file), indent=2))
+        else:
+            print("\n".join(fit_report(found, where, log_file)))
         return
-    planned_for = (model, where.spec, where.backend, where.world_size)
-    plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
+    parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
+    plan = planner.plan(parts)
     time = step_time(plan, where.card) if where.named else None
+    record = plan_record(plan, model, where, time)
     if json:
-        record = plan_record(plan, model, where, time)
         record |= {"placement": placement_record(plan.placement)} if placement else {}
         print(json_module.dumps(record, indent=2))
     else:
-        lines = plan_report(plan, model, where, time)
+        lines = plan_report(plan, record, where)
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
-    check_fits(config, model, where.spec, where.backend, plan, where.limits, where.card)
+    check_fits(config, planner, plan, where.limits)
 
 
-def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | None) -> list[str]:
-    """The plan for people. time: predicted, None where no card is known."""
-    needed, limit = needed_bytes(plan, where.spec), where.limits.device
+def plan_report(plan: Plan, record: dict[str, Any], where: Target) -> list[str]:
+    """The plan for people. record: as for programs."""
+    needed, limit, host_limit = record["needed_bytes"], where.limits.device, where.limits.host
     free = None if limit is None or needed > limit else {"Free": limit - needed}
     lines = [
         "[Allocator State]",
@@ -142,30 +147,27 @@ def plan_report(plan: Plan, model: ModelConfig, where: Target, time: StepTime | 
         "[Plan]",
         f"  Device:          {where.spec.name}",
         f"  Memory:          {mib(needed)}",
-        f"  Parameters:      {parameter_count(model):,}",
+        f"  Parameters:      {record['parameters']:,}",
         f"  Tokens per step: {plan.tokens:,}",
-        f"  FLOPs per token: {plan.flops * plan.world_size / plan.tokens / 1e9:.3f} G",
+        f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
     ]
     if plan.host_bytes and where.spec != HOST_SPEC:
         lines.insert(-3, f"  Host memory:     {mib(plan.host_bytes)}")
-    if time is not None:
-        shares = ", ".join(
-            f"{name.replace('_', '-')} {s / time.total:.1%}" for name, s in time.parts.items() if s
-        )
+    if predicted := record["predicted"]:
+        seconds, parts = predicted["step_seconds"], predicted["parts_seconds"].items()
+        shares = [f"{name.replace('_', '-')} {s / seconds:.1%}" for name, s in parts if s]
         lines += [
-            f"  Predicted:       {plan.tokens / time.total:,.0f} tokens/s, a step in "
-            f"{time.total:.3g} s",
-            f"  Of which:        {shares}",
-            f"  Card's speed:    {where.card.source}",
+            f"  Predicted:       {predicted['tokens_per_second']:,.0f} tokens/s, a step in "
+            f"{seconds:.3g} s",
+            f"  Of which:        {', '.join(shares)}",
+            f"  Card's speed:    {predicted['source']}",
         ]
-    excess, host = where.limits.excess(needed, plan.host_bytes), where.limits.host
+    if record["fits"] is None:
+        return [*lines, "  Fits:            compare with the card, or give --gpu-memory"]
     rooms = [] if limit is None else [room(limit)]
-    rooms += [] if host is None else [f"{room(host)} of host memory"]
-    if limit is None and not excess:
-        lines.append("  Fits:            compare with the card, or give --gpu-memory")
-    else:
-        lines.append(f"  Fits:            {'no' if excess else 'yes'}, into {' and '.join(rooms)}")
-    return lines
+    rooms += [] if host_limit is None else [f"{room(host_limit)} of host memory"]
+    fits = "yes" if record["fits"] else "no"
+    return [*lines, f"  Fits:            {fits}, into {' and '.join(rooms)}"]
 
 
 def plan_record(
@@ -176,8 +178,7 @@ def plan_record(
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
     is null where no card is known.
     """
-    needed = needed_bytes(plan, where.spec)
-    limits = where.limits
+    needed, limits = needed_bytes(plan, where.spec), where.limits
     excess = limits.excess(needed, plan.host_bytes)
     return {
         "device": where.spec.name,
@@ -209,26 +210,6 @@ def _predicted(tokens: int, time: StepTime) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------
 # The best configurations
-
-
-def _print_fit(
-    config: TrainConfig, model: ModelConfig, where: Target, given: frozenset[str], json: bool
-) -> None:
-    if where.limits.device is None:
-        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
-    found = _search(config, model, where, given)
-    if json:
-        print(json_module.dumps(fit_record(found, where, "log_file" in given), indent=2))
-    else:
-        print("\n".join(fit_report(found, where, "log_file" in given)))
-
-
-def _search(
-    config: TrainConfig, model: ModelConfig, where: Target, given: frozenset[str]
-) -> list[Candidate]:
-    card = where.card or card_of(where.spec)
-    planner = Planner(model, where.spec, where.backend, card, where.world_size)
-    return Fit(config, planner, where.limits, given).search()
 
 
 def fit_report(found: list[Candidate], where: Target, log_file: bool) -> list[str]:
@@ -292,9 +273,8 @@ def choose(config: TrainConfig, model: ModelConfig, given: frozenset[str]) -> Tr
         limits=limits,
         world_size=machine.world_size,
         card=card_of(machine.spec) if machine.kind == "cuda" else None,
-        named=machine.kind == "cuda",
     )
-    found = _search(config, model, where, given)
+    found = Fit(config, where.planner(model), where.limits, given).search()
     print("\n".join(fit_report(found[:1], where, "log_file" in given)))
     print()
     return found[0].config

@@ -26,8 +26,10 @@ class Mirrors:
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
         """Allocate the mirror of a block's shard (n,)."""
-        args = (f"{block}.mirror", shard.shape, shard.dtype, category, "pinned")
-        self._shards[block], self._mirrors[block] = shard, self.dev.alloc(*args)
+        self._shards[block] = shard
+        self._mirrors[block] = self.dev.alloc(
+            f"{block}.mirror", shard.shape, shard.dtype, category, "pinned"
+        )
         self._lane.add(block)
 
     def start_micro_step(self, stale: bool) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmq.base.dtypes import E4M3, F32, F64, I64, STATS, DType
 from llmq.base.tensor import Tensor
+from llmq.config.options import TrainConfig
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import Device
@@ -27,16 +27,6 @@ from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
 MOVABLE = ("master", "work", "grad", "m", "v")  # what of a _State may be in host memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConstants:
-    """What is baked into captured launches; the learning rate and the rest are in StepScalars."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
 
 
 class _State(NamedTuple):
@@ -74,13 +64,11 @@ class AdamW:
         dev: Device,
         table: tuple[Slab, ...],
         placement: Placement,
-        constants: AdamWConstants,
-        *,
-        zero_copy: bool = False,
+        options: TrainConfig,
     ):
-        """zero_copy: the update works in host memory directly."""
-        self.dev, self.placement, self.constants = dev, placement, constants
-        self.zero_copy = zero_copy
+        """options: betas, epsilon and decay are baked into captured launches."""
+        self.dev, self.placement, self.options = dev, placement, options
+        self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
@@ -163,7 +151,7 @@ class AdamW:
                 weights.quantize(slab.name, *whole)
 
     def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
-        constants = self.constants
+        options = self.options
         adamw.update(
             self.dev,
             piece.master,
@@ -173,10 +161,10 @@ class AdamW:
             piece.v,
             self.segments[slab.name],
             scalars,
-            beta1=constants.beta1,
-            beta2=constants.beta2,
-            epsilon=constants.epsilon,
-            weight_decay=constants.weight_decay,
+            beta1=options.beta_1,
+            beta2=options.beta_2,
+            epsilon=options.adam_epsilon,
+            weight_decay=options.weight_decay,
             salt=slab.params[0].index,
             first=first,
             m_scale=piece.m_scale,

@@ -112,14 +112,18 @@ def _memory(config: TrainConfig, offloaded: bool) -> str:
     return host if offloaded else "device"
 
 
+def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
+    """What each rank has its part of all the time."""
+    return Store(dtype=parse_dtype(dtype), memory=_memory(config, offloaded), sharded=True)
+
+
 def _source(config: TrainConfig) -> Store | None:
     """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
     if config.matmul_dtype == "e4m3":
-        memory = _memory(config, config.offload_quants)
-        return Store(dtype=E4M3, memory=memory, sharded=True) if config.persistent_quants else None
+        codes = _shard(config, "e4m3", offloaded=config.offload_quants)
+        return codes if config.persistent_quants else None
     is_master = config.master_dtype == config.model_dtype
-    memory = _memory(config, config.offload_master and is_master)
-    return Store(dtype=parse_dtype(config.model_dtype), memory=memory, sharded=True)
+    return _shard(config, config.model_dtype, offloaded=config.offload_master and is_master)
 
 
 def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
@@ -198,18 +202,15 @@ def place(
 def _place_slab(
     config: TrainConfig, slab: Slab, world_size: int, *, trainable: bool
 ) -> SlabPlacement:
-    dtype, master_dtype = parse_dtype(config.model_dtype), parse_dtype(config.master_dtype)
+    dtype, differs = parse_dtype(config.model_dtype), config.master_dtype != config.model_dtype
     coded = slab.is_block and config.matmul_dtype == "e4m3"
     streams = slab.is_block and streams_weights(config, world_size)
-    updates_another = has_masters(config, world_size) if slab.is_block else master_dtype != dtype
-    gathers_master = trainable and not coded and master_dtype == dtype
+    updates_another = has_masters(config, world_size) if slab.is_block else differs
+    gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
     mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
-    master = Store(
-        dtype=master_dtype if trainable else dtype,
-        memory=_memory(config, config.offload_master),
-        sharded=True,
-    )
+    master_dtype = config.master_dtype if trainable else config.model_dtype
+    master = _shard(config, master_dtype, offloaded=config.offload_master)
     transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
     placement = SlabPlacement(
         trainable=trainable,
@@ -227,8 +228,8 @@ def _trained(
     config: TrainConfig, slab: Slab, world_size: int, placement: SlabPlacement
 ) -> SlabPlacement:
     """With gradients and moments."""
-    stays = not config.shard_gradients or why_gradients_stay(config, world_size) is not None
-    streams = slab.is_block and not stays
+    shards = config.shard_gradients and why_gradients_stay(config, world_size) is None
+    streams = slab.is_block and shards
     return replace(
         placement,
         gradient=Store(
@@ -237,16 +238,8 @@ def _trained(
             sharded=streams,
             streamed=streams,
         ),
-        m=Store(
-            dtype=parse_dtype(config.opt_m_dtype),
-            memory=_memory(config, config.offload_opt_m),
-            sharded=True,
-        ),
-        v=Store(
-            dtype=parse_dtype(config.opt_v_dtype),
-            memory=_memory(config, config.offload_opt_v),
-            sharded=True,
-        ),
+        m=_shard(config, config.opt_m_dtype, offloaded=config.offload_opt_m),
+        v=_shard(config, config.opt_v_dtype, offloaded=config.offload_opt_v),
     )
 
 

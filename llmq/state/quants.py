@@ -132,8 +132,7 @@ class HeadQuants:
 
     def quantize(self) -> None:
         """Codes in both layouts from the matrix as it is now."""
-        operand = self.operand
-        self.dev.zero(self._abs_max)
-        abs_max.abs_max(self.dev, self._abs_max, operand.source)
-        args = (operand.codes, operand.transposed, operand.scale, operand.source, self._abs_max)
-        quantize.quantize(self.dev, *args)
+        dev, made, largest = self.dev, self.operand, self._abs_max
+        dev.zero(largest)
+        abs_max.abs_max(dev, largest, made.source)
+        quantize.quantize(dev, made.codes, made.transposed, made.scale, made.source, largest)

@@ -213,11 +213,9 @@ class Weights:
 
     # -- after an update -------------------------------------------------------------------------
 
-    def start_update(self) -> None:
-        """Before the masters of what is trained are written."""
-        self._start_update(self._trained)
-
-    def _start_update(self, names: set[str]) -> None:
+    def start_update(self, names: set[str] | None = None) -> None:
+        """Before masters are written. names: of these slabs; None: of those that are trained."""
+        names = self._trained if names is None else names
         self._pass = _Pass(changing=names)
         if self.quants is not None:
             self.quants.forget(names)
@@ -261,7 +259,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Make everything from the masters, after the host has written these; all ranks."""
-        self._start_update(set(self.slabs))
+        self.start_update(set(self.slabs))
         for slab in self.table:
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:

@@ -17,9 +17,9 @@ from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.step import RESULTS, Batch, Piece, Result, Step, StepOptions
-from llmq.plan.step_options import comm_options
-from llmq.runtime.device import Device, MemorySizes
+from llmq.model.step import RESULTS, Batch, Piece, Result, Step
+from llmq.plan.plan import Plan, comm_options
+from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
@@ -37,10 +37,6 @@ class Rank:
         self.dev, self.beat = dev, beat
         self.step: Step
         self.micro_step = 0  # the one that is being enqueued, for diagnosis
-
-    def allocate(self, model: ModelConfig, options: StepOptions) -> None:
-        """Make the step."""
-        self.step = Step(self.dev, model, options)
 
     def warm_up(self, model: ModelConfig, seed: int) -> None:
         """Do everything once without the other ranks, whatever comes out; capture all graphs.
@@ -154,12 +150,12 @@ class Ranks:
     def __init__(
         self,
         machine: Machine,
-        sizes: MemorySizes,
+        plan: Plan,
         config: TrainConfig,
         model: ModelConfig,
-        options: StepOptions,
+        backend: str = "native",
     ):
-        """sizes: of one rank. Raises LlmqError where the devices or their links do not serve."""
+        """plan: of config. Raises LlmqError where the devices or their links do not serve."""
         self.world_size = machine.world_size
         self._ranks: list[Rank | None] = [None] * self.world_size
         self._enqueued = 0
@@ -167,11 +163,14 @@ class Ranks:
         self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
         self.pool = RankPool(self.world_size, watchdog=config.watchdog, describe=self._describe)
 
-        exchange = comm_options(config, options.placement)
+        exchange, sizes = comm_options(config, plan.placement), plan.usage.sizes
 
         def open_device(rank: int) -> None:
             dev = machine.open(sizes, rank=rank, graphs=config.use_cuda_graphs, tune=config.tune)
             self._ranks[rank] = Rank(dev, self.pool.beat)
+
+        def allocate(rank: Rank) -> None:
+            rank.step = Step(rank.dev, model, config, plan.placement, backend)
 
         def connect_all(_: int) -> LinkTable | None:
             return connect(self.devices, exchange, self.pool.workers)
@@ -179,7 +178,7 @@ class Ranks:
         try:
             self.pool.run("opening the device", open_device)
             (self.links,) = self.pool.run("connecting the devices", connect_all, [0])
-            self.run("allocating", lambda rank: rank.allocate(model, options))
+            self.run("allocating", allocate)
             if self.world_size > 1 and machine.kind == "cuda":
                 self.run("warming up", lambda rank: rank.warm_up(model, config.seed))
         except BaseException:

@@ -18,6 +18,7 @@ from llmq.checkpoint.checkpoint import CheckpointReader, Manifest
 from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import changed_options, check_model, checkpoint_at
+from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -28,9 +29,9 @@ from llmq.data.tokens import MASKED_TARGET, expand_pattern
 from llmq.model.step import Batch, Result, Step
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
+from llmq.plan.estimate import Planner
 from llmq.plan.memory import memory_limit
-from llmq.plan.plan import Plan, Usage, fewest_attention_parts, make_plan
-from llmq.plan.step_options import step_options
+from llmq.plan.plan import Plan, Usage, fewest_attention_parts
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
@@ -88,15 +89,14 @@ class Trainer:
         self.world_size = self.machine.world_size
         spec = self.machine.spec
         planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        options = step_options(planned, model, backend, self.world_size)
-        self.plan: Plan = make_plan(planned, model, spec, backend, self.world_size)
-        limit = memory_limit(config, self.machine)
-        check_fits(config, model, spec, backend, self.plan, limit)
+        planner = Planner(model, spec, backend, card_of(spec), self.world_size)
+        self.plan: Plan = planner.plan(planned)
+        check_fits(config, planner, self.plan, memory_limit(config, self.machine))
         self.machine.compile_ahead(self.plan.sources)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
             self._hf.check(weight_table(model))
-        self.ranks = Ranks(self.machine, self.plan.usage.sizes, config, model, options)
+        self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
     def dev(self) -> Device:
