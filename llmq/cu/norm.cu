@@ -83,11 +83,12 @@ __device__ __forceinline__ void statistics(float& centre, float& scale, Register
 // Where the residual addition stands.
 enum Addition { NONE, BEFORE, AFTER };
 
-// One block's part of a forward pass. residual: null unless something is added, and AFTER it may be
-// too. branch, residual_out: of BEFORE. HELD: parameters stay in registers.
+// One block's part of a forward pass. added: what is added to x BEFORE, the branch, with the sum
+// going to residual_out, or to its norm AFTER, the residual or null. HELD: parameters stay in
+// registers.
 template <Addition ADDITION, bool HELD>
 __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32* rstd, const T* x,
-                                        const T* residual, const T* weight, const T* bias, f32 eps,
+                                        const T* added, const T* weight, const T* bias, f32 eps,
                                         i64 rows, i32 C, f32* abs_max, Q* codes,
                                         const f32* fp8_scale, i32* saturated) {
     constexpr int ROWS = FORWARD_ROWS;
@@ -101,20 +102,20 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
     for (i64 first = (i64)blockIdx.x * ROWS; first < rows; first += (i64)gridDim.x * ROWS) {
         const i64 row = first + threadIdx.x / (32 * WARPS);
         const bool active = row < rows;
+        values.load(x + row * C, C, active);
         if constexpr (ADDITION == BEFORE) {
-            past.load(residual + row * C, C, active);
-            values.load(x + row * C, C, active);
+            past.load(added + row * C, C, active);
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
-                    values.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(values.v[i][k]));
+                    values.v[i][k] = from_f32<T>(to_f32(values.v[i][k]) + to_f32(past.v[i][k]));
                 }
             }
             values.store(residual_out + row * C, C, active);
-        } else {
-            values.load(x + row * C, C, active);
-            if (ADDITION == AFTER) { past.load(residual + row * C, C, active && residual); }
+        }
+        if constexpr (ADDITION == AFTER) {
+            past.load(added + row * C, C, active && added != nullptr);
         }
         float centre, scale;
         statistics(centre, scale, values, eps, C, row_sum);
@@ -138,8 +139,8 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
                 for (int k = 0; k < N; ++k) {
                     const float x_hat = to_f32(values.v[i][k]) * scale;
                     if constexpr (ADDITION == AFTER) {
-                        const T added = from_f32<T>(x_hat * to_f32(w_i[k]));
-                        result.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(added));
+                        const T normed = from_f32<T>(x_hat * to_f32(w_i[k]));
+                        result.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(normed));
                     } else {
                         const T rounded = from_f32<T>(x_hat);
                         result.v[i][k] = from_f32<T>(to_f32(rounded) * to_f32(w_i[k]));
@@ -172,7 +173,7 @@ norm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ me
                       const T* __restrict__ weight, const T* __restrict__ bias, f32 eps, i64 rows,
                       i32 C, f32* abs_max, Q* __restrict__ codes, const f32* __restrict__ scale,
                       i32* saturated) {
-    forward<BEFORE, !CODES>(residual_out, out, mean, rstd, branch, residual, weight, bias, eps,
+    forward<BEFORE, !CODES>(residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
                             rows, C, abs_max, codes, scale, saturated);
 }
 
