@@ -199,7 +199,7 @@ def test_child_says_why_not(options, status, message):
 
 def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
     def broken(**job):
-        raise RuntimeError("rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS\n(rank 0, grid 7)")
+        raise RuntimeError("norm_forward: CUDA_ERROR_ILLEGAL_ADDRESS\n(rank 0, grid 7)")
 
     monkeypatch.setattr(measure, "measure", broken)
     monkeypatch.setattr(measure.signal, "signal", lambda *_: None)  # Ctrl-C still ends the tests
@@ -208,7 +208,7 @@ def test_child_reports_what_nobody_expected(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["llmq.bench.measure", *files])
     measure.main()
     outcome = json.loads((tmp_path / "result.json").read_text())
-    message = "RuntimeError: rmsnorm_forward: CUDA_ERROR_ILLEGAL_ADDRESS (rank 0, grid 7)"
+    message = "RuntimeError: norm_forward: CUDA_ERROR_ILLEGAL_ADDRESS (rank 0, grid 7)"
     assert outcome == {"status": "failed", "message": message}
     assert "in broken" in capsys.readouterr().err
 

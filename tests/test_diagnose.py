@@ -93,7 +93,7 @@ def test_a_weight():
     ("entry", "argument", "name", "found"),
     [
         ("embedding_forward", "out", None, "the input of layer 0"),
-        ("rmsnorm_forward", "out", "ln1.0", "ln1 of layer 0"),
+        ("norm_forward", "out", "ln1.0", "ln1 of layer 0"),
         ("attention_forward", "out", "att.1", "att of layer 1"),
         ("swiglu_forward", "out", "mlp_act.0", "mlp_act of layer 0"),
         ("matmul", "out", "mlp_up.1", "mlp_up of layer 1"),

@@ -17,9 +17,9 @@ from llmq.ops import (
     cross_entropy,
     embedding,
     gelu,
+    norm,
     quantize,
     random,
-    rmsnorm,
     rope,
     swiglu,
 )
@@ -70,7 +70,7 @@ def normalise(dev: Device, out: Tensor, x: Tensor) -> None:
     rstd = dev.alloc("rstd", x.shape[:1], F32, "Activations")
     weight = dev.alloc("weight", (C,), BF16, "Activations")
     random.normal(dev, weight, 1.0, 5)
-    rmsnorm.forward(dev, out, rstd, x, weight, 1e-6)
+    norm.forward(dev, out, None, rstd, x, weight, None, 1e-6)
 
 
 def classify(dev: Device, logits: Tensor) -> None:
@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Part]]] = {
         gelu.backward,
         {"d_x": Part((C,), *OUT), "d_out": Part((C,), *IN), "x": Part((C,), *IN)},
     ),
-    "rmsnorm": (normalise, {"out": Part((C,), *OUT), "x": Part((C,), *IN)}),
+    "norm": (normalise, {"out": Part((C,), *OUT), "x": Part((C,), *IN)}),
     "rope": (rotate, {"qkv": Part(QKV, *BOTH)}),
     "attention": (attend, {"out": Part(ATTENDED, *OUT), "qkv": Part(QKV, *IN)}),
     "attention backward": (

@@ -90,7 +90,7 @@ def test_ceilings(tool):
     bench_ops = tool("bench_ops")
     facts = {"matmul": {"big": 700}, "attention": {"big": {"forward": 0.5, "backward": 2.0}}}
     limits = bench_ops.Ceilings(copy=3e12, product=6e14, facts=facts)
-    assert limits.of("rmsnorm", "forward", "big", 0) == (3e12, "copy")
+    assert limits.of("norm", "forward", "big", 0) == (3e12, "copy")
     assert limits.of("adamw", "bf16", "big", 10) == (3e12, "copy")
     assert limits.of("matmul", "matmul", "small", 10) == (6e14, "product")
     assert limits.of("matmul", "matmul", "big", 10) == (7e14, "peers.json")
@@ -106,8 +106,9 @@ def test_cases_that_fill_a_gpu_are_the_default(tool):
 
     limits = bench_ops.Ceilings(copy=1.0, product=1.0, facts={})
     spec = choose_machine("cpu", 1).spec
-    found = [r["case"] for r in bench_ops.measured(refuse, spec, "rmsnorm", None, limits, 1024)]
-    assert found == [name for name in ("qwen05b", "qwen15b", "qwen7b") for _ in range(8)]
+    found = [r["case"] for r in bench_ops.measured(refuse, spec, "norm", None, limits, 1024)]
+    calls = {"qwen05b": 8, "qwen15b": 8, "qwen7b": 8, "gpt2": 6, "gpt2_xl": 6}
+    assert found == [name for name in calls for _ in range(calls[name])]
 
 
 def test_bench_ops_command(tool, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """How fast each operation is, next to what the machine allows.
 
-    python tools/bench_ops.py rmsnorm [--case qwen15b]      python tools/bench_ops.py all
+    python tools/bench_ops.py norm [--case qwen15b]      python tools/bench_ops.py all
 
 The shapes are those of llmq/ref/<op>.py, in bf16 (those of matmul_fp8 are in matmul.py), except
 those that are too small to fill a GPU; --case runs any of them. Before every run the L2 cache is

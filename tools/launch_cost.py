@@ -24,7 +24,7 @@ import typer
 
 ROUNDS = 20  # of timed launches, of which the median counts
 BYTES = 1 << 16  # of the memory that the launched kernel reads and writes
-THREADS = 1024  # as rmsnorm_backward_weight wants
+THREADS = 1024  # as column_sum wants
 
 Loader = Callable[[str, str], Any]  # path of the machine code, entry point -> what is launched
 
@@ -46,17 +46,17 @@ def noted_kernels(model: str) -> dict[str, Any]:
         types = {variable: DTYPES[name] for variable, name in source.types}
         cubin = compile_kernels(source.file, types, dict(source.consts), spec.capability)
         kernels += [(str(cubin.path), entry) for entry in cubin.resources]
-        if source.file == "rmsnorm.cu":
-            launched = (str(cubin.path), "rmsnorm_backward_weight")
+        if source.file == "bias.cu":
+            launched = (str(cubin.path), "column_sum")
     return {"kernels": kernels, "launched": launched}
 
 
 def packed(launch: Callable[..., Any], function: Any, address: int) -> Callable[[int], None]:
     """A launch on a stream, with arguments as llmq packs them."""
-    from llmq.ops.rmsnorm import RMSNORM_BACKWARD_WEIGHT
+    from llmq.ops.common import COLUMN_SUM
     from llmq.runtime.arguments import Arguments
 
-    arguments = Arguments(RMSNORM_BACKWARD_WEIGHT)
+    arguments = Arguments(COLUMN_SUM)
 
     def run(stream: int) -> None:
         arguments.set((address, address, address, 1, 1, 0, 0))

@@ -41,13 +41,12 @@ from llmq.ops import (
     fp8_scale,
     gelu,
     global_norm,
-    layernorm,
     matmul,
+    norm,
     qk_norm,
     quantize,
     random,
     reduce,
-    rmsnorm,
     rope,
     swiglu,
     wide_qk_norm,
@@ -226,32 +225,6 @@ def gelu_calls(*shape: int) -> list[Call]:
     return calls
 
 
-def with_fp8(calls: list[Call], rows: int, C: int) -> list[Call]:
-    """A norm's calls, and the same with codes, if C allows, and without out."""
-    more = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C, transposed=False)}
-    return calls + [
-        Call(f"{call.name} fp8", call.function, call.args | more | dict.fromkeys(out))
-        for call in calls
-        for out in [{"out"} & call.args.keys()]
-        if fits_fp8(rows, C)
-    ]
-
-
-def layernorm_calls(rows: int, C: int) -> list[Call]:
-    x, w, mean, rstd = bf16(rows, C), bf16(C), f32(rows, value=0.0), f32(rows, value=1.0)
-    stats = {"mean": mean, "rstd": rstd, "weight": w}
-    forward = stats | {"out": x, "bias": w, "eps": EPS}
-    fused = forward | {"residual_out": x, "residual": x, "branch": x}
-    backward = stats | {"d_x": x, "d_out": x, "x": x, "d_residual": x}
-    backward |= {"d_weight": gradient(C), "d_bias": gradient(C)}
-    calls = [
-        Call("forward", layernorm.forward, forward | {"x": x}),
-        Call("forward_residual", layernorm.forward_residual, fused),
-        Call("backward", layernorm.backward, backward),
-    ]
-    return with_fp8(calls, rows, C)
-
-
 def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[Call]:
     args = {
         "out": bf16(M, N),
@@ -271,6 +244,35 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
         Call("matmul_fp8", matmul.matmul_fp8, args),
         Call("fast accumulation", matmul.matmul_fp8, args | {"fast_accumulation": True}),
     ]
+
+
+def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
+    """The same with codes too, if C allows, and without out but in post."""
+    x, w = bf16(rows, C), bf16(C)
+    mean = f32(rows, value=0.0) if centred else None
+    stats = {"mean": mean, "rstd": f32(rows, value=1.0), "weight": w}
+    forward = stats | {"out": x, "bias": w if centred else None, "eps": EPS}
+    fused = forward | {"residual_out": x, "residual": x, "branch": x}
+    backward = stats | {"d_x": x, "d_out": x, "x": x, "d_residual": x}
+    backward |= {"d_weight": gradient(C), "d_bias": gradient(C) if centred else None}
+    calls = [
+        Call("forward", norm.forward, forward | {"x": x}),
+        Call("forward_residual", norm.forward_residual, fused),
+        Call("backward", norm.backward, backward),
+    ]
+    more = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C, transposed=False)}
+    if fits_fp8(rows, C):
+        calls += [
+            Call(
+                f"{c.name} fp8", c.function, c.args | more | dict.fromkeys({"out"} & c.args.keys())
+            )
+            for c in calls
+        ]
+    if not centred:
+        post = {"out": x, "x": x, "residual": x, "eps": EPS, "weight": w, "rstd": stats["rstd"]}
+        calls.append(Call("post", norm.post, post))
+        calls += [Call("post fp8", norm.post, post | more)] * fits_fp8(rows, C)
+    return calls
 
 
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
@@ -314,22 +316,6 @@ def quantize_calls(rows: int, cols: int) -> list[Call]:
         Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
         Call("transpose", quantize.transpose, q_t | q),
     ]
-
-
-def rmsnorm_calls(rows: int, C: int) -> list[Call]:
-    x, stats = bf16(rows, C), {"rstd": f32(rows, value=1.0), "weight": bf16(C)}
-    forward = stats | {"out": x, "eps": EPS}
-    fused = forward | {"residual_out": x, "residual": x, "branch": x}
-    backward = stats | {"d_x": x, "d_weight": gradient(C), "d_out": x, "x": x, "d_residual": x}
-    calls = [
-        Call("forward", rmsnorm.forward, forward | {"x": x}),
-        Call("forward_residual", rmsnorm.forward_residual, fused),
-        Call("backward", rmsnorm.backward, backward),
-    ]
-    post = forward | {"x": x, "residual": x}
-    fp8 = {"abs_max": f32(1, value=5.0), "fp8": fp8_out(rows, C, transposed=False)}
-    calls = [*with_fp8(calls, rows, C), Call("post", rmsnorm.post, post)]
-    return calls + [Call("post fp8", rmsnorm.post, post | fp8)] * fits_fp8(rows, C)
 
 
 def rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
@@ -446,14 +432,13 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "fp8_scale": fp8_scale_calls,
     "gelu": gelu_calls,
     "global_norm": global_norm_calls,
-    "layernorm": layernorm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "norm": norm_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
     "random": random_calls,
     "reduce": reduce_calls,
-    "rmsnorm": rmsnorm_calls,
     "rope": rope_calls,
     "swiglu": swiglu_calls,
     "wide_qk_norm": wide_qk_norm_calls,

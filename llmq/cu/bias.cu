@@ -1,13 +1,15 @@
 // bias.cu -- the gradient of a bias: column sums, in two stages.
 //
 //   partial[s, c] = sum of d_out[r, c] over the rows r of split s, s = r / ceil(rows / splits)
-//   d_bias[c]     = store_gradient(sum of partial[s, c] over s)
+//   d[c]          = or += sum of partial[s, c] over s, as store_gradient
+//
+// Other operations, whose blocks leave partial sums too, end with column_sum as well.
 //
 // Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector. partial:
-//          (splits, N) F32. d_bias: N of G.
+//          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
 // Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
-//          bytes each. finish: as column_sum in common.cuh.
-// Cost     d_out read once; 8 16-byte loads in flight per thread. The finish is a few
+//          bytes each. column_sum: 1024 threads, a block for each 32 columns.
+// Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
 // Needs    no split without rows.
 // Same name  llmq/ops/bias.py  llmq/ref/bias.py  tests/ops/test_bias.py
@@ -60,7 +62,32 @@ bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, 
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
-bias_finish(G* __restrict__ d_bias, const f32* __restrict__ partial,
-            const i32* __restrict__ scalars, i32 N, i32 splits, i32 accumulate, u32 salt) {
-    column_sum(d_bias, partial, scalars, splits, N, accumulate, salt);
+column_sum(G* __restrict__ d, const f32* __restrict__ partial, const i32* __restrict__ scalars,
+           i32 rows, i32 columns, i32 accumulate, u32 salt) {
+    constexpr int UNROLL = 16;
+    __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int mine = blockIdx.x * 32 + lane, c = blockIdx.x * 32 + warp;
+    // Short kernels: what they take is how many loads wait for one another. So the last ones are
+    // not one by one either, and what is needed at the end is loaded first.
+    const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
+    G before = from_f32<G>(0.0f);
+    if (lane == 0 && c < columns && accumulate) { before = d[c]; }
+    float sum = 0.0f;
+    for (int start = warp; start < rows; start += 32 * UNROLL) {
+        float loaded[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int r = start + 32 * u;
+            loaded[u] = r < rows && mine < columns ? partial[(i64)r * columns + mine] : 0.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) { sum += loaded[u]; }
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    sum = warp_sum(sums[lane][warp]);
+    if (lane == 0 && c < columns) {
+        d[c] = accumulate ? add_gradient(before, sum, seed, c) : from_f32<G>(sum);
+    }
 }

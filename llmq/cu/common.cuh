@@ -65,13 +65,7 @@ template <class T> __device__ __forceinline__ void store_vec_stream(T* p, const 
 }
 
 // Butterfly sums: every lane gets the total, in an order that does not depend on the lane count.
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
-    return x;
-}
-
-__device__ __forceinline__ double warp_sum(double x) {
+template <class F> __device__ __forceinline__ F warp_sum(F x) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask >>= 1) { x += __shfl_xor_sync(0xFFFFFFFFu, x, mask); }
     return x;
@@ -85,24 +79,28 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Every thread of a block gets the sum. `shared` holds 32 values; blockDim.x is a multiple of 32.
-template <class F> __device__ __forceinline__ F block_sum(F x, F* shared) {
-    x = warp_sum(x);
+// Every thread of a block gets warp(x) of all threads' x: of their warps' results, which `shared`
+// holds 32 of, and `nothing`. blockDim.x is a multiple of 32.
+template <class F, class Warp>
+__device__ __forceinline__ F block_reduce(F x, F* shared, F nothing, Warp warp_result) {
+    x = warp_result(x);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     __syncthreads();  // a second call may not overwrite what slow warps still read
     if (lane == 0) { shared[warp] = x; }
     __syncthreads();
-    return warp_sum(lane < warps ? shared[lane] : F(0));
+    return warp_result(lane < warps ? shared[lane] : nothing);
+}
+
+template <class F> __device__ __forceinline__ F block_sum(F x, F* shared) {
+    return block_reduce(x, shared, F(0), [](F y) { return warp_sum(y); });
 }
 
 __device__ __forceinline__ float block_max(float x, float* shared) {
-    x = warp_max(x);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    __syncthreads();
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    return warp_max(lane < warps ? shared[lane] : -INFINITY);
+    return block_reduce(x, shared, -INFINITY, [](float y) { return warp_max(y); });
 }
+
+// exp overflows to infinity for x < -88, and 1 / infinity is the right result.
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ __forceinline__ u32 random_bits(u32 seed, u64 index) {
     u32 h = (u32)index * 0x9E3779B9u + seed;
@@ -253,39 +251,6 @@ __device__ __forceinline__ void sum_block_rows(float* partial, int columns,
     }
 }
 
-// Finish a sum over many blocks: d[c] = or += the sum of partial[r * columns + c] over r < rows.
-// Launch: COLUMN_SUM_THREADS (1024) threads, one block for each COLUMN_SUM_COLUMNS (32) columns.
-template <class G>
-__device__ __forceinline__ void column_sum(G* d, const float* partial, const i32* scalars, int rows,
-                                           int columns, int accumulate, u32 salt) {
-    constexpr int UNROLL = 16;
-    __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int mine = blockIdx.x * 32 + lane, c = blockIdx.x * 32 + warp;
-    // Short kernels: what they take is how many loads wait for one another. So the last ones are
-    // not one by one either, and what is needed at the end is loaded first.
-    const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
-    G before = from_f32<G>(0.0f);
-    if (lane == 0 && c < columns && accumulate) { before = d[c]; }
-    float sum = 0.0f;
-    for (int start = warp; start < rows; start += 32 * UNROLL) {
-        float loaded[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int r = start + 32 * u;
-            loaded[u] = r < rows && mine < columns ? partial[(i64)r * columns + mine] : 0.0f;
-        }
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) { sum += loaded[u]; }
-    }
-    sums[warp][lane] = sum;
-    __syncthreads();
-    sum = warp_sum(sums[lane][warp]);
-    if (lane == 0 && c < columns) {
-        d[c] = accumulate ? add_gradient(before, sum, seed, c) : from_f32<G>(sum);
-    }
-}
-
 // Adds x to COUNT neighbours of a gradient; first is a multiple of COUNT, a power of two.
 template <class D, int COUNT>
 __device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[COUNT], u32 seed) {
@@ -341,14 +306,8 @@ __device__ __forceinline__ u32 abs_max_bits(const Row<T, WARPS, VECTORS>& row, i
     return largest;
 }
 
-// Every thread of the block gets it. `shared` holds 32 values; blockDim.x is a multiple of 32.
 __device__ __forceinline__ u32 block_max_bits(u32 x, u32* shared) {
-    x = __reduce_max_sync(0xFFFFFFFFu, x);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    __syncthreads();
-    if (lane == 0) { shared[warp] = x; }
-    __syncthreads();
-    return __reduce_max_sync(0xFFFFFFFFu, lane < warps ? shared[lane] : 0u);
+    return block_reduce(x, shared, 0u, [](u32 y) { return __reduce_max_sync(0xFFFFFFFFu, y); });
 }
 
 // abs_max = max(abs_max, |value|), NaN wins: by one thread of every block. The maximum of integers

@@ -218,6 +218,14 @@ __device__ __forceinline__ u32 abs_max_bits(const Pack<Element, COUNT>& x) {
 
 // -- For kernels that work row by row ------------------------------------------------------------
 
+// Keeps the row packed over a reduction: the compiler would keep unpacked copies too, and with them
+// fewer rows would be in flight on an SM.
+template <class Element, int W, int COUNT>
+__device__ __forceinline__ void forget(Row<Element, W, COUNT>& row) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) { forget(reinterpret_cast<uint4&>(row.v[i])); }
+}
+
 // The FP8 results of a kernel whose threads hold rows as Row in common.cuh, with IS_WANTED.
 template <class Format, bool IS_WANTED> struct Fp8Rows {
     Fp8Encoder<Format, IS_WANTED> encoder;
@@ -279,7 +287,6 @@ template <class Element, int W, int COUNT, bool HELD> struct RowParameter {
         if constexpr (HELD) { forget(reinterpret_cast<uint4&>(held.v[i])); }
     }
     __device__ __forceinline__ void forget_all() {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) { forget_vector(i); }
+        if constexpr (HELD) { forget(held); }
     }
 };

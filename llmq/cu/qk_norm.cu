@@ -10,8 +10,7 @@
 //          partial: F32 (gridDim.x, HEAD_DIM), sums of a block for the weight of its kind of head.
 // Launch   256 threads. The first query_blocks blocks loop over the query heads, the others over
 //          the key heads; at least one of each. GROUP lanes (a power of two) share a head, 16
-//          bytes each, HEADS_PER_LANE heads at a time. qk_norm_backward_weight: as column_sum in
-//          common.cuh.
+//          bytes each, HEADS_PER_LANE heads at a time.
 // Cost     forward: heads read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31.
 // Same name  llmq/ops/qk_norm.py  llmq/ref/qk_norm.py  tests/ops/test_qk_norm.py
@@ -156,11 +155,4 @@ qk_norm_backward(T* d_qkv, f32* __restrict__ partial, const T* __restrict__ raw,
         for (int g = 0; g < GROUPS; ++g) { sum += sums[k][g * GROUP + lane]; }
         partial[(i64)blockIdx.x * HEAD_DIM + threadIdx.x] = sum;
     }
-}
-
-extern "C" __global__ void __launch_bounds__(1024, 1)
-qk_norm_backward_weight(G* __restrict__ d_weight, const f32* __restrict__ partial,
-                        const i32* __restrict__ scalars, i32 num_partials, i32 head_dim,
-                        i32 accumulate, u32 salt) {
-    column_sum(d_weight, partial, scalars, num_partials, head_dim, accumulate, salt);
 }

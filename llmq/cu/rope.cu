@@ -14,8 +14,7 @@
 //          (tokens, features), with CODES = 1, TRANSPOSED = 1; out is then not written.
 // Launch   128 threads, one thread for 16 bytes of both halves of HEADS_PER_THREAD heads.
 //          fused: 256 threads, sizeof(FusedShared), a block for 64 tokens and up to block_tiles
-//          times 128 features, in a grid (across, down). rope_backward_bias: as column_sum in
-//          common.cuh.
+//          times 128 features, in a grid (across, down).
 // Cost     query and key heads read once and written once, value heads read once for abs_max;
 //          angles once per HEADS_PER_THREAD heads, from L2. Memory-bound.
 //          fused: value heads are read; a tile of 64 tokens and 128 features is fetched while the
@@ -366,11 +365,4 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
     encoder.finish(saturated);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 #endif
-}
-
-extern "C" __global__ void __launch_bounds__(1024)
-rope_backward_bias(G* __restrict__ d_bias, const f32* __restrict__ partial,
-                   const i32* __restrict__ scalars, i32 num_partials, i32 features, i32 accumulate,
-                   u32 salt) {
-    column_sum(d_bias, partial, scalars, num_partials, features, accumulate, salt);
 }

@@ -27,9 +27,6 @@ constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
 
-// exp overflows to infinity for x < -88, and 1 / infinity is the right result.
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 __device__ __forceinline__ T activation(T up, T gate) {
     const float g = to_f32(gate);
     return from_f32<T>(to_f32(up) * (g * sigmoid(g)));

@@ -11,12 +11,11 @@
 // Launch   the first query_blocks blocks loop over the queries of tokens, the others over keys; at
 //          least one of each. A row lives in the registers of WARPS warps, VECTORS 16-byte vectors
 //          in each lane, blocks have at least 4 (forward) or 8 (backward) warps.
-//          wide_qk_norm_backward_weight: as column_sum in common.cuh.
 // Cost     forward: rows read once, written twice; backward: read twice, written once.
 // Needs    all tensors are distinct.
 // Same name  llmq/ops/wide_qk_norm.py  llmq/ref/wide_qk_norm.py  tests/ops/test_wide_qk_norm.py
 #include "common.cuh"
-#include "ptx.cuh"
+#include "fp8.cuh"
 
 constexpr int N = Vec<T>::N;
 constexpr int FORWARD_ROWS = block_rows(WARPS, 4), FORWARD_THREADS = 32 * WARPS * FORWARD_ROWS;
@@ -24,12 +23,6 @@ constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARP
 constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads in flight
 using Registers = Row<T, WARPS, VECTORS>;
 template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
-
-// See rmsnorm.cu.
-__device__ __forceinline__ void forget(Registers& row) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) { forget(reinterpret_cast<uint4&>(row.v[i])); }
-}
 
 // What this block works on: the queries or the keys of all tokens.
 struct Part {
@@ -135,11 +128,4 @@ wide_qk_norm_backward(T* d_qkv, f32* __restrict__ q_partial, f32* __restrict__ k
     f32* partial = part.query ? q_partial : k_partial;
     sum_block_rows<T, WARPS, VECTORS, ROWS>(partial + (i64)part.block * part.channels,
                                             part.channels, d_weight, column_sums);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, 1)
-wide_qk_norm_backward_weight(G* __restrict__ d_weight, const f32* __restrict__ partial,
-                             const i32* __restrict__ scalars, i32 num_partials, i32 channels,
-                             i32 accumulate, u32 salt) {
-    column_sum(d_weight, partial, scalars, num_partials, channels, accumulate, salt);
 }

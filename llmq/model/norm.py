@@ -13,7 +13,7 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
-from llmq.ops import layernorm, quantize, rmsnorm
+from llmq.ops import norm, quantize
 from llmq.runtime.device import Device
 
 
@@ -42,12 +42,9 @@ class Normalization:
         self, to: Target, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> None:
         """to (rows, C) = norm(x)."""
-        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        dev, (rstd, mean) = self.dev, stats
         with _results(dev, to, x.shape) as results:
-            if mean is None:
-                rmsnorm.forward(dev, out, rstd, x, weight, eps, **results)
-            else:
-                layernorm.forward(dev, out, mean, rstd, x, weight, bias, eps, **results)
+            norm.forward(dev, to.out, mean, rstd, x, weight, bias, self.eps, **results)
 
     def forward_residual(
         self,
@@ -62,15 +59,9 @@ class Normalization:
         """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
         dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
         with _results(dev, to, residual.shape) as results:
-            if mean is None:
-                rmsnorm.forward_residual(
-                    dev, residual_out, out, rstd, residual, branch, weight, eps, **results
-                )
-            else:
-                layernorm.forward_residual(
-                    dev, residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
-                    **results,
-                )  # fmt: skip
+            norm.forward_residual(
+                dev, residual_out, out, mean, rstd, residual, branch, weight, bias, eps, **results
+            )
 
     def post(
         self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
@@ -80,7 +71,7 @@ class Normalization:
         Its backward pass is `backward` without d_residual.
         """
         with _results(self.dev, to, x.shape) as results:
-            rmsnorm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
+            norm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
 
     def backward(
         self,
@@ -99,12 +90,9 @@ class Normalization:
         """
         dev, d_x, (rstd, mean) = self.dev, to.out, stats
         with _results(dev, to, x.shape) as results:
-            if mean is None:
-                rmsnorm.backward(dev, d_x, d_weight, d_out, x, weight, rstd, d_residual, **results)
-            else:
-                layernorm.backward(
-                    dev, d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
-                )
+            norm.backward(
+                dev, d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
+            )
 
 
 @contextmanager

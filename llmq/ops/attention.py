@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmq.base.dtypes import BF16, F32, U8, DType
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_head_dim
+from llmq.ops.common import expect_head_dim, expect_qkv
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, backward_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -103,16 +103,10 @@ def _check(
     op: str, dev: Device, qkv: Tensor, num_heads: int, num_kv_heads: int, backend: str = "native"
 ) -> tuple[int, int, int]:
     """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
-    if len(qkv.shape) != 4 or qkv.shape[2] != num_heads + 2 * num_kv_heads:
-        raise ValueError(
-            f"{op}: qkv must have shape (B, T, {num_heads + 2 * num_kv_heads}, Hd), got {qkv.shape}"
-        )
-    batch, seq_len, _, head_dim = qkv.shape
+    batch, seq_len, head_dim = expect_qkv(op, "qkv", qkv, num_heads, num_kv_heads)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    if qkv.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: qkv must be F32 or BF16, got {qkv.dtype.label}")
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
     if backend == "cudnn" and qkv.dtype != BF16:

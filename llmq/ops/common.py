@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
@@ -20,7 +20,7 @@ MAX_COLUMNS = 8192
 # blocks; backward passes take few large ones, because every block leaves a row of partial sums.
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
-# column_sum of cu/common.cuh: columns and threads of one block.
+# column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
 
 
@@ -42,10 +42,6 @@ class RowLayout:
         return min(ceil_div(rows, block_rows), max_blocks), WARP * self.warps * block_rows
 
 
-# For entries that do not depend on it: they are compiled once, not for every layout.
-ANY_LAYOUT = RowLayout(warps=1, vectors=1)
-
-
 @cache
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     """The layout for rows of this many elements: the fewest warps that hold one, a power of 2.
@@ -59,20 +55,6 @@ def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     return RowLayout(warps, ceil_div(vectors, warps * WARP))
 
 
-def expect_rows(op: str, name: str, tensor: Tensor) -> tuple[int, int]:
-    """(rows, columns) of a tensor that row_layout can hold; TypeError or ValueError if not."""
-    if tensor.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: {name} must be F32 or BF16, got {tensor.dtype.label}")
-    if len(tensor.shape) != 2:
-        raise ValueError(f"{op}: {name} must have shape (rows, C), got {tensor.shape}")
-    rows, columns = tensor.shape
-    if columns % 8 or not 0 < columns <= MAX_COLUMNS:
-        raise ValueError(
-            f"{op}: C must be a positive multiple of 8, at most {MAX_COLUMNS}, got {columns}"
-        )
-    return rows, columns
-
-
 def expect_float(op: str, name: str, tensor: Tensor) -> None:
     """Raise TypeError unless the tensor is F32 or BF16."""
     if not isinstance(tensor, Tensor):
@@ -81,24 +63,57 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be F32 or BF16, got {tensor.dtype.label}")
 
 
-def finish_column_sum(
-    dev: Device, kernel: Kernel, target: Accumulator | None, partial: Tensor, consts: dict[str, int]
+# The kernels of bias.cu: one compilation defines the types of both, so that they are declared
+# together. The second one finishes the sums of all operations whose blocks leave partial sums.
+BIAS_BACKWARD = Kernel(
+    "bias.cu",
+    "bias_backward",
+    args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits",
+)
+COLUMN_SUM = Kernel(
+    "bias.cu",
+    "column_sum",
+    args="inout G* d, const f32* partial, const i32* scalars, i32 rows, i32 columns, "
+    "i32 accumulate, u32 salt",
+)
+
+
+def expect_accumulator(
+    op: str, name: str, target: Accumulator | None, shape: tuple[int, ...]
 ) -> None:
+    """Raise TypeError or ValueError unless the gradient, where one is wanted, has this shape."""
+    if target is not None:
+        expect_float(op, name, target.tensor)
+        expect(op, name, target.tensor, None, shape)
+        expect(op, "scalars", target.scalars, I32, (STEP_SCALARS_WORDS,))
+
+
+def expect_qkv(
+    op: str, name: str, qkv: Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[int, int, int]:
+    """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd); TypeError or ValueError if not."""
+    expect_float(op, name, qkv)
+    heads = num_heads + 2 * num_kv_heads
+    if len(qkv.shape) != 4 or qkv.shape[2] != heads:
+        raise ValueError(f"{op}: {name} must have shape (B, T, {heads}, Hd), got {qkv.shape}")
+    B, T, _, head_dim = qkv.shape
+    return B, T, head_dim
+
+
+def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) -> None:
     """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows.
 
-    target None: nothing, because nobody wants it. kernel: an entry that does nothing but column_sum
-    of cu/common.cuh. consts: what its file needs to compile.
+    target None: nothing, because nobody wants it.
     """
     if target is None:
         return
     rows, columns = partial.shape
     tensor, accumulate, scalars, salt = target
     dev.launch(
-        kernel,
+        COLUMN_SUM,
         ceil_div(columns, COLUMN_SUM_COLUMNS),
         COLUMN_SUM_THREADS,
         (tensor, partial, scalars, rows, columns, int(accumulate), salt),
-        consts=consts,
     )
 
 
@@ -134,18 +149,6 @@ FP8_ARGS = "Q*? codes, Q*? transposed, const f32*? scale, inout i32*? saturated"
 def fp8_args(fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
     """The arguments that FP8_ARGS declares."""
     return (None,) * 4 if fp8 is None else tuple(fp8)
-
-
-def out_consts(
-    op: str, out: Tensor | None, dtype: DType, shape: tuple[int, ...], fp8: Fp8Out | None
-) -> dict[str, int]:
-    """The constant that switches a kernel's ordinary result, optional beside an FP8 one, on or off.
-
-    Raises TypeError or ValueError if out is not of this dtype and shape, or missing without fp8.
-    """
-    if out is not None or fp8 is None:
-        expect(op, "out", out, dtype, shape)
-    return {"OUT": int(out is not None)}
 
 
 def fp8_consts(
@@ -226,50 +229,3 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
     expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
-
-
-# -- Kernels whose blocks hold whole rows: a normalization and its FP8 result ---------------------
-
-# The end of the arguments of such a kernel; RowLaunch.args are the values.
-ROW_ARGS = "inout f32*? abs_max, Q*? codes, const f32*? scale, inout i32*? saturated"
-# For entries that depend neither on the layout of rows nor on their results.
-ANY_ROWS = ANY_LAYOUT.consts | {"ABS_MAX": 0, "OUT": 1, "CODES": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class RowLaunch:
-    """How such a kernel is launched, and the end of its arguments."""
-
-    blocks: int
-    threads: int
-    consts: dict[str, int]
-    args: tuple[Tensor | None, ...]
-
-
-def row_launch(
-    op: str,
-    dev: Device,
-    layout: RowLayout,
-    rows: int,
-    columns: int,
-    *,
-    block_warps: int,
-    blocks_per_sm: int,
-    abs_max: Tensor | None,
-    fp8: Fp8Out | None,
-) -> RowLaunch:
-    """Launch over `rows` rows whose results are (rows, columns); constant OUT is 1.
-
-    Codes are written row by row only: a block would hold too few rows to turn them, and write a
-    feature's neighbouring bytes in pieces of less than memory's 32.
-
-    Raises TypeError or ValueError if abs_max or fp8 does not fit.
-    """
-    consts = layout.consts | {"OUT": 1, "CODES": int(fp8 is not None)}
-    consts |= abs_max_consts(op, abs_max)
-    fp8_consts(op, fp8, rows, columns)
-    if fp8 is not None and fp8.transposed is not None:
-        raise TypeError(f"{op}: fp8.transposed must be None, only fp8.codes is written")
-    grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms)
-    codes, _, scale, saturated = fp8_args(fp8)
-    return RowLaunch(*grid, consts, (abs_max, codes, scale, saturated))

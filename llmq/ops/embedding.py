@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import expect_float
+from llmq.ops.common import expect_accumulator, expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -106,9 +106,7 @@ def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) 
     B, T, C = _check(op, "d_out", d_out, tokens)
     n, vocab = B * T, d_weight.tensor.shape[0]
     weight, accumulate, scalars, salt = d_weight
-    expect_float(op, "d_weight", weight)
-    expect(op, "d_weight", weight, None, (vocab, C))
-    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    expect_accumulator(op, "d_weight", d_weight, (vocab, C))
     if not accumulate:
         raise ValueError(f"{op}: d_weight must accumulate, or rows of absent ids stay undefined")
     buckets, chunks = num_buckets(n), ceil_div(n, CHUNK)
@@ -146,9 +144,7 @@ def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> N
     B, T, C = _check(op, "d_out", d_out, None)
     target, accumulate, scalars, salt = d_position
     P = target.shape[0]
-    expect_float(op, "d_position", target)
-    expect(op, "d_position", target, None, (P, C))
-    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    expect_accumulator(op, "d_position", d_position, (P, C))
     if T > P:
         raise ValueError(f"{op}: d_position must have at least {T} rows, got {P}")
     rows = T if accumulate else P

@@ -67,11 +67,16 @@ def forward(
     Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape or size.
     """
     op = "gelu.forward"
-    _check(op, "out", out, x, fp8)
+    rows, columns = _check(op, "out", out, x, fp8)
+    consts = abs_max_consts(op, abs_max) | NOT_AGAIN
     if fp8 is None:
-        _launch(dev, op, FORWARD, (out, x), abs_max, NOT_AGAIN)
+        blocks, args = grid(x.size, x.dtype.itemsize), (out, x, x.size, abs_max)
+        dev.launch(FORWARD, blocks, THREADS, args, consts=consts)
     else:
-        _launch_fp8(dev, op, FORWARD_FP8, (out, x), abs_max, fp8, NOT_AGAIN)
+        consts |= fp8_consts(op, fp8, rows, columns)
+        blocks = octet_tiles(op, rows, columns)
+        args = (out, x, rows, columns, abs_max, *fp8_args(fp8))
+        dev.launch(FORWARD_FP8, blocks, THREADS, args, consts=consts)
 
 
 def backward(
@@ -103,50 +108,26 @@ def backward(
         shape or size.
     """
     op = "gelu.backward"
-    _check(op, "d_x", d_x, x, fp8)
+    rows, columns = _check(op, "d_x", d_x, x, fp8)
     expect(op, "d_out", d_out, x.dtype, x.shape)
-    tensors, consts = (d_x, d_out, x), again_consts(op, out, out_fp8, x.dtype, x.shape)
+    consts = again_consts(op, out, out_fp8, x.dtype, x.shape) | abs_max_consts(op, abs_max)
     if fp8 is None and out_fp8 is None:
-        _launch(dev, op, BACKWARD, tensors, abs_max, consts, out)
+        blocks, args = grid(x.size, x.dtype.itemsize), (d_x, d_out, x, x.size, abs_max, out)
+        dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
     else:
-        again = again_args(out, out_fp8)
-        _launch_fp8(dev, op, BACKWARD_FP8, tensors, abs_max, fp8, consts, *again)
+        consts |= fp8_consts(op, fp8, rows, columns)
+        blocks = octet_tiles(op, rows, columns)
+        args = (d_x, d_out, x, rows, columns, abs_max, *fp8_args(fp8), *again_args(out, out_fp8))
+        dev.launch(BACKWARD_FP8, blocks, THREADS, args, consts=consts)
 
 
-def _check(op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None) -> None:
+def _check(
+    op: str, name: str, result: Tensor | None, x: Tensor, fp8: Fp8Out | None
+) -> tuple[int, int]:
+    """x as a matrix: all but its last dimension, and that."""
     expect_float(op, "x", x)
     if x.nbytes % VECTOR_BYTES:
         raise ValueError(f"{op}: x must have a multiple of 16 bytes, got {x.size} elements")
     if result is not None or fp8 is None:
         expect(op, name, result, x.dtype, x.shape)
-
-
-def _launch(
-    dev: Device,
-    op: str,
-    kernel: Kernel,
-    tensors: tuple,
-    abs_max: Tensor | None,
-    consts: dict[str, int],
-    *again: Tensor | None,
-) -> None:
-    x = tensors[-1]
-    args, consts = (*tensors, x.size, abs_max, *again), consts | abs_max_consts(op, abs_max)
-    dev.launch(kernel, grid(x.size, x.dtype.itemsize), THREADS, args, consts=consts)
-
-
-def _launch_fp8(
-    dev: Device,
-    op: str,
-    kernel: Kernel,
-    tensors: tuple,
-    abs_max: Tensor | None,
-    fp8: Fp8Out | None,
-    consts: dict[str, int],
-    *again: Tensor | None,
-) -> None:
-    columns = tensors[-1].shape[-1]
-    rows = tensors[-1].size // columns
-    args = (*tensors, rows, columns, abs_max, *fp8_args(fp8), *again)
-    consts = consts | abs_max_consts(op, abs_max) | fp8_consts(op, fp8, rows, columns)
-    dev.launch(kernel, octet_tiles(op, rows, columns), THREADS, args, consts=consts)
+    return x.size // x.shape[-1], x.shape[-1]

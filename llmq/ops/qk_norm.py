@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_head_dim, finish_column_sum
+from llmq.ops.common import (
+    VECTOR_BYTES,
+    expect_accumulator,
+    expect_head_dim,
+    expect_qkv,
+    finish_column_sum,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -19,12 +25,6 @@ QK_NORM_BACKWARD = Kernel(
     "qk_norm_backward",
     args="inout T* d_qkv, f32* partial, const T* raw, const f32* rstd, const T* q_weight, "
     "const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
-)
-QK_NORM_BACKWARD_WEIGHT = Kernel(
-    "qk_norm.cu",
-    "qk_norm_backward_weight",
-    args="inout G* d_weight, const f32* partial, const i32* scalars, i32 num_partials, "
-    "i32 head_dim, i32 accumulate, u32 salt",
 )
 
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 128  # vectors of 16 bytes, at most a warp of them a head
@@ -59,26 +59,20 @@ def _consts(head_dim: int, group: int) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
 
 
-# For the entry that does not depend on them: it is compiled once, not for every head size.
-ANY_CONSTS = _consts(64, 32)
-
-
 def _check(
     op: str,
     dev: Device,
     name: str,
     qkv: Tensor,
-    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
     raw: Tensor,
     rstd: Tensor,
-    weights: tuple,
+    weights: tuple[Tensor, Tensor],
 ) -> tuple[int, int]:
     """(tokens, Hd) of a packed QKV tensor whose companions fit."""
-    if qkv.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: {name} must be F32 or BF16, got {qkv.dtype.label}")
-    if len(qkv.shape) != 4 or qkv.shape[2] < heads:
-        raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
-    B, T, _, head_dim = qkv.shape
+    B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
+    heads = num_heads + num_kv_heads
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     expect(op, "raw", raw, qkv.dtype, (B, T, heads, head_dim))
     expect(op, "rstd", rstd, F32, (B, T, heads))
@@ -113,9 +107,8 @@ def forward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.forward"
-    heads = num_heads + num_kv_heads
-    tokens, head_dim = _check(op, dev, "qkv", qkv, heads, raw, rstd, (q_weight, k_weight))
-    expect(op, "qkv", qkv, None, (*qkv.shape[:2], heads + num_kv_heads, head_dim))
+    heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
+    tokens, head_dim = _check(op, dev, "qkv", qkv, *heads, raw, rstd, weights)
     group = group_size(head_dim, qkv.dtype.itemsize)
     max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
@@ -160,12 +153,10 @@ def backward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.backward"
-    heads = num_heads + num_kv_heads
-    tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, heads, raw, rstd, (q_weight, k_weight))
-    expect(op, "d_qkv", d_qkv, None, (*d_qkv.shape[:2], heads + num_kv_heads, head_dim))
-    for name, d_weight in (("d_q_weight", d_q_weight), ("d_k_weight", d_k_weight)):
-        if d_weight is not None:
-            expect(op, name, d_weight.tensor, None, (head_dim,))
+    heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
+    tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, *heads, raw, rstd, weights)
+    expect_accumulator(op, "d_q_weight", d_q_weight, (head_dim,))
+    expect_accumulator(op, "d_k_weight", d_k_weight, (head_dim,))
     group = group_size(head_dim, d_qkv.dtype.itemsize)
     max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
     query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
@@ -184,4 +175,4 @@ def backward(
             (d_k_weight, query_blocks, blocks),
         ):
             sums = partial.rows(start, stop)
-            finish_column_sum(dev, QK_NORM_BACKWARD_WEIGHT, target, sums, ANY_CONSTS)
+            finish_column_sum(dev, target, sums)

@@ -8,16 +8,17 @@ from typing import Protocol
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     FP8_ARGS,
     VECTOR_BYTES,
     abs_max_consts,
-    expect_float,
+    expect_accumulator,
     expect_fp8_multiples,
     expect_head_dim,
+    expect_qkv,
     finish_column_sum,
     fp8_args,
     fp8_consts,
@@ -43,12 +44,6 @@ ROPE_BACKWARD_FUSED = Kernel(
     args="T*? out, const T* d_qkv, f32*? partial, const f32* table, i64 tokens, i32 seq_length, "
     "i32 num_heads, i32 num_kv_heads, i32 block_tiles, inout f32*? abs_max, " + FP8_ARGS,
 )
-ROPE_BACKWARD_BIAS = Kernel(
-    "rope.cu",
-    "rope_backward_bias",
-    args="inout G* d_bias, const f32* partial, const i32* scalars, i32 num_partials, "
-    "i32 features, i32 accumulate, u32 salt",
-)
 
 THREADS = 128
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
@@ -57,8 +52,6 @@ FUSED_THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
 FUSED_SHARED = 3  # bytes of shared memory per element of a tile, besides the element
 BLOCK_TILES = 2  # at most, side by side; share one load of the angles
-# For the entry that depends on none of them.
-ANY_CONSTS = {"HEAD_DIM": 64, "HEADS_PER_THREAD": HEADS_PER_THREAD, "ABS_MAX": 0}
 
 
 class Scaling(Protocol):
@@ -137,12 +130,7 @@ def _check(
     num_kv_heads: int,
     first_position: int,
 ) -> None:
-    if qkv.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: {name} must be F32 or BF16, got {qkv.dtype.label}")
-    if len(qkv.shape) != 4:
-        raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
-    B, T, _, head_dim = qkv.shape
-    expect(op, name, qkv, None, (B, T, num_heads + 2 * num_kv_heads, head_dim))
+    _, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     positions = T + first_position
     if not table.shape or table.shape[0] < positions:
@@ -231,21 +219,14 @@ def backward(
     blocks, block_tiles = fused_grid(B * T, features)
     if fp8 is not None:
         expect_fp8_multiples(op, B * T, features)
+    expect_accumulator(op, "d_bias", d_bias, (features,))
     with ExitStack() as temps:
         partial = None
         if d_bias is not None:
-            _check_bias(op, d_bias, features)
             shape = (blocks[1], features)
             partial = temps.enter_context(dev.scratch("rope bias partial sums", shape, F32))
         out = d_qkv if fp8 is None else None
         smem = TILE_ROWS * TILE_COLUMNS * (d_qkv.dtype.itemsize + FUSED_SHARED)
         args = (out, d_qkv, partial, table, *sizes, block_tiles, abs_max, *fp8_args(fp8))
         dev.launch(ROPE_BACKWARD_FUSED, blocks, FUSED_THREADS, args, consts=consts, smem=smem)
-        if d_bias is not None:
-            finish_column_sum(dev, ROPE_BACKWARD_BIAS, d_bias, partial, ANY_CONSTS)
-
-
-def _check_bias(op: str, d_bias: Accumulator, features: int) -> None:
-    expect_float(op, "d_bias", d_bias.tensor)
-    expect(op, "d_bias", d_bias.tensor, None, (features,))
-    expect(op, "scalars", d_bias.scalars, I32, (STEP_SCALARS_WORDS,))
+        finish_column_sum(dev, d_bias, partial)

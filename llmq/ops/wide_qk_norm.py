@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    ANY_LAYOUT,
     BACKWARD_WARPS,
     FORWARD_WARPS,
     MAX_COLUMNS,
     RowLayout,
+    expect_accumulator,
+    expect_qkv,
     finish_column_sum,
     row_layout,
 )
@@ -29,14 +30,8 @@ WIDE_QK_NORM_BACKWARD = Kernel(
     "const T* q_weight, const T* k_weight, i64 tokens, i32 q_channels, i32 k_channels, "
     "i32 query_blocks",
 )
-WIDE_QK_NORM_BACKWARD_WEIGHT = Kernel(
-    "wide_qk_norm.cu",
-    "wide_qk_norm_backward_weight",
-    args="inout G* d_weight, const f32* partial, const i32* scalars, i32 num_partials, "
-    "i32 channels, i32 accumulate, u32 salt",
-)
 
-LANE_VECTORS = 4  # as in rmsnorm.py
+LANE_VECTORS = 4  # as in norm.py
 FORWARD_BLOCKS_PER_SM = 64
 BACKWARD_BLOCKS_PER_SM = 2
 
@@ -64,11 +59,7 @@ def _check(
     weights: tuple[Tensor, Tensor],
 ) -> tuple[int, int, int]:
     """(tokens, Cq, Ck) of a packed QKV tensor whose companions fit."""
-    if qkv.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: {name} must be F32 or BF16, got {qkv.dtype.label}")
-    if len(qkv.shape) != 4 or qkv.shape[2] != heads[0] + 2 * heads[1]:
-        raise ValueError(f"{op}: {name} must have shape (B, T, Hq + 2 Hkv, Hd), got {qkv.shape}")
-    B, T, _, head_dim = qkv.shape
+    B, T, head_dim = expect_qkv(op, name, qkv, *heads)
     channels = (heads[0] * head_dim, heads[1] * head_dim)
     for count in channels:
         if count % 8 or not 0 < count <= MAX_COLUMNS:
@@ -159,12 +150,8 @@ def backward(
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
     sizes = _check(op, "d_qkv", d_qkv, heads, raw, rstd, weights)
     tokens, *channels = sizes
-    for name, target, weight in (
-        ("d_q_weight", d_q_weight, q_weight),
-        ("d_k_weight", d_k_weight, k_weight),
-    ):
-        if target is not None:
-            expect(op, name, target.tensor, None, weight.shape)
+    expect_accumulator(op, "d_q_weight", d_q_weight, q_weight.shape)
+    expect_accumulator(op, "d_k_weight", d_k_weight, k_weight.shape)
     layout = row_layout(max(channels), d_qkv.dtype.itemsize, LANE_VECTORS)
     max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
     queries, keys, threads = grid(layout, tokens, channels, BACKWARD_WARPS, max_blocks)
@@ -180,4 +167,4 @@ def backward(
             consts=layout.consts,
         )
         for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):
-            finish_column_sum(dev, WIDE_QK_NORM_BACKWARD_WEIGHT, target, partial, ANY_LAYOUT.consts)
+            finish_column_sum(dev, target, partial)

@@ -1,5 +1,5 @@
 """The NumPy reference of each operation: its specification, and the CPU device's arithmetic.
 
 Imports base.
-Start with `rmsnorm.py`.
+Start with `norm.py`.
 """

@@ -24,13 +24,14 @@ def bias_backward(partial: np.ndarray, d_out: np.ndarray, rows: int, N: int, spl
         np.add.reduce(block, axis=0, out=partial[split])
 
 
-def bias_finish(
-    d_bias: np.ndarray,
+def column_sum(
+    d: np.ndarray,
     partial: np.ndarray,
     scalars: np.ndarray,
-    N: int,
-    splits: int,
+    rows: int,
+    columns: int,
     accumulate: int,
     salt: int,
 ) -> None:
-    store_gradient(d_bias, partial.sum(axis=0), scalars, bool(accumulate), salt)
+    """d (columns,) = or += the sum of partial (rows, columns) over its rows."""
+    store_gradient(d, partial.sum(axis=0), scalars, bool(accumulate), salt)

@@ -7,10 +7,9 @@ import numpy as np
 from llmq.ref.common import (
     BF16,
     compute,
-    mix_seed,
+    gradient_seed,
     random_bits,
     round_stochastic,
-    step_scalars,
     store_gradient,
 )
 
@@ -67,8 +66,7 @@ def embedding_backward(
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
     rows = ids[starts]
     if d_weight.dtype == BF16:
-        s = step_scalars(scalars)
-        seed = mix_seed(int(s["seed"]), int(s["step"]), int(s["micro_step"]), salt)
+        seed = gradient_seed(scalars, salt)
         index = rows[:, None].astype(np.uint64) * np.uint64(C) + np.arange(C, dtype=np.uint64)
         sums += d_weight[rows].astype(np.float32)
         d_weight[rows] = round_stochastic(sums, random_bits(seed, index))

@@ -70,16 +70,13 @@ def gelu_forward_fp8(
     rows: int,
     columns: int,
     abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray,
-    saturated: np.ndarray,
+    *fp8: np.ndarray | None,
 ) -> None:
-    """gelu_forward, and the result in FP8."""
+    """gelu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
     if out is None:
         out = np.empty_like(x)
     gelu_forward(out, x, x.size, abs_max)
-    emit_fp8(codes, transposed, scale, saturated, out.reshape(rows, columns))
+    emit_fp8(*fp8, out.reshape(rows, columns))
 
 
 def gelu_backward_fp8(
@@ -89,22 +86,19 @@ def gelu_backward_fp8(
     rows: int,
     columns: int,
     abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray | None,
-    saturated: np.ndarray | None,
-    out: np.ndarray | None,
-    out_transposed: np.ndarray | None,
-    out_scale: np.ndarray | None,
-    out_saturated: np.ndarray | None,
+    *fp8: np.ndarray | None,
 ) -> None:
-    """gelu_backward, and the results in FP8."""
+    """gelu_backward, and the results in FP8.
+
+    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated.
+    """
+    *codes, out, out_transposed, out_scale, out_saturated = fp8
     if d_x is None:
         d_x = np.empty_like(x)
     if out_transposed is not None:
         out = np.empty_like(x)
     gelu_backward(d_x, d_out, x, x.size, abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, d_x.reshape(rows, columns))
+    emit_fp8(*codes, d_x.reshape(rows, columns))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, columns))
 

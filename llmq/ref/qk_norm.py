@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import compute
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -85,16 +85,3 @@ def qk_norm_backward(
     product -= x_hat
     product *= rstd[..., None]
     heads[...] = product
-
-
-def qk_norm_backward_weight(
-    d_weight: np.ndarray,
-    partial: np.ndarray,
-    scalars: np.ndarray,
-    num_partials: int,
-    head_dim: int,
-    accumulate: int,
-    salt: int,
-) -> None:
-    """d_weight = or += the sum of partial (num_partials, Hd) over its rows."""
-    store_gradient(d_weight, partial.sum(0), scalars, bool(accumulate), salt)

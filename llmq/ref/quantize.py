@@ -61,13 +61,10 @@ def quantize_scaled(
     rows: int,
     cols: int,
     abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray,
-    saturated: np.ndarray,
+    *fp8: np.ndarray | None,
 ) -> None:
-    """Codes of x with a given scale."""
-    emit_fp8(codes, transposed, scale, saturated, x)
+    """Codes of x with a given scale. fp8: codes, transposed, scale, saturated."""
+    emit_fp8(*fp8, x)
     update_abs_max(abs_max, x)
 
 

@@ -75,16 +75,13 @@ def swiglu_forward_fp8(
     rows: int,
     F: int,
     abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray,
-    saturated: np.ndarray,
+    *fp8: np.ndarray | None,
 ) -> None:
-    """swiglu_forward, and the result in FP8."""
+    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
     if out is None:
         out = np.empty((rows, F), up_gate.dtype)
     swiglu_forward(out, up_gate, rows, F, abs_max)
-    emit_fp8(codes, transposed, scale, saturated, out.reshape(rows, F))
+    emit_fp8(*fp8, out.reshape(rows, F))
 
 
 def swiglu_backward_fp8(
@@ -94,21 +91,18 @@ def swiglu_backward_fp8(
     rows: int,
     F: int,
     abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray | None,
-    saturated: np.ndarray | None,
-    out: np.ndarray | None,
-    out_transposed: np.ndarray | None,
-    out_scale: np.ndarray | None,
-    out_saturated: np.ndarray | None,
+    *fp8: np.ndarray | None,
 ) -> None:
-    """swiglu_backward, and the results in FP8."""
+    """swiglu_backward, and the results in FP8.
+
+    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated.
+    """
+    *codes, out, out_transposed, out_scale, out_saturated = fp8
     if d_up_gate is None:
         d_up_gate = np.empty_like(up_gate)
     if out_transposed is not None:
         out = np.empty_like(d_out)
     swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out)
-    emit_fp8(codes, transposed, scale, saturated, d_up_gate.reshape(rows, 2 * F))
+    emit_fp8(*codes, d_up_gate.reshape(rows, 2 * F))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, F))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import compute
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -76,16 +76,3 @@ def wide_qk_norm_backward(
         partials[i][0] = scale @ product
         slope = (product @ weight) * (scale * scale * scale / rows.dtype.type(weight.size))
         packed[:, part] = d_out * weight * scale[:, None] - rows * slope[:, None]
-
-
-def wide_qk_norm_backward_weight(
-    d_weight: np.ndarray,
-    partial: np.ndarray,
-    scalars: np.ndarray,
-    num_partials: int,
-    channels: int,
-    accumulate: int,
-    salt: int,
-) -> None:
-    """d_weight = or += the sum of partial (num_partials, channels) over its rows."""
-    store_gradient(d_weight, partial.sum(0), scalars, bool(accumulate), salt)
