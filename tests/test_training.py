@@ -223,18 +223,6 @@ def test_a_log_outlives_continue_without_a_checkpoint():
     assert [r["step"] for r in records("step")] == [0, 1, 0, 1]
 
 
-def test_a_fresh_start_beside_other_checkpoints_is_warned_of(capsys):
-    assert train(steps=4, ckpt_interval=1) == 0
-    assert capsys.readouterr().err == ""
-    assert train(steps=1) == 0
-    assert capsys.readouterr().err == (
-        "warning: --checkpoint-dir: 'ckpt' holds 3 checkpoints, the last one is step_00000003 of "
-        "an earlier run: --continue takes that of the most steps, whichever run it is of\n"
-    )
-    assert train(steps=4, **{"continue": ""}) == 0
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("stop", [3, 4])
 def test_an_interrupted_run_makes_up_for_its_evaluation(stop, monkeypatch):
     """It was due where the run was stopped: after every 4 steps, and after an epoch of 5."""
@@ -489,7 +477,7 @@ def test_console_has_the_shapes_of_llmq(capsys):
 
 
 FIELDS = {
-    "cmd": "cmd",
+    "cmd": "run cmd",
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
@@ -690,10 +678,11 @@ def test_fine_tuning_a_model_directory(capsys):
     assert "Loading model from `pretrained` ...\n" in capsys.readouterr().out
     first, last = records("eval")[0], records("eval")[-1]
     assert last["loss"] < first["loss"]
-    assert train(**fine_tune | {"model": "out"}, steps=0, log_file="again.json") == 0
+    again = {"model": "out", "log_file": "again.json", "out_dir": "again"}
+    assert train(**fine_tune | again, steps=0) == 0
     assert records("eval", "again.json")[0]["loss"] == last["loss"]
-    transformers.AutoModelForCausalLM.from_pretrained("out")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    transformers.AutoModelForCausalLM.from_pretrained("again")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("again")
     assert tokenizer.decode(tokenizer("Hé\n").input_ids) == "Hé\n"
 
 

@@ -12,6 +12,7 @@ from llmq.config.option_types import (
     parse_dtype_name,
     parse_every,
     parse_layers,
+    parse_name,
     parse_size,
     parse_switch,
     parse_word,
@@ -172,7 +173,9 @@ class Fields:
         _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
     )
 
-    name: str = option(_OUTPUT, "llmq", "Name of the run, replaces %n in the paths below")
+    name: str = option(
+        _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
+    )
     out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
     checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
     ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
@@ -189,6 +192,9 @@ class Fields:
         "Resume: the newest checkpoint, or the one of this step or path",
         flag="continue",
         parse=parse_continue,
+    )
+    overwrite: bool = option(
+        _OUTPUT, False, "Move aside what another run wrote to the same places, to NAME.old-1"
     )
     new_data: bool = option(
         _OUTPUT, False, "With --continue: start the data anew, not where the checkpoint was"

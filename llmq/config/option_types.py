@@ -72,6 +72,14 @@ def parse_str(value: Any) -> str:
     return str(value)
 
 
+def parse_name(value: Any) -> str:
+    """Text that can be the name of one file. ValueError otherwise."""
+    name = parse_str(value)
+    if name in (".", "..") or re.search(r"[/\\]", name) or not name.isprintable() or name.isspace():
+        raise ValueError(f"expected a name without / and \\ and control characters, got {value!r}")
+    return name
+
+
 def parse_path(value: Any) -> Path:
     """A path, with ~ expanded. ValueError otherwise."""
     try:
@@ -187,6 +195,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_int: "INT",
     parse_float: "FLOAT",
     parse_str: "TEXT",
+    parse_name: "TEXT",
     parse_path: "PATH",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",

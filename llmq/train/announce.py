@@ -30,7 +30,8 @@ Monitors = Sequence[GpuMonitor | None]
 
 def announce_options(trainer: Trainer, reporter: Reporter, argv: list[str]) -> None:
     """[Options], and their records."""
-    reporter.log.write("cmd", 0, cmd=argv)
+    run = {"id": trainer.run.id, "name": trainer.run.name}
+    reporter.log.write("cmd", 0, run=run, cmd=argv)
     reporter.options(
         option_rows(
             trainer.config,

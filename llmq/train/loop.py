@@ -6,18 +6,18 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from llmq.base.errors import ConfigError, DataError, warn
-from llmq.base.files import check_writable, locked
+from llmq.base.errors import DataError, warn
+from llmq.base.files import check_writable
+from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, ending_signals
-from llmq.checkpoint.store import checkpoints_by_name, clean_old, find_checkpoint
+from llmq.checkpoint.store import clean_old
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
 from llmq.plan.idle_options import run_warnings
@@ -34,6 +34,7 @@ from llmq.train.json_log import JsonLog
 from llmq.train.live import LiveView
 from llmq.train.metrics import PlainView, Reporter, View
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
+from llmq.train.places import checkpoint_to_continue, claim_places, locked_places, run_id
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.trainer import Trainer
 
@@ -41,27 +42,40 @@ WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not
 
 
 def run_training(
-    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    argv: list[str],
+    run: RunId | None = None,
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    What cannot work is found before the first step: LlmqError for paths that cannot be written, a
+    run: who writes; None: a new run, or the one that --continue names. What cannot work is found
+    before the first step: LlmqError for paths that cannot be written or belong to another run, a
     checkpoint that is not there, data that does not fit, too little memory.
     """
     check_writable("--out-dir", config.out_dir)
     check_writable("--checkpoint-dir", config.checkpoint_dir)
-    with _locked(config):
-        _run_locked(config, model, model_dir, argv)
+    with locked_places(config):
+        checkpoint = checkpoint_to_continue(config)
+        run = run or run_id(config, checkpoint)
+        _run_locked(config, model, model_dir, argv, run, checkpoint)
 
 
 def _run_locked(
-    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    argv: list[str],
+    identity: RunId,
+    checkpoint: Path | None,
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    checkpoint = _checkpoint_to_continue(config)
+    moved = claim_places(config, identity, model_dir)
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
+        trainer.run = identity
         _check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
@@ -70,7 +84,7 @@ def _run_locked(
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
         try:
-            run.announce(argv)
+            run.announce(argv, moved)
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter)
@@ -87,43 +101,6 @@ def _run_locked(
                 raise
         finally:
             run.close()
-
-
-@contextmanager
-def _locked(config: TrainConfig) -> Iterator[None]:
-    """Keep other runs from writing to the same checkpoints, model and log during the block."""
-    # Its folder may be a mount point that several machines share, so its lock lies inside.
-    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
-    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
-        if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
-            whole = path.resolve()
-            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(locked(*lock))
-        yield
-
-
-def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
-    """What --continue names; without one, or with none there to be the newest, None."""
-    if config.continue_from is None:
-        others = [path.name for path in checkpoints_by_name(config.checkpoint_dir).values()]
-        if others:
-            count = f"{len(others)} checkpoints, the last one is " if len(others) > 1 else ""
-            warn(
-                [
-                    f"--checkpoint-dir: '{config.checkpoint_dir}' holds {count}{others[-1]} of an "
-                    "earlier run: --continue takes that of the most steps, whichever run it is of"
-                ]
-            )
-        return None
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
-    if found is None:
-        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
-        if config.continue_from != NEWEST:
-            raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
-        warn([f"--continue: {problem}, starting from the beginning"])
-    return found
 
 
 def _check_data(trainer: Trainer) -> None:
@@ -192,9 +169,11 @@ class _Run:
 
     # -- before the first step -------------------------------------------------------------------
 
-    def announce(self, argv: list[str]) -> None:
-        """What runs, and on what."""
+    def announce(self, argv: list[str], moved: list[str]) -> None:
+        """What runs, and on what. moved: lines about what was moved aside."""
         announce_options(self.trainer, self.reporter, argv)
+        for line in moved:
+            self.reporter.message(line)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -352,7 +331,8 @@ class _Run:
             self.trainer.save()
         self.saved_at = step
         if config.ckpt_keep_n > 0:
-            removed = clean_old(config.checkpoint_dir, config.ckpt_keep_n, config.ckpt_major, step)
+            keep = (config.ckpt_keep_n, config.ckpt_major)
+            removed = clean_old(config.checkpoint_dir, *keep, step, self.trainer.run)
             if removed:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.run_id import RunId
 from llmq.base.schedule import learning_rate
 from llmq.checkpoint.checkpoint import CheckpointReader, Manifest
 from llmq.checkpoint.hf import HfWeights, export_model
@@ -52,7 +53,8 @@ class Trainer:
     config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
     of the run, resumed ones included. validated_at: how many they were at the last validation.
-    history: of the reports, what a checkpoint keeps of it; {} where there are none.
+    history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
+    checkpoints and exports; that of the checkpoint after `load`.
     """
 
     def __init__(self, **options: Any):
@@ -78,6 +80,7 @@ class Trainer:
 
     def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
         self.config, self.model, self.model_dir = config, model, model_dir
+        self.run = RunId.new(config.name)
         self.steps_done = 0
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
@@ -315,6 +318,7 @@ class Trainer:
             | {"validated_at": self.validated_at, "history": self.history},
             options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
+            run=self.run,
         )
         return writer.commit(manifest, files)
 
@@ -342,6 +346,10 @@ class Trainer:
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
+            before = reader.manifest.run
+            self.run = replace(
+                before or self.run, name=self.config.name, adopts=not before or before.adopts
+            )
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""
@@ -358,7 +366,7 @@ class Trainer:
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer)
+        export_model(directory, self.model, self._read_weight, dtype, tokenizer, run=self.run)
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)
