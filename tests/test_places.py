@@ -126,6 +126,13 @@ def test_the_model_that_a_run_begins_from_is_not_moved(capsys):
     assert everything() == before
 
 
+def test_a_run_that_cannot_begin_moves_nothing(capsys):
+    assert train(**SAVED) == 0
+    before = everything()
+    assert train(**SAVED | {"overwrite": "", "grad_accumulation": 100}) == 2
+    assert everything() == before
+
+
 def test_cleaning_up_touches_only_its_own(capsys):
     assert train(**SAVED | {"checkpoint_dir": "other", "out_dir": "o", "log_file": "l"}) == 0
     assert train(**SAVED, ckpt_interval=1) == 0

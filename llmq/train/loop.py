@@ -34,7 +34,13 @@ from llmq.train.json_log import JsonLog
 from llmq.train.live import LiveView
 from llmq.train.metrics import PlainView, Reporter, View
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
-from llmq.train.places import checkpoint_to_continue, claim_places, locked_places, run_id
+from llmq.train.places import (
+    checkpoint_to_continue,
+    locked_places,
+    move_aside,
+    run_id,
+    things_in_the_way,
+)
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.trainer import Trainer
 
@@ -72,7 +78,7 @@ def _run_locked(
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    moved = claim_places(config, identity, model_dir)
+    strangers = things_in_the_way(config, identity, model_dir)
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         trainer.run = identity
@@ -80,6 +86,7 @@ def _run_locked(
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
+        moved = move_aside(strangers)
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
@@ -133,16 +140,18 @@ def _view(trainer: Trainer) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step that was enqueued and whose result has not been read. start: perf_counter."""
+    """A step that was enqueued and whose result has not been read."""
 
     step: int
     ticket: int
     lr: float
-    start: float
 
 
 class _Run:
-    """The loop's state: what is pending, when the last step ended, whether to stop."""
+    """The loop's state: what is pending, when the last step ended, whether to stop.
+
+    last_end: of the step before, as Result.end; None where something else came between.
+    """
 
     def __init__(self, trainer: Trainer, reporter: Reporter):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
@@ -155,7 +164,7 @@ class _Run:
         self.scaling: Scaling | None = None
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
-        self.last_end = 0.0
+        self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signum: int | None = None
         self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
@@ -243,20 +252,19 @@ class _Run:
             self.save()
 
     def _step(self) -> None:
-        trainer, start = self.trainer, time.perf_counter()
-        step = trainer.steps_done
+        trainer, step = self.trainer, self.trainer.steps_done
         lr = trainer.learning_rate(step)
         if self.config.debug_time_breakdown:
             self.collect()
             with trainer.ranks.time_parts() as timings:
                 ticket = self._enqueue()
-            self.pending = _Pending(step, ticket, lr, start)
+            self.pending = _Pending(step, ticket, lr)
             result = self.collect()
             self.reporter.time_breakdown(step, timings, result.communication)
         else:
             ticket = self._enqueue()
             self.collect()
-            self.pending = _Pending(step, ticket, lr, start)
+            self.pending = _Pending(step, ticket, lr)
         every = self.config.debug_log_abs_max
         look = every > 0 and step % every == 0 and self.config.matmul_dtype == "e4m3"
         if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
@@ -281,9 +289,8 @@ class _Run:
             return None
         p, self.pending = self.pending, None
         result = self.trainer.result(p.ticket)
-        end = time.perf_counter()
-        ms = (end - max(p.start, self.last_end)) * 1000
-        self.last_end = end
+        ms = (result.end - (self.last_end or result.begin)) / 1e6
+        self.last_end = result.end
         tokens = self.trainer.plan.tokens
         sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
@@ -299,9 +306,14 @@ class _Run:
         self.update_check.check(p.step, p.ticket, result)
         return result
 
+    def _pause(self) -> None:
+        """Before what comes between two steps, and is no part of their times."""
+        self.collect()
+        self.last_end = None
+
     def evaluate(self, max_batches: int | None) -> float:
         """Report the validation loss and return it; a signal ends it without a result (NaN)."""
-        self.collect()
+        self._pause()
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
         result = trainer.validate(max_batches, lambda: self.signum is not None)
@@ -322,7 +334,7 @@ class _Run:
 
     def save(self) -> None:
         """Write a checkpoint, if the newest is not of this step, and delete what is too old."""
-        self.collect()
+        self._pause()
         config, step = self.config, self.trainer.steps_done
         if self.saved_at == step:
             return

@@ -68,7 +68,7 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
     return RunId(owner.id, config.name, owner.adopts)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What is there already and would be mixed with what this run writes, or replaced by it."""
 
     flag: str
@@ -77,22 +77,22 @@ class _Found(NamedTuple):
     owner: RunId | None
 
 
-def _all_found(config: TrainConfig) -> Iterator[_Found]:
+def _all_found(config: TrainConfig) -> Iterator[Found]:
     for path in checkpoints_by_name(config.checkpoint_dir).values():
-        yield _Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
+        yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
     files = exported_files(config.out_dir)
     if files:
-        yield _Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
+        yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
     if has_records(config.log_file):
         log = config.log_file
-        yield _Found("--log-file", [log], f"log '{log}'", log_owner(log))
+        yield Found("--log-file", [log], f"log '{log}'", log_owner(log))
 
 
-def claim_places(config: TrainConfig, run: RunId, model_dir: Path | None) -> list[str]:
-    """See that nothing of another run is where this one writes; a line for each thing moved aside.
+def things_in_the_way(config: TrainConfig, run: RunId, model_dir: Path | None) -> list[Found]:
+    """What another run wrote to the places of this one, to be moved aside.
 
-    ConfigError names the first thing of another run, unless --overwrite moves all of them aside.
-    The model that the run begins from is not moved: ConfigError if it is in the way.
+    ConfigError names the first of them, unless there is --overwrite. The model that the run begins
+    from cannot be moved: ConfigError if it is one of them.
     """
     strangers = [found for found in _all_found(config) if not run.owns(found.owner)]
     if strangers and not config.overwrite:
@@ -106,11 +106,14 @@ def claim_places(config: TrainConfig, run: RunId, model_dir: Path | None) -> lis
     for flag, paths, what, _ in strangers:
         if model_dir is not None and paths[0].parent.resolve() == model_dir.resolve():
             raise ConfigError(f"{flag}: {what} is the one of --model: choose another directory")
-    return _moved_aside(strangers)
+    return strangers
 
 
-def _moved_aside(strangers: list[_Found]) -> list[str]:
-    """Move them out of the way, all of a folder into the same one; a line for each folder."""
+def move_aside(strangers: list[Found]) -> list[str]:
+    """Move them away, all of a folder into the same new one; a line for each that is new.
+
+    LlmqError where the disk refuses.
+    """
     targets: dict[Path, Path] = {}
     lines: dict[Path, str] = {}
     for flag, paths, what, _ in strangers:
