@@ -20,6 +20,7 @@ import pytest
 import transformers
 from rich.console import Console
 
+from llmq.base.errors import LlmqError
 from llmq.base.files import locked
 from llmq.checkpoint.checkpoint import GROUPS
 from llmq.plan.sol import peaks
@@ -31,7 +32,16 @@ from llmq.train.diagnose import MAX_SKIPPED
 from llmq.train.json_log import JsonLog
 from llmq.train.ranks import Rounds
 from llmq.train.trainer import Trainer
-from tests.runs import T, flags, make_workplace, records, signal_after, train, write_tokens
+from tests.runs import (
+    T,
+    flags,
+    make_workplace,
+    options,
+    records,
+    signal_after,
+    train,
+    write_tokens,
+)
 from tests.without_cuda import WITHOUT_CUDA
 
 STEPS = 12  # more than two epochs
@@ -474,6 +484,34 @@ def test_console_has_the_shapes_of_llmq(capsys):
     assert re.fullmatch(CONSOLE, out), out
     assert err == ""
     assert os.listdir("ckpt") == ["step_00000006"]
+
+
+def test_no_validation(capsys):
+    """Nothing is opened, nothing is said of it; checkpoints, continuing and export are as ever."""
+    os.remove("data/eval.bin")
+    none = {"eval_file": "none", "eval_every_n_steps": 2, "ckpt_interval": 3}
+    assert train(steps=6, **none) == 0
+    out, err = capsys.readouterr()
+    assert err == "warning: --eval-every-n-steps=2 has no effect without --eval-file\n"
+    assert "[V]" not in out and "eval:" not in out
+    assert "\nDone. No validation\nSaving model to `out` ...\n" in out
+    assert records("eval") == []
+    assert [r["split"] for r in records("dataset")] == ["train"]
+    assert Path("out/model.safetensors").is_file()
+    whole = measured()
+    assert train(steps=6, **none, log_file="again.json", **{"continue": "3"}) == 0
+    assert measured("again.json") == {step: whole[step] for step in (3, 4, 5)}
+    write_tokens(Path("data/eval.bin"), 7, seed=99)
+    assert train(steps=6, log_file="with.json") == 0
+    assert measured("with.json") == whole, "training is the same"
+
+
+def test_a_trainer_without_validation():
+    given = {n.replace("-", "_"): v for n, v in options(eval_file="none", steps=1).items()}
+    with Trainer(**given) as trainer:
+        trainer.step()
+        with pytest.raises(LlmqError, match="--eval-file: none: there is nothing to validate on"):
+            trainer.validate()
 
 
 FIELDS = {

@@ -104,7 +104,9 @@ class Fields:
         _DATA, f"{_SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
     )
     eval_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/eval.bin", "Validation token files, a glob pattern"
+        _DATA,
+        f"{_SHAKESPEARE}/eval.bin",
+        "Validation token files, a glob pattern; none: no validation",
     )
     train_seed: int = option(
         _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1

@@ -34,6 +34,10 @@ NEWEST = "latest"
 """Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
 
 
+NONE = "none"
+"""Value of --eval-file that stands for no validation at all."""
+
+
 def parse_bool(value: Any) -> bool:
     """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""
     word = str(value).lower()

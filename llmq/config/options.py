@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
 from llmq.config.fields import FP8_DTYPES, Fields
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import Option, options_of
+from llmq.config.option_types import NONE, Option, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
@@ -101,6 +101,11 @@ class TrainConfig(Fields):
         if self.device == "cpu" and self.attention == "cudnn":
             raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
         return self
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation files."""
+        return self.eval_file != NONE
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""

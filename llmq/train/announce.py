@@ -92,7 +92,8 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
 
 def announce_data(trainer: Trainer, reporter: Reporter) -> None:
     """[Dataset], and its records."""
-    reporter.dataset({"train": trainer.train_loader, "eval": trainer.eval_loader})
+    validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
+    reporter.dataset({"train": trainer.train_loader} | validation)
 
 
 def announce_memory(

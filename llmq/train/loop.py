@@ -112,7 +112,7 @@ def _run_locked(
 
 def _check_data(trainer: Trainer) -> None:
     """Open the token files, which checks them, and see that there is enough for the run."""
-    loader, _ = trainer.train_loader, trainer.eval_loader
+    loader, _ = trainer.train_loader, trainer.eval_loaders
     if trainer.steps_per_epoch == 0:
         raise DataError(
             f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
@@ -246,7 +246,7 @@ class _Run:
         trainer, config, step = self.trainer, self.config, self.trainer.steps_done
         every, interval = config.eval_every_n_steps, config.ckpt_interval
         evaluate = trainer.advance_epoch_if_needed() or (every > 0 and step % every == 0)
-        if evaluate and step not in (0, trainer.validated_at):
+        if evaluate and config.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         if step > self.first and interval > 0 and step % interval == 0:
             self.save()
@@ -351,10 +351,14 @@ class _Run:
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
-        loss = self.evaluate(None)
-        if self.signum is not None:
-            self._leave()
-        self.reporter.message(f"Done. validation loss {loss:10f}", step)
+        if self.config.validates:
+            loss = self.evaluate(None)
+            if self.signum is not None:
+                self._leave()
+            self.reporter.message(f"Done. validation loss {loss:10f}", step)
+        else:
+            self.collect()
+            self.reporter.message("Done. No validation", step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
 

@@ -119,6 +119,8 @@ class Trainer:
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches of each rank; opened, and every file checked, at first use."""
+        if not self.config.validates:
+            return []
         return self._loaders(self.config.eval_file, self.config.eval_seed, everything=True)
 
     @property
@@ -128,7 +130,9 @@ class Trainer:
 
     @property
     def eval_loader(self) -> DataLoader:
-        """Validation batches of rank 0."""
+        """Validation batches of rank 0. ConfigError if there is no validation."""
+        if not self.config.validates:
+            raise ConfigError("--eval-file: none: there is nothing to validate on")
         return self.eval_loaders[0]
 
     def _loaders(self, pattern: str, seed: int, *, everything: bool) -> list[DataLoader]:
