@@ -794,23 +794,56 @@ def test_damage_in_the_middle_of_the_data_costs_no_steps(capsys):
     assert measured() == measured("whole.json")
 
 
-def test_full_disk_while_saving(monkeypatch, capsys):
-    """One line, and the checkpoint before stays loadable."""
-    assert train(steps=3, save_training_state=True) == 0
-    with monkeypatch.context() as patch:
+def full_disk(patch, room):
+    """Checkpoints of these steps find no room when their files are forced to the disk."""
+    real = os.fsync
 
-        def full(descriptor):
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if any(f"ckpt/step_{step:08d}" in path for step in room):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
 
-        patch.setattr("llmq.base.files.os.fsync", full)
-        assert train(steps=6, ckpt_interval=5, **{"continue": ""}) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: the disk is full, writing 'ckpt/step_00000005.tmp/")
+    patch.setattr("llmq.base.files.os.fsync", fsync)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_full_disk_while_saving(gpus, monkeypatch, capsys):
+    """The run goes on and says so each time, the last checkpoint stays, and there is a next one."""
+    options = {"gpus": gpus, "grad_accumulation": 1, "ckpt_interval": 1, "ckpt_keep_n": 1}
+    full_disk(monkeypatch, room=(2, 3))
+    assert train(steps=3, **options) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    problem = "the disk is full, writing 'ckpt/step_00000002.tmp/"
+    assert out.count(f"WARNING: no checkpoint of step 2: {problem}") == 1
+    assert os.listdir("ckpt") == ["step_00000001"]
+    messages = [r["message"] for r in records("info") if r["step"] == 2]
+    assert any(message.startswith("WARNING: no checkpoint of step 2: ") for message in messages)
+    assert train(steps=5, **options, **{"continue": ""}) == 0
+    out = capsys.readouterr().out
+    assert out.count("WARNING: no checkpoint of step") == 2
+    assert os.listdir("ckpt") == ["step_00000004"], "there was room again"
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_full_disk_at_the_end(monkeypatch, capsys):
+    """The model is exported all the same; then there is one more chance, and an error after it."""
+    full_disk(monkeypatch, room=(2,))
+    assert train(steps=2, ckpt_interval=1, save_training_state=True) == 2
+    out, err = capsys.readouterr()
+    assert "WARNING: no checkpoint of step 2: the disk is full" in out and "Done." in out
+    assert err.startswith("error: the disk is full, writing 'ckpt/step_00000002.tmp/")
     assert err.count("\n") == 1
-    assert os.listdir("ckpt") == ["step_00000003"]
-    json.loads(Path("log.json").read_text())
-    assert train(steps=6, **{"continue": ""}) == 0
-    assert [r["step"] for r in records("step")] == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert os.listdir("ckpt") == ["step_00000001"]
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_full_disk_when_a_signal_comes(monkeypatch, capsys):
+    full_disk(monkeypatch, room=(2,))
+    signal_after(monkeypatch, 1)
+    assert train(steps=4) == 2
+    assert capsys.readouterr().err.startswith("error: the disk is full, writing 'ckpt/step_")
 
 
 def test_full_disk_under_the_log(monkeypatch, capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llmq.base.errors import DataError, warn
+from llmq.base.errors import DataError, DiskFull, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, ending_signals
@@ -28,6 +28,7 @@ from llmq.train.announce import (
     announce_memory,
     announce_options,
     announce_start,
+    check_data,
 )
 from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
@@ -82,7 +83,7 @@ def _run_locked(
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
         trainer.run = identity
-        _check_data(trainer)
+        check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
@@ -108,26 +109,6 @@ def _run_locked(
                 raise
         finally:
             run.close()
-
-
-def _check_data(trainer: Trainer) -> None:
-    """Open the token files, which checks them, and see that there is enough for the run."""
-    loader, _ = trainer.train_loader, trainer.eval_loaders
-    if trainer.steps_per_epoch == 0:
-        raise DataError(
-            f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
-            f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
-        )
-    _ = trainer.total_steps  # compared with --cooldown
-    if loader.unused_files:
-        ranks = trainer.world_size
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
-        warn(
-            [
-                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
-                f"they have less than {each}"
-            ]
-        )
 
 
 def _view(trainer: Trainer) -> View:
@@ -332,15 +313,24 @@ class _Run:
             )
         return result.loss
 
-    def save(self) -> None:
-        """Write a checkpoint, if the newest is not of this step, and delete what is too old."""
+    def save(self, *, required: bool = False) -> None:
+        """Write a checkpoint, if the newest is not of this step, and delete what is too old.
+
+        required: DiskFull is raised, because no other chance follows; else it is only said.
+        """
         self._pause()
         config, step = self.config, self.trainer.steps_done
         if self.saved_at == step:
             return
         self.trainer.history = self.reporter.history
-        with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
-            self.trainer.save()
+        try:
+            with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
+                self.trainer.save()
+        except DiskFull as error:
+            if required:
+                raise
+            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
+            return
         self.saved_at = step
         if config.ckpt_keep_n > 0:
             keep = (config.ckpt_keep_n, config.ckpt_major)
@@ -361,6 +351,8 @@ class _Run:
             self.reporter.message("Done. No validation", step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
+        if self.config.save_training_state:  # if there was no room before
+            self.save(required=True)
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -390,7 +382,7 @@ class _Run:
             restore()
 
     def _leave(self) -> None:
-        self.save()
+        self.save(required=True)
         step, name = self.trainer.steps_done, signal.Signals(self.signum).name
         self.reporter.message(f"Stopped by {name} after {step} steps; go on with --continue", step)
         raise Interrupted(self.signum)
