@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -19,9 +19,9 @@ class RunId:
     adopts: bool = False
 
     @classmethod
-    def new(cls, name: str, *, adopts: bool = False) -> RunId:
+    def new(cls, name: str) -> RunId:
         """Of a run that begins now."""
-        return cls(secrets.token_hex(6), name, adopts)
+        return cls(secrets.token_hex(6), name)
 
     @classmethod
     def of(cls, record: Any) -> RunId | None:
@@ -29,6 +29,12 @@ class RunId:
         if not isinstance(record, dict) or not isinstance(record.get("id"), str):
             return None
         return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True)
+
+    def continuing(self, owner: RunId | None) -> RunId:
+        """This run as the one that `owner` is, under its own name; None: of a run without an id."""
+        if owner is None:
+            return replace(self, adopts=True)
+        return replace(owner, name=self.name)
 
     def record(self) -> dict[str, Any]:
         """In JSON's types."""

@@ -20,7 +20,7 @@ from llmq.config.option_types import (
 
 _DTYPES = ("bf16", "fp32")
 FP8_DTYPES = ("e4m3", "e5m2")
-_SHAKESPEARE = "data/tiny-shakespeare-qwen"
+SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
 _RANKS = "Several GPUs"
@@ -101,12 +101,16 @@ class Fields:
     )
 
     train_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
+        _DATA, f"{SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
     )
-    eval_file: str = option(
+    eval_file: str | None = option(
         _DATA,
-        f"{_SHAKESPEARE}/eval.bin",
-        "Validation token files, a glob pattern; none: no validation",
+        None,
+        "Validation token files, a glob pattern; none: no validation; split: a part of the "
+        "training files; if not given: eval.bin beside the default --train-file, split with others",
+    )
+    eval_fraction: float = option(
+        _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
     )
     train_seed: int = option(
         _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1

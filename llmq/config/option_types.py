@@ -37,6 +37,9 @@ NEWEST = "latest"
 NONE = "none"
 """Value of --eval-file that stands for no validation at all."""
 
+SPLIT = "split"
+"""Value of --eval-file that stands for a part of the training files."""
+
 
 def parse_bool(value: Any) -> bool:
     """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""

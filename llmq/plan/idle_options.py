@@ -174,6 +174,9 @@ def run_warnings(
     lines = rank_warnings(config, world_size, on_cpu=on_cpu)
     if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
+    if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
+        given = flag("eval_fraction", config.eval_fraction)
+        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_file)}")
     if not config.validates:
         names = ("eval_every_n_steps", "eval_num_steps", "eval_seed")
         given = {n: getattr(config, n) for n in names}

@@ -115,6 +115,11 @@ def announce_data(trainer: Trainer, reporter: Reporter) -> None:
     """[Dataset], and its records."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
     reporter.dataset({"train": trainer.train_loader} | validation)
+    if trainer.config.splits:
+        held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
+        reporter.message(
+            f"Validation: {held} sequences at the ends of the training files, never trained on"
+        )
 
 
 def announce_memory(

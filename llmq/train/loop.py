@@ -308,7 +308,7 @@ class _Run:
         if result.tokens == 0:
             self.reporter.message(
                 f"WARNING: the validation loss is nan: all targets that were read of "
-                f"'{config.eval_file}' are masked",
+                f"'{config.train_file if config.splits else config.eval_file}' are masked",
                 trainer.steps_done,
             )
         return result.loss

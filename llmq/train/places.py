@@ -57,15 +57,12 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
     A continued run keeps its id, or gets one and adopts what has none. Without a checkpoint,
     --continue begins the run again that the log is of: it ended before its first checkpoint.
     """
+    new = RunId.new(config.name)
     if checkpoint is not None:
-        owner = checkpoint_owner(checkpoint)
-    elif config.continue_from is not None and has_records(config.log_file):
-        owner = log_owner(config.log_file)
-    else:
-        return RunId.new(config.name)
-    if owner is None:
-        return RunId.new(config.name, adopts=True)
-    return RunId(owner.id, config.name, owner.adopts)
+        return new.continuing(checkpoint_owner(checkpoint))
+    if config.continue_from is not None and has_records(config.log_file):
+        return new.continuing(log_owner(config.log_file))
+    return new
 
 
 class Found(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import resolve_model
 from llmq.data.loader import DataLoader
+from llmq.data.split import Split
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokens import MASKED_TARGET, expand_pattern
 from llmq.model.step import Batch, Result, Step
@@ -114,14 +115,12 @@ class Trainer:
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(self.config.train_file, self.config.train_seed, everything=False)
+        return self._loaders(held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches of each rank; opened, and every file checked, at first use."""
-        if not self.config.validates:
-            return []
-        return self._loaders(self.config.eval_file, self.config.eval_seed, everything=True)
+        return self._loaders(held_out=True) if self.config.validates else []
 
     @property
     def train_loader(self) -> DataLoader:
@@ -135,17 +134,21 @@ class Trainer:
             raise ConfigError("--eval-file: none: there is nothing to validate on")
         return self.eval_loaders[0]
 
-    def _loaders(self, pattern: str, seed: int, *, everything: bool) -> list[DataLoader]:
+    def _loaders(self, *, held_out: bool) -> list[DataLoader]:
+        config = self.config
+        split = Split(config.eval_fraction, held_out) if config.splits else None
+        own_files = held_out and not config.splits
         return [
             DataLoader(
-                pattern,
-                seq_len=self.config.seq_len,
-                micro_batch=self.config.batch_size,
-                seed=seed,
+                config.eval_file if own_files else config.train_file,
+                seq_len=config.seq_len,
+                micro_batch=config.batch_size,
+                seed=config.eval_seed if held_out else config.train_seed,
                 vocab_size=self.model.vocab_size,
                 rank=rank,
                 world_size=self.world_size,
-                everything=everything,
+                everything=held_out,
+                split=split,
             )
             for rank in range(self.world_size)
         ]
@@ -350,10 +353,7 @@ class Trainer:
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
-            before = reader.manifest.run
-            self.run = replace(
-                before or self.run, name=self.config.name, adopts=not before or before.adopts
-            )
+            self.run = self.run.continuing(reader.manifest.run)
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""
