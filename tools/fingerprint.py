@@ -90,7 +90,8 @@ def masked_batches(count: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]
 
 def measured(result: Any) -> dict[str, Any]:
     """The fields of a result but its time."""
-    return {k: v for k, v in dataclasses.asdict(result).items() if k != "communication"}
+    times = ("communication", "begin", "end")
+    return {k: v for k, v in dataclasses.asdict(result).items() if k not in times}
 
 
 def trained(trainer: Any) -> dict[str, Any]:
