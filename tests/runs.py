@@ -73,6 +73,7 @@ def options(**changes: object) -> dict[str, object]:
         "log-file": "log.json",
         "out-dir": "out",
         "checkpoint-dir": "ckpt",
+        "overwrite": True,
     }
     return defaults | {name.replace("_", "-"): value for name, value in changes.items()}
 

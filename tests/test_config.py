@@ -9,6 +9,7 @@ import pytest
 
 from llmq.base.errors import ConfigError
 from llmq.config.model import ModelConfig
+from llmq.config.options_io import make_config
 from llmq.config.presets import PRESETS, preset
 from llmq.model.arch.common import ignored_fields
 from llmq.model.arch.rope_family import RopeScaling
@@ -386,8 +387,7 @@ def test_weights_of_transformers_have_our_shapes(name):
         ),
         (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        (MISTRAL_7B, {"sliding_window": 4096}, "set max_position_embeddings to 4096"),
-        (PHI3_MINI, {"max_position_embeddings": 4096}, "set max_position_embeddings to 2047"),
+        (MISTRAL_7B, {"sliding_window": 0}, "sliding_window: must be positive, got 0"),
         (
             PHI3_MINI,
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
@@ -449,13 +449,39 @@ def test_fields_that_may_be_missing_have_the_defaults_of_transformers():
     assert (model.head_dim, model.num_kv_heads) == (64, 32)
     bare_qwen3 = {k: v for k, v in QWEN3_06B.items() if k != "head_dim"}
     assert ModelConfig.from_hf(bare_qwen3).head_dim == 128
-    with pytest.raises(ConfigError, match="sliding_window 4096"):
-        ModelConfig.from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    mistral = ModelConfig.from_hf({k: v for k, v in MISTRAL_7B.items() if k != "sliding_window"})
+    assert mistral.sliding_window == 4096
 
 
 def test_a_window_as_long_as_the_positions_is_full_attention():
     windowed = {**MISTRAL_7B, "sliding_window": 4096, "max_position_embeddings": 4096}
-    assert ModelConfig.from_hf(windowed).max_positions == 4096
+    model = ModelConfig.from_hf(windowed)
+    assert (model.max_positions, model.sliding_window) == (4096, None)
+
+
+@pytest.mark.parametrize(
+    ("hf", "window"),
+    [
+        (MISTRAL_7B | {"sliding_window": 1024}, 1024),
+        (PHI3_MINI | {"max_position_embeddings": 4096}, 2047),  # as released
+    ],
+)
+def test_sequences_may_be_as_long_as_the_window(hf, window):
+    """The window stays in the config that is written; attention is the same within it."""
+    model = ModelConfig.from_hf(hf)
+    assert (model.sliding_window, model.longest) == (window, window)
+    written = model.to_hf()
+    assert written["sliding_window"] == window
+    assert written["max_position_embeddings"] == hf["max_position_embeddings"]
+    assert ModelConfig.from_hf(written) == model
+    seq_len = window // 4 * 4
+    make_config({"seq-len": seq_len}).validate_with(model)
+    with pytest.raises(ConfigError, match=rf"^--seq-len: {seq_len + 4} exceeds the sliding_window"):
+        make_config({"seq-len": seq_len + 4}).validate_with(model)
+
+
+def test_qwens_windows_are_not_those_of_all_layers():
+    assert QWEN25_05B["sliding_window"] and ModelConfig.from_hf(QWEN25_05B).sliding_window is None
 
 
 def test_dropout_is_reported_as_ignored():

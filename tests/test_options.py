@@ -36,6 +36,7 @@ LLMQ_DEFAULTS = {
     "gradient-dtype": "bf16",
     "train-file": "data/tiny-shakespeare-qwen/train.bin",
     "eval-file": "data/tiny-shakespeare-qwen/eval.bin",
+    "eval-fraction": 0.02,
     "train-seed": 0x83B45442,
     "eval-seed": 0x384B4524,
     "batch": 4,
@@ -71,6 +72,7 @@ LLMQ_DEFAULTS = {
     "ckpt-major": -1,
     "save-training-state": True,
     "continue": None,
+    "overwrite": False,
     "new-data": False,
     "log-gpu-util": 25,
     "debug-log-allocations": -1,
@@ -447,10 +449,10 @@ def test_epochs_are_implied_only_without_steps():
 
 def test_names_and_log_file():
     start = datetime(2026, 3, 4, 5, 6, 59, tzinfo=UTC)
-    config = TrainConfig(name="run/a", out_dir=Path("x/%n/%n"), checkpoint_dir=Path("c"))
+    config = TrainConfig(name="run-a", out_dir=Path("x/%n/%n"), checkpoint_dir=Path("c"))
     config = config.normalized(start)
-    assert config.log_file == Path("logs/run/a-2026-03-04T05_06_59.json")
-    assert config.out_dir == Path("x/run/a/run/a")
+    assert config.log_file == Path("logs/run-a-2026-03-04T05_06_59.json")
+    assert config.out_dir == Path("x/run-a/run-a")
     assert config.checkpoint_dir == Path("c")
     named = TrainConfig(name="b", log_file=Path("%n.json")).normalized(start)
     assert named.log_file == Path("b.json")

@@ -20,6 +20,7 @@ import pytest
 import transformers
 from rich.console import Console
 
+from llmq.base.errors import LlmqError
 from llmq.base.files import locked
 from llmq.checkpoint.checkpoint import GROUPS
 from llmq.plan.sol import peaks
@@ -31,7 +32,16 @@ from llmq.train.diagnose import MAX_SKIPPED
 from llmq.train.json_log import JsonLog
 from llmq.train.ranks import Rounds
 from llmq.train.trainer import Trainer
-from tests.runs import T, flags, make_workplace, records, signal_after, train, write_tokens
+from tests.runs import (
+    T,
+    flags,
+    make_workplace,
+    options,
+    records,
+    signal_after,
+    train,
+    write_tokens,
+)
 from tests.without_cuda import WITHOUT_CUDA
 
 STEPS = 12  # more than two epochs
@@ -221,18 +231,6 @@ def test_a_log_outlives_continue_without_a_checkpoint():
     assert train(steps=2) == 0
     assert train(steps=2, **{"continue": ""}) == 0
     assert [r["step"] for r in records("step")] == [0, 1, 0, 1]
-
-
-def test_a_fresh_start_beside_other_checkpoints_is_warned_of(capsys):
-    assert train(steps=4, ckpt_interval=1) == 0
-    assert capsys.readouterr().err == ""
-    assert train(steps=1) == 0
-    assert capsys.readouterr().err == (
-        "warning: --checkpoint-dir: 'ckpt' holds 3 checkpoints, the last one is step_00000003 of "
-        "an earlier run: --continue takes that of the most steps, whichever run it is of\n"
-    )
-    assert train(steps=4, **{"continue": ""}) == 0
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("stop", [3, 4])
@@ -488,8 +486,36 @@ def test_console_has_the_shapes_of_llmq(capsys):
     assert os.listdir("ckpt") == ["step_00000006"]
 
 
+def test_no_validation(capsys):
+    """Nothing is opened, nothing is said of it; checkpoints, continuing and export are as ever."""
+    os.remove("data/eval.bin")
+    none = {"eval_file": "none", "eval_every_n_steps": 2, "ckpt_interval": 3}
+    assert train(steps=6, **none) == 0
+    out, err = capsys.readouterr()
+    assert err == "warning: --eval-every-n-steps=2 has no effect without --eval-file\n"
+    assert "[V]" not in out and "eval:" not in out
+    assert "\nDone. No validation\nSaving model to `out` ...\n" in out
+    assert records("eval") == []
+    assert [r["split"] for r in records("dataset")] == ["train"]
+    assert Path("out/model.safetensors").is_file()
+    whole = measured()
+    assert train(steps=6, **none, log_file="again.json", **{"continue": "3"}) == 0
+    assert measured("again.json") == {step: whole[step] for step in (3, 4, 5)}
+    write_tokens(Path("data/eval.bin"), 7, seed=99)
+    assert train(steps=6, log_file="with.json") == 0
+    assert measured("with.json") == whole, "training is the same"
+
+
+def test_a_trainer_without_validation():
+    given = {n.replace("-", "_"): v for n, v in options(eval_file="none", steps=1).items()}
+    with Trainer(**given) as trainer:
+        trainer.step()
+        with pytest.raises(LlmqError, match="--eval-file: none: there is nothing to validate on"):
+            trainer.validate()
+
+
 FIELDS = {
-    "cmd": "cmd",
+    "cmd": "run cmd",
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
@@ -690,10 +716,11 @@ def test_fine_tuning_a_model_directory(capsys):
     assert "Loading model from `pretrained` ...\n" in capsys.readouterr().out
     first, last = records("eval")[0], records("eval")[-1]
     assert last["loss"] < first["loss"]
-    assert train(**fine_tune | {"model": "out"}, steps=0, log_file="again.json") == 0
+    again = {"model": "out", "log_file": "again.json", "out_dir": "again"}
+    assert train(**fine_tune | again, steps=0) == 0
     assert records("eval", "again.json")[0]["loss"] == last["loss"]
-    transformers.AutoModelForCausalLM.from_pretrained("out")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    transformers.AutoModelForCausalLM.from_pretrained("again")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("again")
     assert tokenizer.decode(tokenizer("Hé\n").input_ids) == "Hé\n"
 
 
@@ -767,23 +794,56 @@ def test_damage_in_the_middle_of_the_data_costs_no_steps(capsys):
     assert measured() == measured("whole.json")
 
 
-def test_full_disk_while_saving(monkeypatch, capsys):
-    """One line, and the checkpoint before stays loadable."""
-    assert train(steps=3, save_training_state=True) == 0
-    with monkeypatch.context() as patch:
+def full_disk(patch, room):
+    """Checkpoints of these steps find no room when their files are forced to the disk."""
+    real = os.fsync
 
-        def full(descriptor):
+    def fsync(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if any(f"ckpt/step_{step:08d}" in path for step in room):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
 
-        patch.setattr("llmq.base.files.os.fsync", full)
-        assert train(steps=6, ckpt_interval=5, **{"continue": ""}) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: the disk is full, writing 'ckpt/step_00000005.tmp/")
+    patch.setattr("llmq.base.files.os.fsync", fsync)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_full_disk_while_saving(gpus, monkeypatch, capsys):
+    """The run goes on and says so each time, the last checkpoint stays, and there is a next one."""
+    options = {"gpus": gpus, "grad_accumulation": 1, "ckpt_interval": 1, "ckpt_keep_n": 1}
+    full_disk(monkeypatch, room=(2, 3))
+    assert train(steps=3, **options) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    problem = "the disk is full, writing 'ckpt/step_00000002.tmp/"
+    assert out.count(f"WARNING: no checkpoint of step 2: {problem}") == 1
+    assert os.listdir("ckpt") == ["step_00000001"]
+    messages = [r["message"] for r in records("info") if r["step"] == 2]
+    assert any(message.startswith("WARNING: no checkpoint of step 2: ") for message in messages)
+    assert train(steps=5, **options, **{"continue": ""}) == 0
+    out = capsys.readouterr().out
+    assert out.count("WARNING: no checkpoint of step") == 2
+    assert os.listdir("ckpt") == ["step_00000004"], "there was room again"
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_full_disk_at_the_end(monkeypatch, capsys):
+    """The model is exported all the same; then there is one more chance, and an error after it."""
+    full_disk(monkeypatch, room=(2,))
+    assert train(steps=2, ckpt_interval=1, save_training_state=True) == 2
+    out, err = capsys.readouterr()
+    assert "WARNING: no checkpoint of step 2: the disk is full" in out and "Done." in out
+    assert err.startswith("error: the disk is full, writing 'ckpt/step_00000002.tmp/")
     assert err.count("\n") == 1
-    assert os.listdir("ckpt") == ["step_00000003"]
-    json.loads(Path("log.json").read_text())
-    assert train(steps=6, **{"continue": ""}) == 0
-    assert [r["step"] for r in records("step")] == [0, 1, 2, 3, 4, 3, 4, 5]
+    assert os.listdir("ckpt") == ["step_00000001"]
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_full_disk_when_a_signal_comes(monkeypatch, capsys):
+    full_disk(monkeypatch, room=(2,))
+    signal_after(monkeypatch, 1)
+    assert train(steps=4) == 2
+    assert capsys.readouterr().err.startswith("error: the disk is full, writing 'ckpt/step_")
 
 
 def test_full_disk_under_the_log(monkeypatch, capsys):

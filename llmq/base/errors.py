@@ -18,6 +18,10 @@ class DataError(LlmqError):
     """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
 
 
+class DiskFull(LlmqError):
+    """What was to be written found no room; nothing of it is left, and what was there stays."""
+
+
 def warn(lines: Iterable[str]) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
     for line in lines:

@@ -13,17 +13,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import DiskFull, LlmqError
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a one-line LlmqError about writing `path`."""
+    """Turn an OSError inside the block into a one-line LlmqError about writing `path`.
+
+    DiskFull where that is why.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise LlmqError(
+            raise DiskFull(
                 f"the disk is full, writing '{path}': free some space or choose another directory"
             ) from error
         raise LlmqError(f"cannot write '{path}': {error.strerror}") from error

@@ -68,6 +68,12 @@ class Tensor:
             )
         return Tensor(self.name, shape, self.dtype, self.storage, self.offset)
 
+    def view_as(self, dtype: DType) -> Tensor:
+        """The same bytes as elements of another dtype of equal size."""
+        if dtype.itemsize != self.dtype.itemsize:
+            raise ValueError(f"view_as: {self!r} does not have elements of the size of {dtype}")
+        return Tensor(self.name, self.shape, dtype, self.storage, self.offset)
+
     def rows(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the first dimension."""
         if not 0 <= start < stop <= self.shape[0]:

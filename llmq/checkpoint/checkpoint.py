@@ -29,6 +29,7 @@ import numpy as np
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors, publish_directory, replacing, write_file
+from llmq.base.run_id import RunId
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
     SafetensorsFile,
@@ -62,6 +63,7 @@ class Manifest:
     """The options of the run, to be shown and compared."""
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
+    run: RunId | None = None  # None before runs had ids
 
 
 class FileEntry(NamedTuple):
@@ -165,16 +167,17 @@ class CheckpointWriter:
     def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
         """Make the checkpoint visible, in place of one of the same step; returns its path.
 
-        Rank 0 only. entries: what every `write` of every rank returned. Raises like `write`.
+        Rank 0 only. entries: what every `write` returned, of every rank. Raises like `write`.
         """
         entries = sorted(entries)
         for group in {e.group for e in entries} | set(GROUPS):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter.commit: not every rank has written {group}")
+        run = manifest.run.record() if manifest.run else {}
         document = {
             "version": VERSION,
             "distributed": {"world": self.world},
-            "run": {"step": self.step, "state": manifest.state},
+            "run": {"step": self.step, "state": manifest.state, **run},
             "data-loader": manifest.loader,
             "model": manifest.model.to_hf(),
             "options": manifest.options,
@@ -251,6 +254,7 @@ class CheckpointReader:
             state=document["run"]["state"],
             options=document["options"],
             tokenizer=document["tokenizer"],
+            run=RunId.of(document["run"]),
         )
         entries = [FileEntry(**entry) for entry in document["files"]]
         _verify(path, entries)

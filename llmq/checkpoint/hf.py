@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors, staged_directory
+from llmq.base.run_id import RunId
 from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.config.model import ModelConfig
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
@@ -34,6 +35,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 _CONFIG_FILE = "config.json"
+RUN_FILE = "llmq.json"
+"""Of an export: which run it is of. Other readers of model directories do not look at it."""
+_MODEL_FILES = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -251,28 +255,49 @@ def export_model(
     dtype: DType,
     tokenizer: Tokenizer | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    run: RunId | None = None,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied. Nothing appears in out_dir
-    before everything is on the disk; of what is there already, only an older export is replaced.
+    beside them, or the model directory whose tokenizer files are copied. run: whose model it is.
+    Nothing appears in out_dir before everything is on the disk; of what is there already, only an
+    older export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
+    replaces = _MODEL_FILES
     if _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None:
         replaces += HfTokenizer.FILES
     with staged_directory(out_dir, replaces) as staging:
         _write_json(staging / _CONFIG_FILE, config.to_hf(option))
         _write_json(staging / "generation_config.json", _generation_config(config))
         _write_weights(staging, config, read, dtype, max_shard_bytes)
+        if run is not None:
+            _write_json(staging / RUN_FILE, {"run": run.record()})
         if isinstance(tokenizer, Path):
             copy_tokenizer_files(tokenizer, staging)
         elif tokenizer is not None:
             tokenizer.save(staging)
         return sorted(path.name for path in staging.iterdir())
+
+
+def exported_files(directory: Path) -> list[Path]:
+    """Of a model directory, what an export into it would replace; empty if there is no model."""
+    found = [path for pattern in _MODEL_FILES for path in sorted(directory.glob(pattern))]
+    if not found:
+        return []
+    others = (directory / name for name in ("generation_config.json", *HfTokenizer.FILES))
+    return found + [path for path in others if path.is_file()]
+
+
+def export_owner(directory: Path) -> RunId | None:
+    """Whose export a model directory is; None if no run of an id wrote it."""
+    try:
+        return RunId.of(json.loads((directory / RUN_FILE).read_bytes())["run"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors
+from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import MANIFEST, CheckpointReader
 from llmq.checkpoint.hf import export_model
 from llmq.config.command_line import flag
@@ -50,16 +51,21 @@ def _named_step(path: Path) -> int | None:
     return int(name[1]) if name else None
 
 
-def _recorded_step(path: Path) -> int | None:
-    """The step that a complete checkpoint holds; None if it is damaged: reading it will tell."""
+def _recorded(path: Path) -> dict[str, Any]:
+    """Step and run of a complete checkpoint; {} if it is damaged: reading it will tell."""
     try:
-        return json.loads((path / MANIFEST).read_bytes())["run"]["step"]
+        return dict(json.loads((path / MANIFEST).read_bytes())["run"])
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        return {}
+
+
+def checkpoint_owner(path: Path) -> RunId | None:
+    """Whose checkpoint it is; None before runs had ids, and where it is damaged."""
+    return RunId.of(_recorded(path))
 
 
 def _check_name(path: Path) -> None:
-    named, recorded = _named_step(path), _recorded_step(path)
+    named, recorded = _named_step(path), _recorded(path).get("step")
     if None not in (named, recorded) and named != recorded:
         raise LlmqError(
             f"'{path}' holds step {recorded}, though its name says {named}: rename it to "
@@ -94,7 +100,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 # Of a model, what changes nothing in what its weights compute.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
-_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
+_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "sliding_window"}
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
@@ -174,9 +180,12 @@ def _shown(name: str, value: Any) -> Any:
     return "not given" if no_limit else value
 
 
-def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path]:
+def clean_old(
+    directory: Path, keep_n: int, major: int, saved: int, run: RunId | None = None
+) -> list[Path]:
     """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
 
+    run: whose checkpoints; those of another run stay, not counted. None: those without an id.
     keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
     and are not counted; of the others the keep_n newest stay. saved: the step of the checkpoint
     that was just written, which counts as the newest, also beside later ones of an abandoned run.
@@ -186,7 +195,7 @@ def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path
     gone = sorted(directory.glob("step_*.tmp"))
     found = checkpoints_by_name(directory)
     if keep_n > 0:
-        found = {s: path for s, path in found.items() if _recorded_step(path) in (s, None)}
+        found = {s: path for s, path in found.items() if _may_go(path, s, run)}
         minors = [step for step in found if major <= 0 or step % major]
         minors.sort(key=lambda step: (step == saved, step))
         gone += [found[step] for step in minors[:-keep_n]]
@@ -196,6 +205,14 @@ def clean_old(directory: Path, keep_n: int, major: int, saved: int) -> list[Path
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
     return gone
+
+
+def _may_go(path: Path, step: int, run: RunId | None) -> bool:
+    """Whether it is a checkpoint of this run that was not renamed."""
+    recorded = _recorded(path)
+    owner = RunId.of(recorded)
+    mine = owner is None if run is None else run.owns(owner)
+    return mine and recorded.get("step") in (step, None)
 
 
 def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
@@ -216,4 +233,5 @@ def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16"
             lambda param: reader.read("weights", param).reshape(param.shape),
             OPTION_DTYPES[model_dtype],
             ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
+            run=reader.manifest.run,
         )

@@ -12,13 +12,14 @@ from llmq.config.option_types import (
     parse_continue,
     parse_every,
     parse_layers,
+    parse_name,
     parse_size,
     parse_switch,
     switch,
 )
 
 FP8_DTYPES = ("e4m3", "e5m2")
-_SHAKESPEARE = "data/tiny-shakespeare-qwen"
+SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
 _RANKS = "Several GPUs"
@@ -80,10 +81,16 @@ class Fields:
     )
 
     train_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
+        _DATA, f"{SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
     )
-    eval_file: str = option(
-        _DATA, f"{_SHAKESPEARE}/eval.bin", "Validation token files, a glob pattern"
+    eval_file: str | None = option(
+        _DATA,
+        None,
+        "Validation token files, a glob pattern; none: no validation; split: a part of the "
+        "training files; if not given: eval.bin beside the default --train-file, split with others",
+    )
+    eval_fraction: float = option(
+        _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
     )
     train_seed: int = option(
         _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
@@ -149,7 +156,9 @@ class Fields:
         _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
     )
 
-    name: str = option(_OUTPUT, "llmq", "Name of the run, replaces %n in the paths below")
+    name: str = option(
+        _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
+    )
     out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
     checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
     ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
@@ -166,6 +175,9 @@ class Fields:
         "Resume: the newest checkpoint, or the one of this step or path",
         flag="continue",
         parse=parse_continue,
+    )
+    overwrite: bool = switch(
+        _OUTPUT, "Move aside what another run wrote to the same places, to NAME.old-1"
     )
     new_data: bool = switch(
         _OUTPUT, "With --continue: start the data anew, not where the checkpoint was"

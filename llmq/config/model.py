@@ -43,6 +43,8 @@ class ModelConfig:
     """Hd: channels of one head."""
     max_positions: int
     """Longest sequence in tokens."""
+    sliding_window: int | None = None
+    """Positions that a token sees, itself included; None: all. Not longer than max_positions."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
@@ -95,6 +97,11 @@ class ModelConfig:
     def padded_vocab(self) -> int:
         """Vp: rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+    @property
+    def longest(self) -> int:
+        """Longest sequence for which full attention, which is what there is, is the model's."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -34,6 +34,13 @@ NEWEST = "latest"
 """Value of --continue that stands for the newest checkpoint of --checkpoint-dir."""
 
 
+NONE = "none"
+"""Value of --eval-file that stands for no validation at all."""
+
+SPLIT = "split"
+"""Value of --eval-file that stands for a part of the training files."""
+
+
 def parse_bool(value: Any) -> bool:
     """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""
     word = str(value).lower()
@@ -70,6 +77,14 @@ def parse_str(value: Any) -> str:
     if value == "" or isinstance(value, bool | list | dict):
         raise ValueError(f"expected text, got {value!r}")
     return str(value)
+
+
+def parse_name(value: Any) -> str:
+    """Text that can be the name of one file. ValueError otherwise."""
+    name = parse_str(value)
+    if name in (".", "..") or re.search(r"[/\\]", name) or not name.isprintable() or name.isspace():
+        raise ValueError(f"expected a name without / and \\ and control characters, got {value!r}")
+    return name
 
 
 def parse_path(value: Any) -> Path:
@@ -187,6 +202,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_int: "INT",
     parse_float: "FLOAT",
     parse_str: "TEXT",
+    parse_name: "TEXT",
     parse_path: "PATH",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",

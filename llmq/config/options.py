@@ -9,9 +9,9 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.config.fields import FP8_DTYPES, Fields
+from llmq.config.fields import FP8_DTYPES, SHAKESPEARE, Fields
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import Option, options_of
+from llmq.config.option_types import NONE, SPLIT, Option, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
@@ -22,7 +22,7 @@ class TrainConfig(Fields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
-        """With what is implied written out: spellings, formats, recomputation, %n, the log file.
+        """With what is implied written out: spellings, formats, recomputation, %n, files.
 
         now: the start of the run for the name of the log file, in UTC. Applying it again changes
         nothing. Raises ConfigError where a value has the wrong type.
@@ -38,6 +38,9 @@ class TrainConfig(Fields):
             values["epochs"] = 1
         for implied, implying, least in _IMPLICATIONS:
             values[implied] = values[implied] or values[implying] >= least
+        if values["eval_file"] is None:  # the default one is of the default training data
+            default = values["train_file"] == f"{SHAKESPEARE}/train.bin"
+            values["eval_file"] = f"{SHAKESPEARE}/eval.bin" if default else SPLIT
         if values["log_file"] is None:
             start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
@@ -53,6 +56,10 @@ class TrainConfig(Fields):
         for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
             if beta >= 1:
                 raise ConfigError(f"{flag}: must be less than 1, got {beta}")
+        if not 0 < self.eval_fraction < 1:
+            raise ConfigError(
+                f"--eval-fraction: must be more than 0 and less than 1, got {self.eval_fraction}"
+            )
         if self.adam_epsilon < _LEAST_EPSILON:
             raise ConfigError(
                 "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the "
@@ -97,6 +104,16 @@ class TrainConfig(Fields):
         if self.device == "cpu" and self.attention == "cudnn":
             raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
         return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether the validation data are a part of the training files."""
+        return self.eval_file == SPLIT
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation files."""
+        return self.eval_file != NONE
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""
@@ -154,6 +171,11 @@ class TrainConfig(Fields):
         if self.seq_len > model.max_positions:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
+            )
+        if self.seq_len > model.longest:
+            raise ConfigError(
+                f"--seq-len: {self.seq_len} exceeds the sliding_window {model.sliding_window} of "
+                "the model, and only full attention is implemented: use at most as many"
             )
         try:
             layer_set(self.recompute_layers, model.num_layers)

@@ -12,7 +12,6 @@ chunk): resuming costs one shuffle of one file and reads no data.
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.data.split import Split, fingerprint
 from llmq.data.tokens import MASKED_TARGET, TokenFile, open_token_files
 
 # ------------------------------------------------------------------------------------------------
@@ -160,13 +160,14 @@ class DataLoader:
         rank: int = 0,
         world_size: int = 1,
         everything: bool = False,
+        split: Split | None = None,
         prefetch: int = 4,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
         everything: fill incomplete groups and batches with masked targets instead of leaving them
         out. Their inputs are those of another sequence, so that no other values arise in the model.
-
+        split: the side of the files that is read; None: all of them.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -178,9 +179,13 @@ class DataLoader:
         self.rank, self.world_size = rank, world_size
         self.seed, self.vocab_size = seed % 2**64, vocab_size
         self.files: list[TokenFile] = open_token_files(files, vocab_size)
-        self._fingerprint = _fingerprint(self.files)
+        self._fingerprint = fingerprint(self.files, split)
         self.total_tokens = sum(file.num_tokens for file in self.files)
         self._chunks = [max(file.num_tokens - 1, 0) // seq_len for file in self.files]
+        self._first = [0] * len(self.files)  # chunk of each file
+        if split is not None:
+            self._first, self._chunks = split.of(self._chunks)
+            self.total_tokens = sum(self._chunks) * seq_len
         self._everything = everything
         self._groups = [self._parts(chunks, world_size) for chunks in self._chunks]
         self.batches_per_epoch = self._parts(sum(self._groups), micro_batch)
@@ -363,7 +368,8 @@ class DataLoader:
             which = file_order[file_index]
             order = epoch_order(self._chunks[which], self.seed, epoch, file_index)
             chunk = chunk_index + self.rank
-            start = int(order[min(chunk, len(order) - 1)]) * self.seq_len
+            index = self._first[which] + int(order[min(chunk, len(order) - 1)])
+            start = index * self.seq_len
             file = self.files[which]
             if file is not self._open_file:
                 if self._open_file is not None:
@@ -391,9 +397,3 @@ class DataLoader:
                 f"model's vocabulary of {self.vocab_size}: the file is damaged or was made for "
                 "another tokenizer; tokenize the data again"
             )
-
-
-def _fingerprint(files: list[TokenFile]) -> str:
-    """Identifies the set of files by names and sizes; folders may be moved."""
-    lines = [f"{file.path.name} {file.num_bytes}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -13,7 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.base.dtypes import F64, I32, I64, STAT, STATS, STEP_SCALARS, STEP_SCALARS_WORDS, DType
+from llmq.base.dtypes import (
+    F64,
+    I32,
+    I64,
+    STAT,
+    STATS,
+    STEP_BEGIN,
+    STEP_END,
+    STEP_REPORT_WORDS,
+    STEP_SCALARS,
+    STEP_SCALARS_WORDS,
+    DType,
+)
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -50,6 +62,8 @@ class Result:
     the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
     for their fp8 scales, with delayed ones. communication: milliseconds of the step in which a rank
     did nothing but wait for others, the mean of all; None with one rank, 0 for evaluations.
+    begin, end: of a step, nanoseconds on the clock of the rank's device, from some time in the past
+    on; end is that of the update.
     """
 
     loss: float
@@ -60,10 +74,13 @@ class Result:
     lse_mean: float
     saturated: int = 0
     communication: float | None = field(default=None, compare=False)  # a time is never the same
+    begin: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
 
     @classmethod
     def from_stats(cls, stats: np.ndarray, world_size: int) -> Result:
-        """stats: F64 (10,), sums of all ranks as named in llmq.base.dtypes.STATS."""
+        """stats: F64 (13,), sums of all ranks as llmq.base.dtypes.STATS names them, and times."""
+        times = stats.view(np.int64)
         value = {name: float(stats[i]) for name, i in STAT.items()}
         tokens, tokens_1k = value["tokens"], value["tokens_1k"]
         return cls(
@@ -75,6 +92,8 @@ class Result:
             lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
             saturated=int(value["saturated"]),
             communication=value["exposed"] / world_size if world_size > 1 else None,
+            begin=int(times[STEP_BEGIN]),
+            end=int(times[STEP_END]),
         )
 
 
@@ -114,7 +133,10 @@ class Step:
         self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
         self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
         self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
-        self.stats = dev.alloc("stats", (len(STATS),), F64, "Activations")
+        self.report = dev.alloc("stats", (STEP_REPORT_WORDS,), F64, "Activations")
+        self.stats = self.report.rows(0, len(STATS))
+        at = (STEP_BEGIN, STEP_END)
+        self.begin, self.end = (self.report.rows(i, i + 1).view_as(I64) for i in at)
         self._exposed: Tensor | None = None  # milliseconds since the last sums of all ranks
         self._goes_on = False  # whether this is directly after another step
         if dev.world_size > 1:
@@ -124,7 +146,7 @@ class Step:
         # until the device has got what it was sent so many micro-steps ago.
         slots = min(2 * options.grad_accumulation, MOST_SLOTS)
         self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
-        self.incoming = Ring(dev, "stats", RESULTS, len(STATS), F64)
+        self.incoming = Ring(dev, "stats", RESULTS, STEP_REPORT_WORDS, F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
         self.weights = Weights(dev, self.table, placement)
@@ -152,6 +174,7 @@ class Step:
 
     def start(self) -> None:
         """Before the first micro-step of an optimizer step."""
+        clock.start(self.dev, self.begin)
         self.dev.zero(self.stats)
         # What ranks wait for after they have exchanged a step's sums counts in the next step.
         if self._exposed is not None and not self._goes_on:
@@ -283,6 +306,7 @@ class Step:
                 self.dev.copy(self.stats.rows(STAT["exposed"], STAT["exposed"] + 1), self._exposed)
                 self.dev.zero(self._exposed)
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
+        clock.start(self.dev, self.end)
 
     def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
@@ -316,6 +340,6 @@ class Step:
         """Start copying the stats to the next pinned slot; returns its ticket."""
         ticket = self.incoming.used
         index = self.incoming.advance()
-        self.dev.copy(self.incoming.slots[index], self.stats)
+        self.dev.copy(self.incoming.slots[index], self.report)
         self.dev.record(self.incoming.events[index])
         return ticket

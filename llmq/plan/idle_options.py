@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.estimate import RECOMPUTE
@@ -170,6 +171,14 @@ def run_warnings(
     lines = rank_warnings(config, world_size, on_cpu=on_cpu)
     if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
+    if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
+        given = flag("eval_fraction", config.eval_fraction)
+        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_file)}")
+    if not config.validates:
+        names = ("eval_every_n_steps", "eval_num_steps", "eval_seed")
+        given = {n: getattr(config, n) for n in names}
+        idle = [flag(n, v) for n, v in given.items() if v > 0 and v != getattr(_DEFAULTS, n)]
+        return lines + [f"{each} has no effect without --eval-file" for each in idle]
     validates = 0 < config.eval_every_n_steps < steps or steps > steps_per_epoch
     if not validates and config.eval_num_steps != _DEFAULTS.eval_num_steps:
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmq.base.dtypes import MIB
+from llmq.base.errors import DataError, warn
 from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
@@ -28,9 +29,30 @@ Monitors = Sequence[GpuMonitor | None]
 """By rank; None where there is nothing to read."""
 
 
+def check_data(trainer: Trainer) -> None:
+    """Open the token files, which checks them, and see that there is enough for the run."""
+    loader, _ = trainer.train_loader, trainer.eval_loaders
+    if trainer.steps_per_epoch == 0:
+        raise DataError(
+            f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
+            f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
+        )
+    _ = trainer.total_steps  # compared with --cooldown
+    if loader.unused_files:
+        ranks = trainer.world_size
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
+        warn(
+            [
+                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
+                f"they have less than {each}"
+            ]
+        )
+
+
 def announce_options(trainer: Trainer, reporter: Reporter, argv: list[str]) -> None:
     """[Options], and their records."""
-    reporter.log.write("cmd", 0, cmd=argv)
+    run = {"id": trainer.run.id, "name": trainer.run.name}
+    reporter.log.write("cmd", 0, run=run, cmd=argv)
     reporter.options(
         option_rows(
             trainer.config,
@@ -91,7 +113,13 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
 
 def announce_data(trainer: Trainer, reporter: Reporter) -> None:
     """[Dataset], and its records."""
-    reporter.dataset({"train": trainer.train_loader, "eval": trainer.eval_loader})
+    validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
+    reporter.dataset({"train": trainer.train_loader} | validation)
+    if trainer.config.splits:
+        held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
+        reporter.message(
+            f"Validation: {held} sequences at the ends of the training files, never trained on"
+        )
 
 
 def announce_memory(

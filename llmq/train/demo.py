@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.base.run_id import RunId
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import resolve_model
@@ -22,6 +23,7 @@ from llmq.train.sampling import Sampler, open_model, printable
 
 PROMPT = "def __init__(self"
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
+DEMO = RunId("demo", "demo", adopts=True)  # all are one run: the next one replaces the last
 STEPS = {"host": 450, "cuda": 4000}
 
 
@@ -80,7 +82,7 @@ def run_demo(out: Path, device: str, steps: int | None) -> None:
     positions = len(PROMPT) + NEW_TOKENS
     with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
         _show("Before training", sampler)
-    run_training(config.validate_with(model), model, None, sys.argv)
+    run_training(config.validate_with(model), model, None, sys.argv, DEMO)
     run_plot([config.log_file], out / "loss.png")
     with open_model(str(config.out_dir)) as (model, read, _):
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)

@@ -19,11 +19,13 @@ from typing import Any
 from llmq.base.errors import DataError, LlmqError, warn
 from llmq.base.files import disk_errors
 from llmq.base.records import elements
+from llmq.base.run_id import RunId
 
 _EMPTY_LOG = b"[\n]\n"
 _LOG_END = b"\n]\n"
 RETRY_SECONDS = 0.1
 _HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
+_FIRST_RECORD_BYTES = 1 << 20  # at most; it has the command line
 
 
 def _json_value(value: Any) -> Any:
@@ -127,6 +129,26 @@ class JsonLog:
         if problem is not None:
             warn([f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}"])
         self._file.close()
+
+
+def has_records(path: Path) -> bool:
+    """Whether a file begins as a log with something in it; not one of other kinds, or a device."""
+    if not path.is_file():
+        return False
+    with disk_errors(path), open(path, "rb") as file:
+        head = file.read(len(_EMPTY_LOG))
+    return head[:1] == b"[" and head != _EMPTY_LOG
+
+
+def log_owner(path: Path) -> RunId | None:
+    """Whose log it is, as its first record says; None before runs had ids."""
+    with disk_errors(path), open(path, "rb") as file:
+        file.readline()
+        line = file.readline(_FIRST_RECORD_BYTES)
+    try:
+        return RunId.of(json.loads(line.rstrip(b",\n"))["run"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 class LogReader:

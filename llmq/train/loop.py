@@ -6,18 +6,18 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from llmq.base.errors import ConfigError, DataError, warn
-from llmq.base.files import check_writable, locked
+from llmq.base.errors import DataError, DiskFull, warn
+from llmq.base.files import check_writable
+from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, ending_signals
-from llmq.checkpoint.store import checkpoints_by_name, clean_old, find_checkpoint
+from llmq.checkpoint.store import clean_old
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
 from llmq.plan.idle_options import run_warnings
@@ -28,12 +28,20 @@ from llmq.train.announce import (
     announce_memory,
     announce_options,
     announce_start,
+    check_data,
 )
 from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
 from llmq.train.live import LiveView
 from llmq.train.metrics import PlainView, Reporter, View
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
+from llmq.train.places import (
+    checkpoint_to_continue,
+    locked_places,
+    move_aside,
+    run_id,
+    things_in_the_way,
+)
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.trainer import Trainer
 
@@ -41,36 +49,50 @@ WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not
 
 
 def run_training(
-    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    argv: list[str],
+    run: RunId | None = None,
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    What cannot work is found before the first step: LlmqError for paths that cannot be written, a
+    run: who writes; None: a new run, or the one that --continue names. What cannot work is found
+    before the first step: LlmqError for paths that cannot be written or belong to another run, a
     checkpoint that is not there, data that does not fit, too little memory.
     """
     check_writable("--out-dir", config.out_dir)
     check_writable("--checkpoint-dir", config.checkpoint_dir)
-    with _locked(config):
-        _run_locked(config, model, model_dir, argv)
+    with locked_places(config):
+        checkpoint = checkpoint_to_continue(config)
+        run = run or run_id(config, checkpoint)
+        _run_locked(config, model, model_dir, argv, run, checkpoint)
 
 
 def _run_locked(
-    config: TrainConfig, model: ModelConfig, model_dir: Path | None, argv: list[str]
+    config: TrainConfig,
+    model: ModelConfig,
+    model_dir: Path | None,
+    argv: list[str],
+    identity: RunId,
+    checkpoint: Path | None,
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    checkpoint = _checkpoint_to_continue(config)
+    strangers = things_in_the_way(config, identity, model_dir)
     host_memory_before = available_host_memory()
     with Trainer.from_config(config, model, model_dir) as trainer:
-        _check_data(trainer)
+        trainer.run = identity
+        check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
+        moved = move_aside(strangers)
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
         try:
-            run.announce(argv)
+            run.announce(argv, moved)
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter)
@@ -89,63 +111,6 @@ def _run_locked(
             run.close()
 
 
-@contextmanager
-def _locked(config: TrainConfig) -> Iterator[None]:
-    """Keep other runs from writing to the same checkpoints, model and log during the block."""
-    # Its folder may be a mount point that several machines share, so its lock lies inside.
-    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
-    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
-        if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
-            whole = path.resolve()
-            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(locked(*lock))
-        yield
-
-
-def _checkpoint_to_continue(config: TrainConfig) -> Path | None:
-    """What --continue names; without one, or with none there to be the newest, None."""
-    if config.continue_from is None:
-        others = [path.name for path in checkpoints_by_name(config.checkpoint_dir).values()]
-        if others:
-            count = f"{len(others)} checkpoints, the last one is " if len(others) > 1 else ""
-            warn(
-                [
-                    f"--checkpoint-dir: '{config.checkpoint_dir}' holds {count}{others[-1]} of an "
-                    "earlier run: --continue takes that of the most steps, whichever run it is of"
-                ]
-            )
-        return None
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
-    if found is None:
-        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
-        if config.continue_from != NEWEST:
-            raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
-        warn([f"--continue: {problem}, starting from the beginning"])
-    return found
-
-
-def _check_data(trainer: Trainer) -> None:
-    """Open the token files, which checks them, and see that there is enough for the run."""
-    loader, _ = trainer.train_loader, trainer.eval_loader
-    if trainer.steps_per_epoch == 0:
-        raise DataError(
-            f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
-            f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
-        )
-    _ = trainer.total_steps  # compared with --cooldown
-    if loader.unused_files:
-        ranks = trainer.world_size
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
-        warn(
-            [
-                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
-                f"they have less than {each}"
-            ]
-        )
-
-
 def _view(trainer: Trainer) -> View:
     console = Console()
     left = trainer.total_steps - trainer.steps_done
@@ -156,16 +121,18 @@ def _view(trainer: Trainer) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step that was enqueued and whose result has not been read. start: perf_counter."""
+    """A step that was enqueued and whose result has not been read."""
 
     step: int
     ticket: int
     lr: float
-    start: float
 
 
 class _Run:
-    """The loop's state: what is pending, when the last step ended, whether to stop."""
+    """The loop's state: what is pending, when the last step ended, whether to stop.
+
+    last_end: of the step before, as Result.end; None where something else came between.
+    """
 
     def __init__(self, trainer: Trainer, reporter: Reporter):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
@@ -178,7 +145,7 @@ class _Run:
         self.scaling: Scaling | None = None
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
-        self.last_end = 0.0
+        self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signum: int | None = None
         self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
@@ -192,9 +159,11 @@ class _Run:
 
     # -- before the first step -------------------------------------------------------------------
 
-    def announce(self, argv: list[str]) -> None:
-        """What runs, and on what."""
+    def announce(self, argv: list[str], moved: list[str]) -> None:
+        """What runs, and on what. moved: lines about what was moved aside."""
         announce_options(self.trainer, self.reporter, argv)
+        for line in moved:
+            self.reporter.message(line)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -258,26 +227,25 @@ class _Run:
         trainer, config, step = self.trainer, self.config, self.trainer.steps_done
         every, interval = config.eval_every_n_steps, config.ckpt_interval
         evaluate = trainer.advance_epoch_if_needed() or (every > 0 and step % every == 0)
-        if evaluate and step not in (0, trainer.validated_at):
+        if evaluate and config.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         if step > self.first and interval > 0 and step % interval == 0:
             self.save()
 
     def _step(self) -> None:
-        trainer, start = self.trainer, time.perf_counter()
-        step = trainer.steps_done
+        trainer, step = self.trainer, self.trainer.steps_done
         lr = trainer.learning_rate(step)
         if self.config.debug_time_breakdown:
             self.collect()
             with trainer.ranks.time_parts() as timings:
                 ticket = self._enqueue()
-            self.pending = _Pending(step, ticket, lr, start)
+            self.pending = _Pending(step, ticket, lr)
             result = self.collect()
             self.reporter.time_breakdown(step, timings, result.communication)
         else:
             ticket = self._enqueue()
             self.collect()
-            self.pending = _Pending(step, ticket, lr, start)
+            self.pending = _Pending(step, ticket, lr)
         every = self.config.debug_log_abs_max
         look = every > 0 and step % every == 0 and self.config.matmul_dtype == "e4m3"
         if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
@@ -302,9 +270,8 @@ class _Run:
             return None
         p, self.pending = self.pending, None
         result = self.trainer.result(p.ticket)
-        end = time.perf_counter()
-        ms = (end - max(p.start, self.last_end)) * 1000
-        self.last_end = end
+        ms = (result.end - (self.last_end or result.begin)) / 1e6
+        self.last_end = result.end
         tokens = self.trainer.plan.tokens
         sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
@@ -320,9 +287,14 @@ class _Run:
         self.update_check.check(p.step, p.ticket, result)
         return result
 
+    def _pause(self) -> None:
+        """Before what comes between two steps, and is no part of their times."""
+        self.collect()
+        self.last_end = None
+
     def evaluate(self, max_batches: int | None) -> float:
         """Report the validation loss and return it; a signal ends it without a result (NaN)."""
-        self.collect()
+        self._pause()
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
         result = trainer.validate(max_batches, lambda: self.signum is not None)
@@ -336,35 +308,51 @@ class _Run:
         if result.tokens == 0:
             self.reporter.message(
                 f"WARNING: the validation loss is nan: all targets that were read of "
-                f"'{config.eval_file}' are masked",
+                f"'{config.train_file if config.splits else config.eval_file}' are masked",
                 trainer.steps_done,
             )
         return result.loss
 
-    def save(self) -> None:
-        """Write a checkpoint, if the newest is not of this step, and delete what is too old."""
-        self.collect()
+    def save(self, *, required: bool = False) -> None:
+        """Write a checkpoint, if the newest is not of this step, and delete what is too old.
+
+        required: DiskFull is raised, because no other chance follows; else it is only said.
+        """
+        self._pause()
         config, step = self.config, self.trainer.steps_done
         if self.saved_at == step:
             return
         self.trainer.history = self.reporter.history
-        with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
-            self.trainer.save()
+        try:
+            with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
+                self.trainer.save()
+        except DiskFull as error:
+            if required:
+                raise
+            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
+            return
         self.saved_at = step
         if config.ckpt_keep_n > 0:
-            removed = clean_old(config.checkpoint_dir, config.ckpt_keep_n, config.ckpt_major, step)
+            keep = (config.ckpt_keep_n, config.ckpt_major)
+            removed = clean_old(config.checkpoint_dir, *keep, step, self.trainer.run)
             if removed:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
 
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
-        loss = self.evaluate(None)
-        if self.signum is not None:
-            self._leave()
-        self.reporter.message(f"Done. validation loss {loss:10f}", step)
+        if self.config.validates:
+            loss = self.evaluate(None)
+            if self.signum is not None:
+                self._leave()
+            self.reporter.message(f"Done. validation loss {loss:10f}", step)
+        else:
+            self.collect()
+            self.reporter.message("Done. No validation", step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
+        if self.config.save_training_state:  # if there was no room before
+            self.save(required=True)
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -394,7 +382,7 @@ class _Run:
             restore()
 
     def _leave(self) -> None:
-        self.save()
+        self.save(required=True)
         step, name = self.trainer.steps_done, signal.Signals(self.signum).name
         self.reporter.message(f"Stopped by {name} after {step} steps; go on with --continue", step)
         raise Interrupted(self.signum)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from llmq.base.errors import DiskFull
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
 from llmq.checkpoint.shards import assemble, parts_of, read_group, write_group
 from llmq.comm.collectives import silenced
@@ -273,11 +274,25 @@ class Ranks:
     # -- state -----------------------------------------------------------------------------------
 
     def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
-        """Write the files of all ranks, in parallel; the writer that commits, and what to."""
+        """Write the files of all ranks, in parallel; the writer that commits, and what to.
+
+        DiskFull stops no rank: they go on, without this checkpoint.
+        """
         ranks = range(self.world_size)
         writers = [CheckpointWriter(directory, step, r, self.world_size) for r in ranks]
+        full: list[DiskFull] = []
+
+        def write(rank: Rank) -> list[FileEntry]:
+            try:
+                return rank.write(writers[rank.dev.rank])
+            except DiskFull as error:
+                full.append(error)
+                return []
+
         try:
-            files = self.run("checkpoint", lambda rank: rank.write(writers[rank.dev.rank]))
+            files = self.run("checkpoint", write)
+            if full:
+                raise full[0]
         except BaseException:
             writers[0].discard()
             raise

@@ -193,7 +193,7 @@ def run_sample(
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = tokenizer.encode(prompt) or [first_token(config)]
         _check_prompt(ids, config)
-        positions = min(len(ids) + max_new_tokens, config.max_positions)
+        positions = min(len(ids) + max_new_tokens, config.longest)
         dtype = parse_dtype(model_dtype)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
@@ -230,9 +230,9 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 def _check_prompt(ids: list[int], config: ModelConfig) -> None:
-    if len(ids) >= config.max_positions:
+    if len(ids) >= config.longest:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.run_id import RunId
 from llmq.base.schedule import learning_rate
 from llmq.checkpoint.checkpoint import CheckpointReader, Manifest
 from llmq.checkpoint.hf import HfWeights, export_model
@@ -24,6 +25,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import resolve_model
 from llmq.data.loader import DataLoader
+from llmq.data.split import Split
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokens import MASKED_TARGET, expand_pattern
 from llmq.model.step import Batch, Result, Step
@@ -53,7 +55,8 @@ class Trainer:
     config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
     of the run, resumed ones included. validated_at: how many they were at the last validation.
-    history: of the reports, what a checkpoint keeps of it; {} where there are none.
+    history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
+    checkpoints and exports; that of the checkpoint after `load`.
     """
 
     def __init__(self, **options: Any):
@@ -79,6 +82,7 @@ class Trainer:
 
     def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
         self.config, self.model, self.model_dir = config, model, model_dir
+        self.run = RunId.new(config.name)
         self.steps_done = 0
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
@@ -111,12 +115,12 @@ class Trainer:
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(self.config.train_file, self.config.train_seed, everything=False)
+        return self._loaders(held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(self.config.eval_file, self.config.eval_seed, everything=True)
+        return self._loaders(held_out=True) if self.config.validates else []
 
     @property
     def train_loader(self) -> DataLoader:
@@ -125,20 +129,26 @@ class Trainer:
 
     @property
     def eval_loader(self) -> DataLoader:
-        """Validation batches of rank 0."""
+        """Validation batches of rank 0. ConfigError if there is no validation."""
+        if not self.config.validates:
+            raise ConfigError("--eval-file: none: there is nothing to validate on")
         return self.eval_loaders[0]
 
-    def _loaders(self, pattern: str, seed: int, *, everything: bool) -> list[DataLoader]:
+    def _loaders(self, *, held_out: bool) -> list[DataLoader]:
+        config = self.config
+        split = Split(config.eval_fraction, held_out) if config.splits else None
+        own_files = held_out and not config.splits
         return [
             DataLoader(
-                pattern,
-                seq_len=self.config.seq_len,
-                micro_batch=self.config.batch_size,
-                seed=seed,
+                config.eval_file if own_files else config.train_file,
+                seq_len=config.seq_len,
+                micro_batch=config.batch_size,
+                seed=config.eval_seed if held_out else config.train_seed,
                 vocab_size=self.model.vocab_size,
                 rank=rank,
                 world_size=self.world_size,
-                everything=everything,
+                everything=held_out,
+                split=split,
             )
             for rank in range(self.world_size)
         ]
@@ -315,6 +325,7 @@ class Trainer:
             | {"validated_at": self.validated_at, "history": self.history},
             options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
+            run=self.run,
         )
         return writer.commit(manifest, files)
 
@@ -342,6 +353,7 @@ class Trainer:
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
+            self.run = self.run.continuing(reader.manifest.run)
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""
@@ -358,7 +370,7 @@ class Trainer:
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer)
+        export_model(directory, self.model, self._read_weight, dtype, tokenizer, run=self.run)
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)

@@ -23,7 +23,7 @@ from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.base.files import check_writable, disk_errors
 from llmq.train.json_log import LogReader
 
-DONE = "Done. validation loss"  # so begins the message of a run that has made all its steps
+DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}
 # Of a GPU's readings, where the log has other units than W, MiB and MiB/s.
 _UNITS = {"power": 1000, "power_limit": 1000, "dram_free": MIB, "pcie_rx": MIB, "pcie_tx": MIB}

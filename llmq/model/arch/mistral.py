@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; a window of attention must hold all positions."""
+"""Mistral: Llama without biases; sequences may be no longer than its window."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Mistral(RopeFamily):
     eos_token_id = 2
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With full attention."""
-        return super().write_sizes(model) | {"sliding_window": None}
+        """With the window."""
+        return super().write_sizes(model) | {"sliding_window": model.sliding_window}

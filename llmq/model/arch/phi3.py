@@ -8,7 +8,7 @@ from llmq.model.arch.rope_family import RopeFamily
 
 
 class Phi3(RopeFamily):
-    """Without biases and without stretched positions; a window must hold all positions."""
+    """Without biases or stretched positions; sequences may be no longer than its window."""
 
     name = "Phi3ForCausalLM"
     model_type = "phi3"
@@ -27,6 +27,6 @@ class Phi3(RopeFamily):
     swapped = ("up",)  # the gate comes first
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With full attention, and no positions beyond those of the first training."""
+        """With the window, and no positions beyond those of the first training."""
         first = {"original_max_position_embeddings": model.max_positions}
-        return super().write_sizes(model) | first | {"sliding_window": None}
+        return super().write_sizes(model) | first | {"sliding_window": model.sliding_window}

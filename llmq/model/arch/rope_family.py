@@ -64,7 +64,11 @@ class RopeFamily(Architecture):
         reject(hf, "use_mrope", False, None)
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
         max_positions = size(hf, "max_position_embeddings")
-        self._check_window(hf, max_positions)
+        window = get(hf, "sliding_window", int, None)
+        window = window if "sliding_window" in hf else self.sliding_window
+        if window is not None and window <= 0 and self.windowed:
+            raise ConfigError(f"config.json: sliding_window: must be positive, got {window}")
+        shorter = self.windowed and window is not None and window < max_positions
         if any(kind != "full_attention" for kind in get(hf, "layer_types", list, None) or ()):
             raise ConfigError("config.json: layer_types: only 'full_attention' is supported")
         head_dim = get(hf, "head_dim", int, self.head_dim)
@@ -85,6 +89,7 @@ class RopeFamily(Architecture):
             "num_kv_heads": kv_heads,
             "head_dim": head_dim or hidden // heads,
             "max_positions": max_positions,
+            "sliding_window": window if shorter else None,
             "norm_eps": get(hf, "rms_norm_eps", float, self.norm_eps),
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -93,16 +98,6 @@ class RopeFamily(Architecture):
                 attention_bias, self.mlp_bias is None and get(hf, "mlp_bias", bool, False)
             ),
         }
-
-    def _check_window(self, hf: Mapping[str, Any], max_positions: int) -> None:
-        given = get(hf, "sliding_window", int, None)
-        window = given if "sliding_window" in hf else self.sliding_window
-        if self.windowed and window is not None and window < max_positions:
-            raise ConfigError(
-                f"config.json: sliding_window {window} is shorter than max_position_embeddings "
-                f"{max_positions} and only full attention is implemented; to train on sequences of "
-                f"at most {window} tokens, set max_position_embeddings to {window}"
-            )
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Positions may be stretched only as transformers does for this architecture."""

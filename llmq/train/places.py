@@ -1,0 +1,137 @@
+"""Where a run writes, whether it may, and from which checkpoint it goes on: before it begins.
+
+A run owns what carries its id. What another run wrote to the same places is refused, or moved aside
+with --overwrite; nothing of it is ever deleted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from llmq.base.errors import ConfigError, warn
+from llmq.base.files import disk_errors, locked
+from llmq.base.run_id import RunId
+from llmq.checkpoint.hf import export_owner, exported_files
+from llmq.checkpoint.store import checkpoint_owner, checkpoints_by_name, find_checkpoint
+from llmq.config.option_types import NEWEST
+from llmq.config.options import TrainConfig
+from llmq.train.json_log import has_records, log_owner
+
+
+@contextmanager
+def locked_places(config: TrainConfig) -> Iterator[None]:
+    """Keep other runs from writing to the same checkpoints, model and log during the block."""
+    # Its folder may be a mount point that several machines share, so its lock lies inside.
+    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
+    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
+        if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
+            whole = path.resolve()
+            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(locked(*lock))
+        yield
+
+
+def checkpoint_to_continue(config: TrainConfig) -> Path | None:
+    """What --continue names; without one, or with none there to be the newest, None."""
+    if config.continue_from is None:
+        return None
+    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
+    if found is None:
+        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
+        if config.continue_from != NEWEST:
+            raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
+        warn([f"--continue: {problem}, starting from the beginning"])
+    return found
+
+
+def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
+    """Of the run that these options begin or continue.
+
+    A continued run keeps its id, or gets one and adopts what has none. Without a checkpoint,
+    --continue begins the run again that the log is of: it ended before its first checkpoint.
+    """
+    new = RunId.new(config.name)
+    if checkpoint is not None:
+        return new.continuing(checkpoint_owner(checkpoint))
+    if config.continue_from is not None and has_records(config.log_file):
+        return new.continuing(log_owner(config.log_file))
+    return new
+
+
+class Found(NamedTuple):
+    """What is there already and would be mixed with what this run writes, or replaced by it."""
+
+    flag: str
+    paths: list[Path]
+    what: str
+    owner: RunId | None
+
+
+def _all_found(config: TrainConfig) -> Iterator[Found]:
+    for path in checkpoints_by_name(config.checkpoint_dir).values():
+        yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
+    files = exported_files(config.out_dir)
+    if files:
+        yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
+    if has_records(config.log_file):
+        log = config.log_file
+        yield Found("--log-file", [log], f"log '{log}'", log_owner(log))
+
+
+def things_in_the_way(config: TrainConfig, run: RunId, model_dir: Path | None) -> list[Found]:
+    """What another run wrote to the places of this one, to be moved aside.
+
+    ConfigError names the first of them, unless there is --overwrite. The model that the run begins
+    from cannot be moved: ConfigError if it is one of them.
+    """
+    strangers = [found for found in _all_found(config) if not run.owns(found.owner)]
+    if strangers and not config.overwrite:
+        flag, _, what, owner = strangers[0]
+        whose = "a run without an id" if owner is None else owner
+        instead = "another step" if config.continue_from is not None else "--continue"
+        raise ConfigError(
+            f"{flag}: {what} is of {whose}, not of this {run}: give another --name, go on with "
+            f"{instead}, or move it aside with --overwrite"
+        )
+    for flag, paths, what, _ in strangers:
+        if model_dir is not None and paths[0].parent.resolve() == model_dir.resolve():
+            raise ConfigError(f"{flag}: {what} is the one of --model: choose another directory")
+    return strangers
+
+
+def move_aside(strangers: list[Found]) -> list[str]:
+    """Move them away, all of a folder into the same new one; a line for each that is new.
+
+    LlmqError where the disk refuses.
+    """
+    targets: dict[Path, Path] = {}
+    lines: dict[Path, str] = {}
+    for flag, paths, what, _ in strangers:
+        for path in paths:
+            whole = path.absolute()
+            if flag == "--log-file":
+                target = _free_name(whole.resolve())
+            else:  # the folder stays: it may be a mount point, and holds our lock or other things
+                folder = whole.parent.resolve()
+                if folder not in targets:
+                    targets[folder] = _free_name(folder)
+                target = targets[folder] / path.name
+            with disk_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(whole, target)
+            place = target if flag == "--log-file" else target.parent
+            lines.setdefault(place, f"Moved aside: {what}, to '{place}'")
+    return list(lines.values())
+
+
+def _free_name(path: Path) -> Path:
+    """path.old-1, or with the first higher number that is free."""
+    names = (path.with_name(f"{path.name}.old-{n}") for n in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
