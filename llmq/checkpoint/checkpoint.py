@@ -62,6 +62,8 @@ class Manifest:
     """The options of the run, to be shown and compared."""
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
+    tokenizer_id: dict[str, Any] | None = None
+    """TokenizerId.record() of what made the training data."""
 
 
 class FileEntry(NamedTuple):
@@ -179,6 +181,7 @@ class CheckpointWriter:
             "model": manifest.model.to_hf(),
             "options": manifest.options,
             "tokenizer": manifest.tokenizer,
+            "tokenizer-id": manifest.tokenizer_id,
             "files": [e._asdict() for e in entries],
         }
         names = {e.name for e in entries}
@@ -251,6 +254,7 @@ class CheckpointReader:
             state=document["run"]["state"],
             options=document["options"],
             tokenizer=document["tokenizer"],
+            tokenizer_id=document.get("tokenizer-id"),
         )
         entries = [FileEntry(**entry) for entry in document["files"]]
         _verify(path, entries)

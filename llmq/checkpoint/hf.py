@@ -20,6 +20,7 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors, staged_directory
 from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.config.model import ModelConfig
+from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
 from llmq.model.arch.common import HfPart
 from llmq.state.params import Param, Slab, weight_table
@@ -250,23 +251,27 @@ def export_model(
     read: Callable[[Param], np.ndarray],
     dtype: DType,
     tokenizer: Tokenizer | Path | None = None,
+    made: TokenizerId | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied. Nothing appears in out_dir
-    before everything is on the disk; of what is there already, only an older export is replaced.
+    beside them, or the model directory whose tokenizer files are copied. made: what made the ids
+    that the model was trained on, noted in llmq.json. Nothing appears in out_dir before everything
+    is on the disk; of what is there already, only an older export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors")
+    replaces = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
     if _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None:
         replaces += HfTokenizer.FILES
     with staged_directory(out_dir, replaces) as staging:
         _write_json(staging / _CONFIG_FILE, config.to_hf(option))
         _write_json(staging / "generation_config.json", _generation_config(config))
+        if made is not None:
+            _write_json(staging / RUN_FILE, {"tokenizer": made.record()})
         _write_weights(staging, config, read, dtype, max_shard_bytes)
         if isinstance(tokenizer, Path):
             copy_tokenizer_files(tokenizer, staging)
@@ -293,6 +298,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    config = config.without_foreign_tokens()
     eos = config.eos_token_ids
     ids = {
         "bos_token_id": config.bos_token_id,

@@ -35,6 +35,7 @@ from llmq.train.live import LiveView
 from llmq.train.metrics import PlainView, Reporter, View
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.train.scaling import Scaling, time_alone
+from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
@@ -61,7 +62,8 @@ def _run_locked(
     start = time.perf_counter()
     checkpoint = _checkpoint_to_continue(config)
     host_memory_before = available_host_memory()
-    with Trainer.from_config(config, model, model_dir) as trainer:
+    tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
+    with Trainer.from_config(config, model, model_dir, tokenizer) as trainer:
         _check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
@@ -138,12 +140,8 @@ def _check_data(trainer: Trainer) -> None:
     if loader.unused_files:
         ranks = trainer.world_size
         each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
-        warn(
-            [
-                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
-                f"they have less than {each}"
-            ]
-        )
+        unused = f"{loader.unused_files} of {len(loader.files)} files are never used"
+        warn([f"--train-file: {unused}: they have less than {each}"])
 
 
 def _view(trainer: Trainer) -> View:
