@@ -22,6 +22,7 @@ from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_
 from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokenizer_config import take_as_it_is
 from llmq.model.arch.common import HfPart
 from llmq.state.params import Param, Slab, weight_table
 
@@ -258,7 +259,8 @@ def export_model(
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied. made: what made the ids
+    beside them, or the model directory whose tokenizer files are copied, such that
+    AutoTokenizer makes the same ids. made: what made the ids
     that the model was trained on, noted in llmq.json. Nothing appears in out_dir before everything
     is on the disk; of what is there already, only an older export is replaced.
     Raises LlmqError where the disk is full or refuses.
@@ -277,6 +279,7 @@ def export_model(
             copy_tokenizer_files(tokenizer, staging)
         elif tokenizer is not None:
             tokenizer.save(staging)
+        take_as_it_is(staging)
         return sorted(path.name for path in staging.iterdir())
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
 
 Added = tuple[list[int], list[int]]
 """Ids that go before and behind each text."""
@@ -113,6 +114,7 @@ class HfTokenizer:
     FILES = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+        EXACT_MODULE,
     )
     # Those of them that decide the ids of a text.
     DECIDING = (
@@ -149,10 +151,18 @@ class HfTokenizer:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         return ByteTokenizer.fingerprint if digest == _BYTES_AS_FILES else digest
 
+    @property
+    def is_qwen2(self) -> bool:
+        """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
+        content = json.loads(self._tokenizer.to_str())
+        parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
+        words = parts[0].get("pattern") == {"Regex": _QWEN2_WORDS}
+        return words and content["normalizer"] == {"type": "NFC"}
+
     def _added_ids(self) -> Added:
         """By the post-processor; old files have none, so there tokenizer_config.json says it."""
         if not (self.folder / "tokenizer.json").exists():
-            config = _read_json(self.folder / "tokenizer_config.json")
+            config = read_json(self.folder / "tokenizer_config.json")
             bos, eos = (
                 [self._named_id(name)] if config.get(f"add_{name}_token") else []
                 for name in ("bos", "eos")
@@ -166,7 +176,7 @@ class HfTokenizer:
     def _named_id(self, name: str) -> int | None:
         """Id of the eos or bos token whose text the tokenizer's files give."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = _read_json(self.folder / file).get(f"{name}_token")
+            token = read_json(self.folder / file).get(f"{name}_token")
             if token is None:
                 continue
             text = token.get("content") if isinstance(token, dict) else token
@@ -182,7 +192,7 @@ class HfTokenizer:
         if named is not None:
             return named
         for file in ("generation_config.json", "config.json"):
-            token_id = _read_json(self.folder / file).get(f"{name}_token_id")
+            token_id = read_json(self.folder / file).get(f"{name}_token_id")
             if token_id is None:
                 continue
             first = token_id[0] if isinstance(token_id, list) and token_id else token_id
@@ -254,7 +264,7 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
     tokenizer = Tokenizer(
         models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -286,7 +296,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
     """
     from tokenizers import AddedToken
 
-    ids: dict[str, int] = _read_json(folder / "added_tokens.json")
+    ids: dict[str, int] = read_json(folder / "added_tokens.json")
     added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
         added[END_OF_TEXT] = {"special": True}
@@ -306,7 +316,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
             )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or {} if there is no such file."""
     if not path.exists():
         return {}

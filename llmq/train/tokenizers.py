@@ -12,7 +12,10 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.data.tokens import expand_pattern
+from llmq.data.tokenizer_config import difference
+from llmq.data.tokens import TokenFile, expand_pattern
+
+SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
 
 
 def agreed_tokenizer(
@@ -100,3 +103,20 @@ def tokenizer_source(
                 return str(folder.resolve())
     is_bytes = made is None or made.fingerprint == ByteTokenizer.fingerprint
     return "bytes" if is_bytes and model.vocab_size == ByteTokenizer.vocab_size else None
+
+
+def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[str]:
+    """A line to warn of if transformers' tokenizer of an exported model makes other ids.
+
+    source: where the training's tokenizer is. A sample of the training text decides; without
+    transformers, and without a text, nothing is known.
+    """
+    try:
+        file = TokenFile(expand_pattern(train_file)[0])
+        ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))
+        tokenizer = HfTokenizer(source)
+        text = tokenizer.decode(ids.tolist())
+    except (DataError, IndexError, OverflowError):
+        return []
+    found = difference(directory, tokenizer, text)
+    return [] if found is None else [f"AutoTokenizer of '{directory}' {found}"]

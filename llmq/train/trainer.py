@@ -36,7 +36,13 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
 from llmq.train.batches import check_batches
 from llmq.train.ranks import Ranks, Rounds
-from llmq.train.tokenizers import agreed_tokenizer, check_same, tokenizer_source, with_tokens_of
+from llmq.train.tokenizers import (
+    agreed_tokenizer,
+    check_same,
+    exported_otherwise,
+    tokenizer_source,
+    with_tokens_of,
+)
 
 
 class Trainer:
@@ -360,6 +366,9 @@ class Trainer:
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
         export_model(directory, self.model, self._read_weight, dtype, tokenizer, self.tokenizer_id)
+        made = self.tokenizer_id
+        if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
+            warn(exported_otherwise(directory, tokenizer, self.config.train_file))
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)
