@@ -18,15 +18,9 @@ import safetensors.torch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
-from llmq.checkpoint.checkpoint import (
-    GROUPS,
-    MANIFEST,
-    CheckpointReader,
-    CheckpointWriter,
-    Manifest,
-    slab_ranges,
-)
+from llmq.checkpoint.checkpoint import GROUPS, CheckpointReader, CheckpointWriter, slab_ranges
 from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.manifest import MANIFEST, Manifest
 from llmq.checkpoint.store import (
     checkpoint_at,
     clean_old,

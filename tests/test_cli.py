@@ -256,6 +256,7 @@ COMMANDS = [
                 "shard_tokens": 100_000_000,
                 "workers": 2,
                 "overwrite": True,
+                "special_tokens": "auto",
             },
         ),
     ),

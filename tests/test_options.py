@@ -113,6 +113,7 @@ def test_defaults_of_known_flags():
         "head-dtype": "bf16",
         "fp8-recipe": "jit",
         "fp8-fast-accumulation": "activations",
+        "allow-other-tokenizer": False,
         "recompute-layers": "all",
         "keep-transposed": True,
         "mirror-weights": False,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import E4M3
-from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, Manifest
+from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
+from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.commands.cli import _run
 from llmq.ops.adamw import SCALE_BLOCK

@@ -38,13 +38,13 @@ def runs_of_log(log="log.json"):
 
 def forget_ids(checkpoint):
     """Make a checkpoint one of the time before runs had ids."""
-    from llmq.checkpoint.checkpoint import _digest
+    from llmq.checkpoint.manifest import digest_of
 
     path = Path(checkpoint) / "checkpoint.json"
     document = json.loads(path.read_text())
     for name in ("id", "name", "adopts"):
         del document["run"][name]
-    path.write_text(json.dumps(document | {"sha256": _digest(document)}))
+    path.write_text(json.dumps(document | {"sha256": digest_of(document)}))
 
 
 def everything():

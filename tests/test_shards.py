@@ -9,7 +9,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWriter, Manifest
+from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWriter
+from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
 from llmq.config.presets import preset
 from llmq.model.step import Piece

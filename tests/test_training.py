@@ -451,6 +451,7 @@ Initializing model from scratch ...
             in MiB  Device \| Managed \| Pinned 
 (  [ A-Za-z]{16}: +\d+ \| +0 \| +\d+ 
 )+
+--train-file: 'data/train-0.bin' and 3 more do not say which tokenizer made the ids: [^\n]*
 Starting training for 6 steps \(1.20 epochs in total\)
 Setup took 0 seconds
 \[T\] step     0 \[ 0.0%\] \| time: +\d+ ms \| norm +\d+\.\d{6} \| loss +\d+\.\d{6} \| tps +\d+

@@ -151,7 +151,10 @@ def column_names(path: str) -> list[str]:
 
 
 def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
-    """The texts of a column. size: of the file in bytes. row: where to begin."""
+    """The texts of a column, without those that are null or empty. size: of the file in bytes.
+
+    row: where to begin.
+    """
     arrow_error = _pyarrow(path, "pyarrow").ArrowException
     try:
         file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
@@ -171,8 +174,8 @@ def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
                     at += 1
                     if at > row:
                         where = f"{path}: row {at}"
-                        text = check_text(text, field, where)
-                        yield Item(text, True, at, 0, size * at // rows, where)
+                        if text := check_text(text, field, where):
+                            yield Item(text, True, at, 0, size * at // rows, where)
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 

@@ -19,10 +19,9 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors, publish_directory, replacing, write_file
 from llmq.base.run_id import RunId
+from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
     SafetensorsFile,
@@ -40,30 +40,12 @@ from llmq.config.model import ModelConfig
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 
-VERSION = 1
 GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
 SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
-MANIFEST = "checkpoint.json"
 HASH_THREADS = 8
 
 Range = tuple[Param, int, int]
 """Values [start, stop) of a parameter: elements of its padded shape, or their scales."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a checkpoint holds beside tensors. Dictionaries contain JSON types only."""
-
-    model: ModelConfig
-    loader: dict[str, Any]
-    """Where the training data goes on: DataLoader.state()."""
-    state: dict[str, Any]
-    """The trainer's own: random seeds, counters, histories. Opaque here."""
-    options: dict[str, Any]
-    """The options of the run, to be shown and compared."""
-    tokenizer: str | None
-    """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
-    run: RunId | None = None  # None before runs had ids
 
 
 class FileEntry(NamedTuple):
@@ -182,6 +164,7 @@ class CheckpointWriter:
             "model": manifest.model.to_hf(),
             "options": manifest.options,
             "tokenizer": manifest.tokenizer,
+            "tokenizer-id": manifest.tokenizer_id,
             "files": [e._asdict() for e in entries],
         }
         names = {e.name for e in entries}
@@ -190,7 +173,7 @@ class CheckpointWriter:
                 for path in self._temporary.iterdir():
                     if path.name not in names:  # of a killed run, perhaps with other ranks
                         path.unlink()
-            document["sha256"] = _digest(document)
+            document["sha256"] = digest_of(document)
             write_file(self._temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
             with disk_errors(self.path):
                 publish_directory(self._temporary, self.path)
@@ -218,17 +201,6 @@ class _HashingSink:
         self.digest.update(data)
 
 
-def _digest(document: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, however it is formatted."""
-    content = {key: value for key, value in document.items() if key != "sha256"}
-    content = json.loads(json.dumps(content))  # what a reader gets, e.g. text for every key
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------
-# Reading
-
-
 class _Piece(NamedTuple):
     start: int
     stop: int
@@ -245,7 +217,7 @@ class CheckpointReader:
     def __init__(self, path: Path) -> None:
         """Check every file's size and checksum; LlmqError names the one that is damaged."""
         self.path = path
-        document = _read_manifest(path / MANIFEST)
+        document = read_manifest(path / MANIFEST)
         self.step: int = document["run"]["step"]
         self.world: int = document["distributed"]["world"]
         self.manifest = Manifest(
@@ -255,6 +227,7 @@ class CheckpointReader:
             options=document["options"],
             tokenizer=document["tokenizer"],
             run=RunId.of(document["run"]),
+            tokenizer_id=document.get("tokenizer-id"),
         )
         entries = [FileEntry(**entry) for entry in document["files"]]
         _verify(path, entries)
@@ -350,28 +323,6 @@ class CheckpointReader:
         self.close()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise LlmqError(
-            f"'{path.parent}' is not a complete checkpoint: it has no {MANIFEST}"
-        ) from None
-    except OSError as error:
-        raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
-    except ValueError as error:
-        raise LlmqError(f"'{path}' is damaged ({error}): use another checkpoint") from error
-    if not isinstance(document, dict) or document.get("version") != VERSION:
-        version = document.get("version") if isinstance(document, dict) else None
-        raise LlmqError(
-            f"'{path}' has version {version!r}; only {VERSION} can be read: use the program that "
-            "wrote it"
-        )
-    if document.get("sha256") != _digest(document):
-        raise LlmqError(f"'{path}' is damaged: wrong checksum; use another checkpoint")
-    return document
-
-
 def _verify(directory: Path, entries: list[FileEntry]) -> None:
     for entry in entries:
         path = directory / entry.name
@@ -388,7 +339,7 @@ def _verify(directory: Path, entries: list[FileEntry]) -> None:
         path = directory / entry.name
         try:
             with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.filedigest_of(file, "sha256").hexdigest()
         except OSError as error:
             raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
         if digest != entry.sha256:

@@ -21,7 +21,9 @@ from llmq.base.files import disk_errors, staged_directory
 from llmq.base.run_id import RunId
 from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.config.model import ModelConfig
+from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokenizer_config import take_as_it_is
 from llmq.model.arch.common import HfPart
 from llmq.state.params import Param, Slab, weight_table
 
@@ -35,7 +37,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 _CONFIG_FILE = "config.json"
-RUN_FILE = "llmq.json"
 """Of an export: which run it is of. Other readers of model directories do not look at it."""
 _MODEL_FILES = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 
@@ -254,6 +255,7 @@ def export_model(
     read: Callable[[Param], np.ndarray],
     dtype: DType,
     tokenizer: Tokenizer | Path | None = None,
+    made: TokenizerId | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     run: RunId | None = None,
 ) -> list[str]:
@@ -261,9 +263,10 @@ def export_model(
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied. run: whose model it is.
-    Nothing appears in out_dir before everything is on the disk; of what is there already, only an
-    older export is replaced.
+    beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
+    makes the same ids. made, run: what made the ids that the model was trained on, and whose model
+    it is, noted in llmq.json. Nothing appears in out_dir before everything is on the disk; of what
+    is there already, only an older export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
@@ -274,12 +277,15 @@ def export_model(
         _write_json(staging / _CONFIG_FILE, config.to_hf(option))
         _write_json(staging / "generation_config.json", _generation_config(config))
         _write_weights(staging, config, read, dtype, max_shard_bytes)
-        if run is not None:
-            _write_json(staging / RUN_FILE, {"run": run.record()})
+        origin = {"run": run and run.record(), "tokenizer": made and made.record()}
+        if any(origin.values()):
+            known = {name: record for name, record in origin.items() if record is not None}
+            _write_json(staging / RUN_FILE, known)
         if isinstance(tokenizer, Path):
             copy_tokenizer_files(tokenizer, staging)
         elif tokenizer is not None:
             tokenizer.save(staging)
+        take_as_it_is(staging)
         return sorted(path.name for path in staging.iterdir())
 
 
@@ -318,6 +324,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
+    config = config.without_foreign_tokens()
     eos = config.eos_token_ids
     ids = {
         "bos_token_id": config.bos_token_id,

@@ -15,12 +15,14 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
-from llmq.checkpoint.checkpoint import MANIFEST, CheckpointReader
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import export_model
+from llmq.checkpoint.manifest import MANIFEST
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
 from llmq.config.options import OPTIONS, TrainConfig
+from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
 
@@ -62,6 +64,14 @@ def _recorded(path: Path) -> dict[str, Any]:
 def checkpoint_owner(path: Path) -> RunId | None:
     """Whose checkpoint it is; None before runs had ids, and where it is damaged."""
     return RunId.of(_recorded(path))
+
+
+def recorded_tokenizer(path: Path) -> TokenizerId | None:
+    """What made the data of a complete checkpoint's run, None where it does not say so."""
+    try:
+        return TokenizerId.from_record(json.loads((path / MANIFEST).read_bytes())["tokenizer-id"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _check_name(path: Path) -> None:
@@ -120,7 +130,7 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps epochs"
-_ELSEWHERE += " eval_every_n_steps eval_num_steps"
+_ELSEWHERE += " eval_every_n_steps eval_num_steps allow_other_tokenizer"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
@@ -233,5 +243,6 @@ def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16"
             lambda param: reader.read("weights", param).reshape(param.shape),
             OPTION_DTYPES[model_dtype],
             ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
+            TokenizerId.from_record(reader.manifest.tokenizer_id),
             run=reader.manifest.run,
         )

@@ -20,6 +20,10 @@ def tokenize(
     ] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
+    special_tokens: Annotated[
+        str,
+        typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
 ) -> None:
     """Turn text into token files."""
@@ -35,5 +39,6 @@ def tokenize(
             shard_tokens=shard_tokens,
             workers=workers,
             overwrite=overwrite,
+            special_tokens=special_tokens,
         )
     print(summary.describe())

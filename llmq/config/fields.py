@@ -76,6 +76,9 @@ class Fields:
         "gradients of activations in blocks",
         choices=("none", "forward", "activations", "all"),
     )
+    allow_other_tokenizer: bool = option(
+        _MODEL, False, "Train on the ids of another tokenizer than the model's or the checkpoint's"
+    )
     seed: int = option(
         _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.base.errors import ConfigError
@@ -110,6 +110,21 @@ class ModelConfig:
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
+    def without_foreign_tokens(self) -> ModelConfig:
+        """With no special token outside the vocabulary, as a default for another one may be."""
+
+        def own(token: int | None) -> int | None:
+            return token if token is not None and 0 <= token < self.vocab_size else None
+
+        first, *others = [t for t in self.eos_token_ids if own(t) is not None] or [None]
+        return replace(
+            self,
+            bos_token_id=own(self.bos_token_id),
+            eos_token_id=first,
+            other_eos_token_ids=tuple(others),
+            pad_token_id=own(self.pad_token_id),
+        )
+
     def validate(self) -> ModelConfig:
         """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
         for name in _SIZES:
@@ -148,4 +163,4 @@ class ModelConfig:
 
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
         """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""
-        return self.arch.write(self, dtype)
+        return self.arch.write(self.without_foreign_tokens(), dtype)

@@ -1,5 +1,5 @@
 """From text to token files to batches.
 
-Imports base.
+Imports base, and the cache folder of runtime.
 Start with `tokens.py` and `loader.py`.
 """

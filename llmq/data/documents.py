@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import NamedTuple, NoReturn
 
 from llmq.base.errors import DataError
 from llmq.base.records import Item, column_names, json_layout, read_json, read_parquet
+from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
+from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokens import expand_pattern
 
 PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
@@ -58,6 +60,7 @@ class Piece(NamedTuple):
     is_eval: bool
     is_end: bool  # the document ends here
     where: str  # for messages
+    is_start: bool = True  # the document begins here
 
 
 class Block(NamedTuple):
@@ -74,8 +77,8 @@ class Block(NamedTuple):
 def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
     """The files that files, folders and glob patterns name, once each; links are followed.
 
-    Hidden files and the folder `exclude` (the output) are left out. DataError for an input that
-    names nothing.
+    Hidden files, the folder `exclude` (the output) and, in folders, what `llmq tokenize` wrote are
+    left out. DataError for an input that names nothing.
     """
     sources: dict[str, Source] = {}
     for name in inputs:
@@ -109,8 +112,21 @@ def _walk(folder: Path, exclude: Path) -> list[Path]:
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
         )
-        found += [here / f for f in files if not f.startswith(".") and (here / f).is_file()]
+        own = _own_names(here)
+        found += [
+            here / f
+            for f in files
+            if not f.startswith(".") and f not in own and (here / f).is_file()
+        ]
     return sorted(found, key=os.fsencode)
+
+
+def _own_names(folder: Path) -> Collection[str]:
+    """Names of the files in a folder that an earlier `llmq tokenize` has written there."""
+    if read_manifest(folder):
+        return {MANIFEST, *(name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name))}
+    copied = folder.name == "tokenizer" and read_manifest(folder.parent)
+    return HfTokenizer.FILES if copied else ()
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -246,6 +262,7 @@ def read_blocks(
                 is_eval = split.is_eval(at.document)
                 if split.offset is not None:
                     is_eval = item.offset > split.offset
+                is_start = source.kind != "text" or at.offset == 0
                 at = Position(
                     source=number,
                     offset=item.offset,
@@ -254,7 +271,7 @@ def read_blocks(
                     skipped=at.skipped,
                     bytes_read=done + item.bytes_read,
                 )
-                pieces.append(Piece(item.text, is_eval, item.is_end, item.where))
+                pieces.append(Piece(item.text, is_eval, item.is_end, item.where, is_start))
                 size += len(item.text)
                 if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
                     yield Block(pieces, at)

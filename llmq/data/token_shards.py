@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +23,12 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, write_file
 from llmq.data.documents import Position, Source
+from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
 from llmq.data.tokens import TokenFile, TokenWriter, partial_path
 
 SPLITS = ("train", "eval")
-MANIFEST = "tokenize.json"
+NO_SPECIAL_TOKENS = {"special_tokens": [[], []]}  # of the options in a manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class TokenizeSummary:
     was_complete: bool  # an earlier run had finished already, nothing was done
     was_resumed: bool
     warnings: list[str]
+    special_tokens: str  # those added to each document, in words; "" if none are
 
     def describe(self) -> str:
         """The result in lines for the console."""
@@ -52,6 +53,8 @@ class TokenizeSummary:
             if files:
                 pattern = files[0] if len(files) == 1 else files[0].parent / f"{split}-*.bin"
                 lines.append(f"  {split}: {tokens} tokens in {pattern}")
+        if self.special_tokens:
+            lines.append(f"  special tokens of each document: {self.special_tokens}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
@@ -103,17 +106,14 @@ class ShardWriter:
             self._writer.suspend()
 
 
-_SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.bin(\.partial)?")
-
-
 def _token_files(out: Path, *splits: str) -> list[Path]:
     """Files in `out` that are named like ours, complete or not, sorted."""
-    matches = [(_SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
+    matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
 
 
 def _shard_number(path: Path) -> int:
-    return int(_SHARD_NAME.fullmatch(path.name)[2])
+    return int(SHARD_NAME.fullmatch(path.name)[2])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,6 +173,16 @@ class Manifest:
             was_complete=was_complete,
             was_resumed=was_resumed,
             warnings=warnings,
+            special_tokens=self._special_tokens(),
+        )
+
+    def _special_tokens(self) -> str:
+        before, after = (NO_SPECIAL_TOKENS | self.data["options"])["special_tokens"]
+        sides = [(before, "before it"), (after, "behind it")]
+        return ", ".join(
+            f"{self._tokenizer.decode(ids)} ({' '.join(map(str, ids))}) {side}"
+            for ids, side in sides
+            if ids
         )
 
 
@@ -193,7 +203,7 @@ def open_manifest(
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
     if earlier is not None and not _is_empty(earlier):
-        _check_same(path, earlier, options, inputs)
+        _check_same(path, earlier, TokenizerId.of(tokenizer), options, inputs)
         return Manifest(out, earlier, tokenizer)
     if overwrite or earlier is not None:  # the latter of a run that was killed early
         _remove(out)
@@ -202,6 +212,7 @@ def open_manifest(
     data = {
         "complete": False,
         "options": options,
+        "tokenizer": TokenizerId.of(tokenizer).record(),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "splits": dict.fromkeys(SPLITS, 0),
@@ -244,10 +255,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_same(
-    path: Path, data: dict[str, Any], options: dict[str, Any], inputs: list[list]
+    path: Path,
+    data: dict[str, Any],
+    tokenizer: TokenizerId,
+    options: dict[str, Any],
+    inputs: list[list],
 ) -> None:
     """DataError if the tokens that are there were made in another way."""
-    changed = [name for name in options if options[name] != data["options"].get(name)]
+    then = NO_SPECIAL_TOKENS | data["options"]
+    changed = [name for name in options if options[name] != then.get(name)]
+    if "tokenizer" in changed:
+        other = TokenizerId.from_record(data.get("tokenizer")) or "one that it does not name"
+        changed[changed.index("tokenizer")] = f"tokenizer ({other} then, {tokenizer} now)"
     if inputs != data["inputs"]:
         then = len(data["inputs"])
         changed.append(f"inputs ({then} files then, {len(inputs)} now, or edited)")

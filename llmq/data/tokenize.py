@@ -60,22 +60,21 @@ def tokenize(
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    special_tokens: str = "auto",
 ) -> TokenizeSummary:
     """Write the documents of `inputs`, each ended by the tokenizer's end-of-text token, to `out`.
 
     inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSON and
     Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
     documents, at least one of two or more (of a single text: its last part); 0: none. workers:
-    processes; 1 encodes in this one, None chooses. Continues an interrupted run with the same
-    arguments; does nothing if it was complete. DataError or ConfigError for what the user can mend.
+    processes; 1 encodes in this one, None chooses. special_tokens: "auto" adds to each document
+    what transformers' AutoTokenizer adds to a text; where the end-of-text token is among that, it
+    is not added again. "none": nothing but the end of the text. Continues an interrupted run with
+    the same arguments; does nothing if it was complete. DataError or ConfigError for what the user
+    can mend.
     With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
-    if not 0 <= eval_fraction < 1:
-        raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
-    if not 0 < shard_tokens <= MAX_TOKENS:
-        raise ConfigError(f"--shard-tokens is {shard_tokens}: give 1 to {MAX_TOKENS}")
-    if workers is not None and workers < 1:
-        raise ConfigError(f"--workers is {workers}: give at least 1")
+    _check_options(eval_fraction, shard_tokens, workers, special_tokens)
     out = Path(out)
     sources, warnings = having_field(find_sources(inputs, exclude=out), field)
     loaded = load_tokenizer(tokenizer)
@@ -90,12 +89,14 @@ def tokenize(
         "eval_fraction": eval_fraction,
         "shard_tokens": shard_tokens,
         "seed": seed,
+        "special_tokens": [*loaded.added] if special_tokens == "auto" else [[], []],
     }
     if workers is None:
         workers = _default_workers(sources, loaded)
-    encode = _Encoder(loaded, field).encode_blocks
+    encode = _Encoder(loaded, field, options["special_tokens"]).encode_blocks
     if workers > 1:
-        encode = partial(_encode_in_workers, tokenizer=tokenizer, field=field, workers=workers)
+        of_workers = (tokenizer, field, options["special_tokens"])
+        encode = partial(_encode_in_workers, of_workers=of_workers, workers=workers)
     with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
         if manifest.data["complete"]:
@@ -107,6 +108,19 @@ def tokenize(
             manifest.discard_if_empty()
             raise
         return manifest.summary(warnings, was_resumed=was_resumed)
+
+
+def _check_options(
+    eval_fraction: float, shard_tokens: int, workers: int | None, special_tokens: str
+) -> None:
+    if not 0 <= eval_fraction < 1:
+        raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
+    if not 0 < shard_tokens <= MAX_TOKENS:
+        raise ConfigError(f"--shard-tokens is {shard_tokens}: give 1 to {MAX_TOKENS}")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers is {workers}: give at least 1")
+    if special_tokens not in ("auto", "none"):
+        raise ConfigError(f"--special-tokens is {special_tokens}: give auto or none")
 
 
 def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
@@ -165,9 +179,16 @@ Encoded = tuple[Position, tuple[np.ndarray, np.ndarray]]
 class _Encoder:
     """Encodes blocks; each worker process has one."""
 
-    def __init__(self, tokenizer: Tokenizer, field: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, field: str, added: Sequence[list[int]]) -> None:
+        """added: ids before and behind each document; the end of the text need not be among them.
+
+        Ids of nothing but added tokens would be a document without text, so an empty one has none.
+        """
         self.tokenizer = tokenizer
         self.field = field
+        before, after = added
+        end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
+        self._before, self._after = np.array(before, np.int32), np.array([*after, *end], np.int32)
 
     def encode(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """Ids for training and for evaluation, int32 each; an empty document has none."""
@@ -177,13 +198,14 @@ class _Encoder:
             else _parse_json(piece.text, self.field, piece.where)
             for piece in pieces
         ]
-        end = np.array([self.tokenizer.eos_id], np.int32)
-        parts: tuple[list[np.ndarray], ...] = ([end[:0]], [end[:0]])
+        parts: tuple[list[np.ndarray], ...] = ([self._after[:0]], [self._after[:0]])
         all_ids = self.tokenizer.encode_batch(texts)
         for piece, text, ids in zip(pieces, texts, all_ids, strict=True):
+            if piece.is_start and text:
+                parts[piece.is_eval].append(self._before)
             parts[piece.is_eval].append(ids)
             if piece.is_end and text:
-                parts[piece.is_eval].append(end)
+                parts[piece.is_eval].append(self._after)
         return np.concatenate(parts[0]), np.concatenate(parts[1])
 
     def encode_blocks(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
@@ -210,11 +232,11 @@ def _parse_json(line: bytes, field: str, where: str) -> str:
 _worker: _Encoder
 
 
-def _start_worker(tokenizer: str, field: str) -> None:
+def _start_worker(tokenizer: str, field: str, added: Sequence[list[int]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
     global _worker
-    _worker = _Encoder(load_tokenizer(tokenizer), field)
+    _worker = _Encoder(load_tokenizer(tokenizer), field, added)
 
 
 def _encode_in_worker(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
@@ -222,12 +244,14 @@ def _encode_in_worker(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode_in_workers(
-    blocks: Iterator[Block], tokenizer: str, field: str, workers: int
+    blocks: Iterator[Block], of_workers: tuple[Any, ...], workers: int
 ) -> Iterator[Encoded]:
-    """Encode in other processes, in the order of the blocks, a few of them in flight."""
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, field)
-    )
+    """Encode in other processes, in the order of the blocks, a few of them in flight.
+
+    of_workers: the arguments of _start_worker.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, of_workers)
     waiting: deque[tuple[Position, Future]] = deque()
     try:
         for block in blocks:

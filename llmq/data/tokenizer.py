@@ -1,7 +1,7 @@
 """Text to token ids and back: plain bytes, or the tokenizer files of a Hugging Face model.
 
 Both recognise special tokens that are written out in the text (`<|endoftext|>` …), as Hugging Face
-tokenizers do, and neither adds any.
+tokenizers do. Neither adds any; `added` says which ones transformers would add.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
+
+Added = tuple[list[int], list[int]]
+"""Ids that go before and behind each text."""
+
+_BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1679"
+"""Fingerprint of the files that ByteTokenizer.save writes."""
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -35,6 +43,7 @@ class ByteTokenizer:
     eos_id: int | None = 256
     bos_id: int | None = 256
     fingerprint = "bytes"
+    added: Added = ([], [])
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -96,12 +105,21 @@ def _byte_level_alphabet() -> list[str]:
 
 
 class HfTokenizer:
-    """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None."""
+    """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
+
+    added: what transformers' AutoTokenizer puts before and behind a text.
+    """
 
     # What transformers may look for beside the weights.
     FILES = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+        EXACT_MODULE,
+    )
+    # Those of them that decide the ids of a text.
+    DECIDING = (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+        *("merges.txt", "added_tokens.json"),
     )
 
     def __init__(self, folder: Path) -> None:
@@ -118,13 +136,47 @@ class HfTokenizer:
         self.vocab_size = max(ids) + 1  # there may be gaps in the ids
         self.eos_id = self._special_id("eos")
         self.bos_id = self._special_id("bos")
-        identity = f"{self._tokenizer.to_str()} {self.eos_id}"
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        self.added = self._added_ids()
 
-    def _special_id(self, name: str) -> int | None:
-        """Id of the eos or bos token: by its text, else by the model's config, else by custom."""
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what decides the ids of a text; "bytes" for the files of a ByteTokenizer.
+
+        It depends neither on how the files are written nor on the library's version: what is off
+        or absent, such as a flag of a newer version, does not count.
+        """
+        content = json.loads(self._tokenizer.to_str())
+        parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+        identity = _without_absent([self.added, *(content[part] for part in parts)])
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return ByteTokenizer.fingerprint if digest == _BYTES_AS_FILES else digest
+
+    @property
+    def is_qwen2(self) -> bool:
+        """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
+        content = json.loads(self._tokenizer.to_str())
+        parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
+        words = parts[0].get("pattern") == {"Regex": _QWEN2_WORDS}
+        return words and content["normalizer"] == {"type": "NFC"}
+
+    def _added_ids(self) -> Added:
+        """By the post-processor; old files have none, so there tokenizer_config.json says it."""
+        if not (self.folder / "tokenizer.json").exists():
+            config = read_json(self.folder / "tokenizer_config.json")
+            bos, eos = (
+                [self._named_id(name)] if config.get(f"add_{name}_token") else []
+                for name in ("bos", "eos")
+            )
+            return [i for i in bos if i is not None], [i for i in eos if i is not None]
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        own = len(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        first = next((i for i, x in enumerate(encoding.special_tokens_mask) if not x), 0)
+        return encoding.ids[:first], encoding.ids[first + own :]
+
+    def _named_id(self, name: str) -> int | None:
+        """Id of the eos or bos token whose text the tokenizer's files give."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = _read_json(self.folder / file).get(f"{name}_token")
+            token = read_json(self.folder / file).get(f"{name}_token")
             if token is None:
                 continue
             text = token.get("content") if isinstance(token, dict) else token
@@ -132,8 +184,15 @@ class HfTokenizer:
                 raise DataError(f"'{self.folder / file}': {name}_token {token!r} is no token")
             if self._tokenizer.token_to_id(text) is not None:
                 return self._tokenizer.token_to_id(text)
+        return None
+
+    def _special_id(self, name: str) -> int | None:
+        """Id of the eos or bos token: by its text, else by the model's config, else by custom."""
+        named = self._named_id(name)
+        if named is not None:
+            return named
         for file in ("generation_config.json", "config.json"):
-            token_id = _read_json(self.folder / file).get(f"{name}_token_id")
+            token_id = read_json(self.folder / file).get(f"{name}_token_id")
             if token_id is None:
                 continue
             first = token_id[0] if isinstance(token_id, list) and token_id else token_id
@@ -167,6 +226,13 @@ class HfTokenizer:
 Tokenizer = ByteTokenizer | HfTokenizer
 
 
+def _without_absent(value: Any) -> Any:
+    """JSON without the fields that are null or false."""
+    if isinstance(value, dict):
+        return {k: _without_absent(v) for k, v in value.items() if v is not None and v is not False}
+    return [_without_absent(v) for v in value] if isinstance(value, list | tuple) else value
+
+
 def _load_hf(folder: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
@@ -198,7 +264,7 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
     tokenizer = Tokenizer(
         models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -230,7 +296,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
     """
     from tokenizers import AddedToken
 
-    ids: dict[str, int] = _read_json(folder / "added_tokens.json")
+    ids: dict[str, int] = read_json(folder / "added_tokens.json")
     added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
         added[END_OF_TEXT] = {"special": True}
@@ -250,7 +316,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
             )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or {} if there is no such file."""
     if not path.exists():
         return {}

@@ -43,6 +43,7 @@ from llmq.train.places import (
     things_in_the_way,
 )
 from llmq.train.scaling import Scaling, time_alone
+from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
@@ -81,7 +82,8 @@ def _run_locked(
     start = time.perf_counter()
     strangers = things_in_the_way(config, identity, model_dir)
     host_memory_before = available_host_memory()
-    with Trainer.from_config(config, model, model_dir) as trainer:
+    tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
+    with Trainer.from_config(config, model, model_dir, tokenizer) as trainer:
         trainer.run = identity
         check_data(trainer)
         length = (trainer.total_steps, trainer.steps_per_epoch)

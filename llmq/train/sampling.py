@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -92,10 +92,11 @@ class Sampler:
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
+        stop: Collection[int] = (),
     ) -> Iterator[int]:
         """New ids one after another, until an end-of-text id or the limit of positions.
 
-        prompt: at least one id.
+        prompt: at least one id. stop: ids that end a text beside those of the model's config.
         """
         tokens = np.array(prompt, np.int32)
         position = 0
@@ -104,7 +105,7 @@ class Sampler:
             position += len(tokens)
             logits = self.dev.download(self.decoder.logits)[0, : self.config.vocab_size]
             token = choose_token(logits, rng, temperature=temperature, top_k=top_k, top_p=top_p)
-            if token in self.config.eos_token_ids:
+            if token in self.config.eos_token_ids or token in stop:
                 return
             yield token
             tokens = np.array([token], np.int32)
@@ -191,7 +192,7 @@ def run_sample(
     with open_model(model) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
-        ids = tokenizer.encode(prompt) or [first_token(config)]
+        ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
         _check_prompt(ids, config)
         positions = min(len(ids) + max_new_tokens, config.longest)
         dtype = parse_dtype(model_dtype)
@@ -200,7 +201,11 @@ def run_sample(
         for sample in range(num_samples):
             rng = np.random.default_rng([seed, sample])
             new = sampler.generate(
-                ids, max_new_tokens, rng, temperature=temperature, top_k=top_k, top_p=top_p
+                *(ids, max_new_tokens, rng),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop={tokenizer.eos_id},
             )
             text = prompt + continuation(tokenizer, ids if prompt else [], list(new))
             print(printable(text) if sys.stdout.isatty() else text, flush=True)
@@ -244,6 +249,7 @@ def _check_prompt(ids: list[int], config: ModelConfig) -> None:
 
 def first_token(config: ModelConfig) -> int:
     """What an empty prompt begins with."""
+    config = config.without_foreign_tokens()
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:
             return token

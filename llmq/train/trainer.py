@@ -15,8 +15,9 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.base.schedule import learning_rate
-from llmq.checkpoint.checkpoint import CheckpointReader, Manifest
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import changed_options, check_model, checkpoint_at
 from llmq.config.cards import card_of
@@ -24,10 +25,9 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import resolve_model
+from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
-from llmq.data.split import Split
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.data.tokens import MASKED_TARGET, expand_pattern
+from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Batch, Result, Step
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
@@ -37,7 +37,16 @@ from llmq.plan.plan import Plan, Usage, fewest_attention_parts
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
+from llmq.train.batches import check_batches
+from llmq.train.loaders import open_loaders
 from llmq.train.ranks import Ranks, Rounds
+from llmq.train.tokenizers import (
+    agreed_tokenizer,
+    check_same,
+    exported_otherwise,
+    tokenizer_source,
+    with_tokens_of,
+)
 
 
 class Trainer:
@@ -56,7 +65,8 @@ class Trainer:
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
     of the run, resumed ones included. validated_at: how many they were at the last validation.
     history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
-    checkpoints and exports; that of the checkpoint after `load`.
+    checkpoints and exports; that of the checkpoint after `load`. tokenizer_id: what made the data,
+    None if that is not known.
     """
 
     def __init__(self, **options: Any):
@@ -64,7 +74,8 @@ class Trainer:
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
         model, model_dir = resolve_model(config.model, config.from_scratch)
-        self._open(config.validate_with(model), model, model_dir)
+        config = config.validate_with(model)
+        self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
             self.load_weights()
         except BaseException:  # the caller gets nothing that could be closed
@@ -73,16 +84,32 @@ class Trainer:
 
     @classmethod
     def from_config(
-        cls, config: TrainConfig, model: ModelConfig, model_dir: Path | None
+        cls,
+        config: TrainConfig,
+        model: ModelConfig,
+        model_dir: Path | None,
+        tokenizer_id: TokenizerId | None = None,
     ) -> Trainer:
-        """A trainer with checked options, without weights: call `load_weights` or `load` next."""
+        """A trainer with checked options, without weights: call `load_weights` or `load` next.
+
+        tokenizer_id: of `agreed_tokenizer`; None where the data do not matter.
+        """
         self = cls.__new__(cls)
-        self._open(config, model, model_dir)
+        self._open(config, model, model_dir, tokenizer_id)
         return self
 
-    def _open(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> None:
+    def _open(
+        self,
+        config: TrainConfig,
+        model: ModelConfig,
+        model_dir: Path | None,
+        tokenizer_id: TokenizerId | None,
+    ) -> None:
+        if config.from_scratch:
+            model = with_tokens_of(model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
+        self.tokenizer_id = tokenizer_id
         self.steps_done = 0
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
@@ -115,12 +142,14 @@ class Trainer:
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(held_out=False)
+        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches of each rank; opened, and every file checked, at first use."""
-        return self._loaders(held_out=True) if self.config.validates else []
+        if not self.config.validates:
+            return []
+        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:
@@ -133,25 +162,6 @@ class Trainer:
         if not self.config.validates:
             raise ConfigError("--eval-file: none: there is nothing to validate on")
         return self.eval_loaders[0]
-
-    def _loaders(self, *, held_out: bool) -> list[DataLoader]:
-        config = self.config
-        split = Split(config.eval_fraction, held_out) if config.splits else None
-        own_files = held_out and not config.splits
-        return [
-            DataLoader(
-                config.eval_file if own_files else config.train_file,
-                seq_len=config.seq_len,
-                micro_batch=config.batch_size,
-                seed=config.eval_seed if held_out else config.train_seed,
-                vocab_size=self.model.vocab_size,
-                rank=rank,
-                world_size=self.world_size,
-                everything=held_out,
-                split=split,
-            )
-            for rank in range(self.world_size)
-        ]
 
     @property
     def usage(self) -> Usage:
@@ -208,7 +218,9 @@ class Trainer:
     def enqueue_step(self, batches: Sequence[Batch] | None = None) -> int:
         """Like `step`, without waiting: the returned ticket is for `result`."""
         lr = self.learning_rate(self.steps_done)
-        taken = self._next_batches() if batches is None else self._checked(batches)
+        if batches is not None:
+            check_batches(batches, self.config, self.model, self.world_size)
+        taken = self._next_batches() if batches is None else batches
         of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
         self.steps_done += 1
@@ -241,28 +253,6 @@ class Trainer:
         for loader in self.train_loaders:
             loader.advance_epoch()
         return True
-
-    def _checked(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        shape, count = (self.config.batch_size, self.config.seq_len), self.micro_batches
-        vocab_size = self.model.vocab_size
-        if len(batches) != count:
-            of_ranks = f" for each of {self.world_size} ranks" if self.world_size > 1 else ""
-            raise ValueError(
-                f"step: grad_accumulation is {self.config.grad_accumulation}{of_ranks}, got "
-                f"{len(batches)} batches"
-            )
-        for inputs, targets in batches:
-            for name, array in (("inputs", inputs), ("targets", targets)):
-                if array.shape != shape or array.dtype != np.int32:
-                    raise ValueError(
-                        f"step: {name} must be int32 {shape}, got {array.dtype} {array.shape}"
-                    )
-                bad = array.view(np.uint32) >= vocab_size  # a negative id is a large unsigned one
-                bad &= (name == "inputs") | (array != MASKED_TARGET)
-                if bad.any():
-                    allowed = f"token ids in 0..{vocab_size - 1}, targets also {MASKED_TARGET}"
-                    raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
-        return batches
 
     def validate(
         self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
@@ -300,17 +290,13 @@ class Trainer:
         zero = self.config.init_proj_to_zero
         self.ranks.init(self.model, self.config.seed, zero_projections=zero)
 
-    @property
+    @cached_property
     def tokenizer(self) -> str | None:
         """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
 
-        A model directory has its own; `llmq tokenize` leaves a copy beside the token files.
+        It is looked for at first use.
         """
-        files = expand_pattern(self.config.train_file) or [Path(self.config.train_file)]
-        for folder in (self.model_dir, files[0].parent / "tokenizer"):
-            if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
-                return str(folder.resolve())
-        return "bytes" if self.model.vocab_size == ByteTokenizer.vocab_size else None
+        return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
@@ -326,6 +312,7 @@ class Trainer:
             options={name: str(v) if isinstance(v, Path) else v for name, v in options},
             tokenizer=self.tokenizer,
             run=self.run,
+            tokenizer_id=self.tokenizer_id and self.tokenizer_id.record(),
         )
         return writer.commit(manifest, files)
 
@@ -340,6 +327,9 @@ class Trainer:
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
+            made = TokenizerId.from_record(reader.manifest.tokenizer_id)
+            if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
+                check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
             reader.check(self._step.table, self._step.optimizer.m)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
@@ -350,6 +340,7 @@ class Trainer:
             runs = (self.config, self.world_size, saved, reader.world)
             warn(changed_options(*runs, new_data=new_data))
             self.ranks.read(reader)
+            self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
@@ -370,7 +361,10 @@ class Trainer:
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer, run=self.run)
+        made = self.tokenizer_id
+        export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
+        if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
+            warn(exported_otherwise(directory, tokenizer, self.config.train_file))
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)

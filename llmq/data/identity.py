@@ -1,0 +1,134 @@
+"""Which tokenizer made some ids: a fingerprint of what decides them, and a name for people.
+
+`llmq tokenize` writes it into tokenize.json, a run into its checkpoints and its model (llmq.json).
+Of other folders it follows from the tokenizer's files. That takes a second for a large vocabulary,
+so it is kept in the cache folder, under a hash of the files' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import DataError
+from llmq.base.files import write_shared
+from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokens import expand_pattern
+from llmq.runtime.compile import cache_dir
+
+MANIFEST = "tokenize.json"
+RUN_FILE = "llmq.json"  # in a model directory: what made it
+SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.bin(\.partial)?")
+_CACHE_VERSION = b"1"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerId:
+    """Two of the same fingerprint make the same ids of every text, whatever their names are."""
+
+    name: str
+    fingerprint: str
+    eos_id: int | None = None
+    bos_id: int | None = None
+
+    def __str__(self) -> str:
+        known = self.fingerprint == self.name  # bytes
+        return self.name if known else f"{self.name} ({self.fingerprint[:8]})"
+
+    def record(self) -> dict[str, Any]:
+        """For a JSON file; `from_record` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Any) -> TokenizerId | None:
+        """None for anything that `record` does not return."""
+        try:
+            found = cls(**record)
+        except TypeError:
+            return None
+        texts = isinstance(found.name, str) and isinstance(found.fingerprint, str)
+        ids = all(i is None or type(i) is int for i in (found.eos_id, found.bos_id))
+        return found if texts and ids else None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenizerId:
+        """Of a loaded tokenizer."""
+        named = _folder_name(tokenizer.folder) if isinstance(tokenizer, HfTokenizer) else "bytes"
+        return cls(named, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id)
+
+
+def _folder_name(folder: Path) -> str:
+    """What people call it: of a snapshot in the Hugging Face cache the repository."""
+    folder = Path(os.path.abspath(folder))
+    for part in reversed(folder.parts):
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return f"{folder.parent.name}/tokenizer" if folder.name == "tokenizer" else folder.name
+
+
+def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
+    """Of the tokenizer files in a folder; None where there are none, or none that can be read.
+
+    The name is the one that a run of ours has noted, else the folder's. Without tokenizer files it
+    is what the run noted.
+    """
+    noted = TokenizerId.from_record(_read(folder / RUN_FILE).get("tokenizer"))
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return noted
+    fingerprint = _fingerprint_of_files(folder)
+    if noted is not None and noted.fingerprint == fingerprint:
+        return noted
+    return fingerprint and TokenizerId(_folder_name(folder), fingerprint)
+
+
+def _fingerprint_of_files(folder: Path) -> str | None:
+    digest = hashlib.sha256(_CACHE_VERSION)
+    for name in HfTokenizer.DECIDING:
+        with suppress(OSError):
+            content = (folder / name).read_bytes()
+            digest.update(f"{name} {len(content)} ".encode())
+            digest.update(content)
+    path = cache_dir() / "tokenizers" / digest.hexdigest()
+    with suppress(OSError):
+        if found := path.read_bytes():
+            return found.decode(errors="replace")
+    try:
+        fingerprint = HfTokenizer(folder).fingerprint
+    except DataError:  # whoever needs the tokenizer will say what is wrong with it
+        return None
+    with suppress(OSError):
+        write_shared(path, fingerprint.encode())
+    return fingerprint
+
+
+def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId | None]]:
+    """Every token file that a glob pattern names, and what made it; None where nothing says so."""
+    manifests: dict[Path, TokenizerId | None] = {}
+    for path in expand_pattern(pattern):
+        folder = path.parent
+        if folder not in manifests:
+            record = read_manifest(folder).get("tokenizer")
+            manifests[folder] = TokenizerId.from_record(record)
+        if not path.is_dir():
+            yield path, manifests[folder] if SHARD_NAME.fullmatch(path.name) else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """tokenize.json of a folder that `llmq tokenize` has written into, {} of any other one."""
+    manifest = _read(folder / MANIFEST)
+    return manifest if {"complete", "options", "splits", "inputs"} <= manifest.keys() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,108 @@
+"""tokenizer_config.json of a model: transformers' AutoTokenizer must make the ids of the training.
+
+transformers 5 lets some classes, such as Qwen2Tokenizer, build their own normalizer and
+pre-tokenizer in place of those in tokenizer.json; where the file names no class, the model's type
+decides which one it is. PreTrainedTokenizerFast takes tokenizer.json as it is. Of models of the
+type qwen2 transformers 5 ignores the class that the file names, unless an auto_map is there, too:
+such a model gets one, and the module that it names, which is loaded only with trust_remote_code.
+Where the tokenizer is cut as that of Qwen2 itself, nothing changes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import DataError
+from llmq.data.tokenizer import END_OF_TEXT, EXACT_MODULE, HfTokenizer, read_json
+
+AS_IT_IS = "PreTrainedTokenizerFast"
+_SAFE = {AS_IT_IS, "TokenizersBackend"}
+_CONFIG = "tokenizer_config.json"
+_STUBBORN = {"qwen2"}  # model types whose tokenizer class is always their own
+_MODULE = """from transformers import PreTrainedTokenizerFast
+
+
+class ExactTokenizer(PreTrainedTokenizerFast):
+    \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
+"""
+
+# Special tokens that a class has where the file does not say: they are written out, so that they
+# are not lost together with the class.
+_OWN_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
+    "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
+    "LlamaTokenizer": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
+}
+
+
+def take_as_it_is(folder: Path) -> None:
+    """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
+
+    Nothing happens without one, or if the class does so already. Every other field stays. EOS and
+    BOS are added where no file names them.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    try:
+        config = read_json(folder / _CONFIG)
+        tokenizer = HfTokenizer(folder)
+    except DataError:  # damaged files are copied as they are; nothing can make them load
+        return
+    named = config.get("tokenizer_class")
+    changed = dict(config)
+    stubborn = read_json(folder / "config.json").get("model_type") in _STUBBORN
+    if tokenizer.is_qwen2 and (stubborn or str(named).startswith("Qwen2Tokenizer")):
+        return
+    if stubborn and "auto_map" not in config:
+        (folder / EXACT_MODULE).write_text(_MODULE)
+        module = EXACT_MODULE.removesuffix(".py")
+        changed["auto_map"] = {"AutoTokenizer": [None, f"{module}.ExactTokenizer"]}
+    if named not in _SAFE:
+        changed["tokenizer_class"] = AS_IT_IS
+        own = _OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
+        _name_tokens(changed, tokenizer, own)
+    if named is None:
+        ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+        own = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        _name_tokens(changed, tokenizer, own)
+    if changed != config:
+        (folder / _CONFIG).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+
+
+def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
+    """Add special tokens that no file names, as far as the tokenizer has them."""
+    named = read_json(tokenizer.folder / "special_tokens_map.json")
+    for name, text in own.items():
+        key = f"{name}_token"
+        if key not in config and key not in named and len(tokenizer.encode(text)) == 1:
+            config[key] = text
+
+
+def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
+    """What AutoTokenizer of a model directory does otherwise with a text than the training did.
+
+    None if nothing, or where transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None
+    try:
+        theirs = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        got = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # whatever the files make the library raise
+        return f"cannot be loaded ({' '.join(str(error).split())[:200]})"
+    expected = tokenizer.encode(text)
+    if got == expected:
+        return None
+    pairs = enumerate(zip(got, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
+    near = tokenizer.decode(expected[max(first - 3, 0) : first + 4])
+    return (
+        f"makes {len(got)} tokens of a text that has {len(expected)} in training, the first other "
+        f"one near {near!r}"
+    )

@@ -1,0 +1,125 @@
+"""Which tokenizer a run's data, its model and its checkpoint have: it must be the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from llmq.base.errors import DataError, warn
+from llmq.checkpoint.store import recorded_tokenizer
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer_config import difference
+from llmq.data.tokens import TokenFile, expand_pattern
+
+SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
+
+
+def agreed_tokenizer(
+    config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
+) -> TokenizerId | None:
+    """What made the training data, as far as something says so.
+
+    model_dir: its tokenizer counts unless the run is from scratch. checkpoint: to go on from.
+    DataError if one of those that are known is another one, without --allow-other-tokenizer.
+    """
+    found = [(what, made) for what, made in _of_files(config) if made is not None]
+    data = found[0][1] if found else None
+    if model_dir is not None and not config.from_scratch:
+        found.append((f"the model in '{model_dir}'", tokenizer_of_folder(model_dir)))
+    if checkpoint is not None:
+        found.append((f"the checkpoint '{checkpoint}'", recorded_tokenizer(checkpoint)))
+    known = [(what, made) for what, made in found if made is not None]
+    if config.allow_other_tokenizer:
+        if len({made.fingerprint for _, made in known}) < 2:
+            warn(["--allow-other-tokenizer has no effect: no other tokenizer is known of"])
+    else:
+        for what, made in known[1:]:
+            check_same(*known[0], what, made)
+    return data or (known[0][1] if known else None)
+
+
+def unknown_tokenizer(config: TrainConfig) -> str | None:
+    """What to say of token files that do not name their tokenizer; None if all do."""
+    silent = [what for what, made in _of_files(config) if made is None]
+    if not silent:
+        return None
+    files = f"{silent[0]} and {len(silent) - 1} more do" if len(silent) > 1 else f"{silent[0]} does"
+    return f"{files} not say which tokenizer made the ids: not compared with the model's"
+
+
+def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
+    patterns = {"--train-file": config.train_file}
+    if config.validates and not config.splits:
+        patterns["--eval-file"] = config.eval_file
+    for flag, pattern in patterns.items():
+        for path, made in tokenizers_of_files(pattern):
+            yield f"{flag}: '{path}'", made
+
+
+def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> None:
+    """DataError if two things, which `one` and `other` name, are of different tokenizers."""
+    if its.fingerprint != others.fingerprint:
+        raise DataError(
+            f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "
+            "the data with the same one, or give --allow-other-tokenizer if you know that their "
+            "ids agree"
+        )
+
+
+def with_tokens_of(
+    model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+) -> ModelConfig:
+    """The configuration of a new model with the special tokens of its data's tokenizer.
+
+    model_dir: where the configuration comes from; if that is a model of this tokenizer, or what
+    made the data is unknown, it stays as it is.
+    """
+    own = model_dir and tokenizer_of_folder(model_dir)
+    if made is None or (own is not None and own.fingerprint == made.fingerprint):
+        return model
+    return replace(
+        model,
+        eos_token_id=made.eos_id,
+        bos_token_id=made.bos_id,
+        other_eos_token_ids=(),
+        pad_token_id=None,
+    )
+
+
+def tokenizer_source(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+) -> str | None:
+    """Where a run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
+
+    A model directory has its own; `llmq tokenize` leaves a copy beside the token files. One that is
+    known not to have made the data is left out.
+    """
+    files = expand_pattern(config.train_file) or [Path(config.train_file)]
+    for folder in (model_dir, files[0].parent / "tokenizer"):
+        if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
+            its = made and tokenizer_of_folder(folder)
+            if its is None or its.fingerprint == made.fingerprint:
+                return str(folder.resolve())
+    is_bytes = made is None or made.fingerprint == ByteTokenizer.fingerprint
+    return "bytes" if is_bytes and model.vocab_size == ByteTokenizer.vocab_size else None
+
+
+def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[str]:
+    """A line to warn of if transformers' tokenizer of an exported model makes other ids.
+
+    source: where the training's tokenizer is. A sample of the training text decides; without
+    transformers, and without a text, nothing is known.
+    """
+    try:
+        file = TokenFile(expand_pattern(train_file)[0])
+        ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))
+        tokenizer = HfTokenizer(source)
+        text = tokenizer.decode(ids.tolist())
+    except (DataError, IndexError, OverflowError):
+        return []
+    found = difference(directory, tokenizer, text)
+    return [] if found is None else [f"AutoTokenizer of '{directory}' {found}"]

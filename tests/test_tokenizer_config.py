@@ -1,0 +1,134 @@
+"""Exports whose AutoTokenizer makes the ids of the training, for every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from llmq.base.dtypes import F32
+from llmq.checkpoint.hf import export_model
+from llmq.config.presets import PRESETS
+from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is
+from llmq.data.tokens import TokenWriter
+from llmq.train.tokenizers import exported_otherwise
+from tests.text_data import mixed_text, write_bpe
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = mixed_text(3000) + " don't 12345 67.89\n\n  e\u0301  we'LL"
+TINY = [name for name in PRESETS if "tiny" in name]
+# What the files of copied tokenizers say.
+COPIED = {
+    "own": None,
+    "fast": {"tokenizer_class": AS_IT_IS, "eos_token": END_OF_TEXT},
+    "qwen2": {"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}", "x": [1]},
+    "gpt2": {"tokenizer_class": "GPT2TokenizerFast", "model_max_length": 1024},
+    "llama": {"tokenizer_class": "LlamaTokenizer", "eos_token": END_OF_TEXT, "legacy": False},
+}
+
+
+def make_tokenizer(folder, config):
+    """A byte-level BPE with a pre-tokenizer and a normalizer that are no class's own."""
+    folder.mkdir()
+    path = write_bpe(folder) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(path))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def export(out, preset, tokenizer, vocab_size=512):
+    sizes = {"vocab_size": vocab_size, "num_layers": 1}
+    model = dataclasses.replace(
+        PRESETS[preset], **sizes, eos_token_id={512: 0, 257: 256}[vocab_size]
+    )
+    export_model(out, model, lambda param: np.zeros(param.shape, np.float32), F32, tokenizer)
+    return out
+
+
+@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize("config", COPIED)
+def test_copied_tokenizers_make_the_same_ids(tmp_path, preset, config):
+    source = make_tokenizer(tmp_path / "t", COPIED[config])
+    out = export(tmp_path / "out", preset, source)
+    ours, theirs = HfTokenizer(source), transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(TEXT)["input_ids"] == ours.encode(TEXT)
+    assert theirs.eos_token_id == ours.eos_id == 0
+    assert HfTokenizer(out).fingerprint == ours.fingerprint
+    assert difference(out, ours, TEXT) is None
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    kept = {k: v for k, v in (COPIED[config] or {}).items() if k != "tokenizer_class"}
+    assert written.items() >= kept.items() or written | kept == written
+    if config == "fast":
+        written.pop("auto_map", None)
+        assert written == COPIED["fast"]
+
+
+def test_the_module_of_an_auto_map_makes_the_same_ids(tmp_path, monkeypatch):
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    source = make_tokenizer(tmp_path / "t", COPIED["qwen2"])
+    out = export(tmp_path / "out", "tiny", source)
+    theirs = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
+    assert theirs(TEXT)["input_ids"] == HfTokenizer(source).encode(TEXT)
+    assert type(theirs).__name__ == "ExactTokenizer"
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_bytes_make_the_same_ids(tmp_path, preset):
+    out = export(tmp_path / "out", preset, ByteTokenizer(), 257)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs(TEXT)["input_ids"] == ByteTokenizer().encode(TEXT)
+    ByteTokenizer().save(tmp_path / "t")
+    again = export(tmp_path / "again", preset, tmp_path / "t", 257)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        assert (again / name).read_text() == (out / name).read_text()
+
+
+def test_own_special_tokens_of_a_class_are_kept(tmp_path):
+    source = make_tokenizer(tmp_path / "t", {"tokenizer_class": "Qwen2Tokenizer"})
+    take_as_it_is(source)
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    assert theirs.pad_token == theirs.eos_token == theirs.unk_token == END_OF_TEXT
+    before = (source / "tokenizer_config.json").read_bytes()
+    take_as_it_is(source)
+    assert (source / "tokenizer_config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_files_are_left_as_they_are(tmp_path, name):
+    source = make_tokenizer(tmp_path / "t", {"tokenizer_class": "Qwen2Tokenizer"})
+    (source / name).write_text("{")
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    take_as_it_is(source)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+
+
+def test_a_difference_is_said(tmp_path, monkeypatch):
+    source = make_tokenizer(tmp_path / "t", {"tokenizer_class": "Qwen2Tokenizer"})
+    ours = HfTokenizer(source)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    other = {"tokenizer_class": "Qwen2Tokenizer"}
+    (out / "tokenizer_config.json").write_text(json.dumps(other))
+    with TokenWriter(tmp_path / "a.bin", 512) as writer:
+        writer.write(np.array(ours.encode(TEXT.upper() + TEXT), np.int32))
+    monkeypatch.setattr(HfTokenizer, "decode", lambda self, ids: TEXT.upper())
+    [line] = exported_otherwise(out, source, str(tmp_path / "a.bin"))
+    assert line.startswith(f"AutoTokenizer of '{out}' makes ") and "in training" in line
+    (out / "tokenizer.json").write_text("{")
+    [line] = exported_otherwise(out, source, str(tmp_path / "a.bin"))
+    assert "cannot be loaded" in line and "\n" not in line
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert exported_otherwise(out, source, str(tmp_path / "a.bin")) == []
+    assert exported_otherwise(out, source, str(tmp_path / "none.bin")) == []
