@@ -339,7 +339,7 @@ def _verify(directory: Path, entries: list[FileEntry]) -> None:
         path = directory / entry.name
         try:
             with open(path, "rb") as file:
-                digest = hashlib.filedigest_of(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
         if digest != entry.sha256:
