@@ -67,8 +67,9 @@ def command(**changes):
 
 @pytest.fixture
 def trained(place):
-    """A model of the tokenizer `bpe` in out, its checkpoint in ckpt."""
+    """A model of the tokenizer `bpe` in out and finished, its checkpoint in ckpt."""
     assert command(save_training_state=True) == 0
+    shutil.copytree("out", "finished")  # a run may not write to the model that it begins with
     return place
 
 
@@ -155,15 +156,15 @@ def test_names_of_folders(tmp_path):
         ({"train": "bytes", "evaluation": "bpe"}, ("bytes", "bpe")),
         ({"train": "bpe", "evaluation": "other"}, ("bpe", "other")),
         ({"train": "{bpe,other}", "evaluation": "bpe"}, ("bpe", "other")),
-        ({"train": "bytes", "model": "out", "from_scratch": ""}, ("bytes", "bpe")),
-        ({"train": "other", "model": "out", "from_scratch": ""}, ("other", "bpe")),
+        ({"train": "bytes", "model": "finished", "from_scratch": ""}, ("bytes", "bpe")),
+        ({"train": "other", "model": "finished", "from_scratch": ""}, ("other", "bpe")),
         ({"train": "other", "continue": True, "from_scratch": True}, ("other", "bpe")),
     ],
 )
 def test_another_tokenizer_is_refused(trained, capsys, monkeypatch, changes, names):
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("llmq.train.trainer.make_plan", None)  # it is found before anything happens
+        patch.setattr("llmq.train.trainer.Planner", None)  # it is found before anything happens
         assert command(**changes) == 2
     [error] = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("warning: ")]
     assert error.startswith("error: ")
@@ -179,10 +180,10 @@ def _loaded(name):
 
 def test_what_belongs_together_is_not_refused(trained, capsys):
     capsys.readouterr()
-    assert command(model="out", from_scratch="", allow_other_tokenizer=True) == 0
-    assert "--allow-other-tokenizer has no effect" in capsys.readouterr().err
     assert command(steps=3, **{"continue": True}) == 0
-    assert command(model="out", from_scratch="", out_dir="again") == 0
+    assert command(model="finished", from_scratch="", allow_other_tokenizer=True) == 0
+    assert "--allow-other-tokenizer has no effect" in capsys.readouterr().err
+    assert command(model="finished", from_scratch="", out_dir="again") == 0
     assert command(model="again", from_scratch="", train="bpe") == 0
     assert command(train="bytes", from_scratch=True, out_dir="new") == 0  # only the shape is used
     assert tokenizer_of_folder(Path("new")).name == "bytes"
@@ -225,7 +226,12 @@ def test_tokenize_names_both(place):
 
 
 def test_the_exported_tokenizer_is_that_of_the_data(trained):
-    other = {"train": "other", "model": "out", "from_scratch": "", "allow_other_tokenizer": True}
+    other = {
+        "train": "other",
+        "model": "finished",
+        "from_scratch": "",
+        "allow_other_tokenizer": True,
+    }
     assert command(**other, out_dir="x") == 0
     assert tokenizer_of_folder(Path("x")).name == "other"
 
