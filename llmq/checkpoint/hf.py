@@ -285,7 +285,7 @@ def export_model(
             copy_tokenizer_files(tokenizer, staging)
         elif tokenizer is not None:
             tokenizer.save(staging)
-        take_as_it_is(staging)
+        take_as_it_is(staging, stubborn=config.arch.own_tokenizer_class)
         return sorted(path.name for path in staging.iterdir())
 
 

@@ -20,7 +20,6 @@ from llmq.data.tokenizer import END_OF_TEXT, EXACT_MODULE, HfTokenizer, read_jso
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}
 _CONFIG = "tokenizer_config.json"
-_STUBBORN = {"qwen2"}  # model types whose tokenizer class is always their own
 _MODULE = """from transformers import PreTrainedTokenizerFast
 
 
@@ -37,11 +36,12 @@ _OWN_TOKENS = {
 }
 
 
-def take_as_it_is(folder: Path) -> None:
+def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
     """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
 
     Nothing happens without one, or if the class does so already. Every other field stays. EOS and
-    BOS are added where no file names them.
+    BOS are added where no file names them. stubborn: transformers takes the class of this type of
+    model, whichever the file names.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -52,7 +52,6 @@ def take_as_it_is(folder: Path) -> None:
         return
     named = config.get("tokenizer_class")
     changed = dict(config)
-    stubborn = read_json(folder / "config.json").get("model_type") in _STUBBORN
     if tokenizer.is_qwen2 and (stubborn or str(named).startswith("Qwen2Tokenizer")):
         return
     if stubborn and "auto_map" not in config:

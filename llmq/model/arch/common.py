@@ -78,6 +78,8 @@ class Architecture:
     """None: as qkv_bias."""
     mlp_bias: bool | None = False
     """None: the config's mlp_bias decides."""
+    own_tokenizer_class = False
+    """transformers gives its models a tokenizer class whatever tokenizer_config.json says."""
     bos_token_id: int | None = None
     """Where the config does not say."""
     eos_token_id: int | None = None

@@ -14,6 +14,7 @@ class Qwen2(RopeFamily):
     model_type = "qwen2"
     label = "Qwen2"
     qkv_bias = True
+    own_tokenizer_class = True
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With fields that say that no layer has a window."""
