@@ -319,8 +319,8 @@ def test_auto_trains_as_it_says(tmp_path, monkeypatch, capsys):
     assert record["cmd"] == shlex.split(command)
     steps = [line for line in trained.splitlines() if line.startswith("[T]")]
     assert len(steps) == 2
-    # The command line that it prints does the same again.
-    assert _run(shlex.split(command)[1:]) == 0
+    # The command line that it prints does the same again, as another run.
+    assert _run([*shlex.split(command)[1:], "--overwrite"]) == 0
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[T]")]
     assert [line.split("|")[2:4] for line in again] == [line.split("|")[2:4] for line in steps]
 
