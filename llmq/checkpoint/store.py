@@ -53,12 +53,18 @@ def _named_step(path: Path) -> int | None:
     return int(name[1]) if name else None
 
 
-def _recorded(path: Path) -> dict[str, Any]:
-    """Step and run of a complete checkpoint; {} if it is damaged: reading it will tell."""
+def _document(path: Path) -> dict[str, Any]:
+    """What a complete checkpoint says of itself; {} if it is damaged: reading it will tell."""
     try:
-        return dict(json.loads((path / MANIFEST).read_bytes())["run"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return dict(json.loads((path / MANIFEST).read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """Step and run of a complete checkpoint; {} if it is damaged."""
+    run = _document(path).get("run")
+    return run if isinstance(run, dict) else {}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
@@ -68,10 +74,7 @@ def checkpoint_owner(path: Path) -> RunId | None:
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
     """What made the data of a complete checkpoint's run, None where it does not say so."""
-    try:
-        return TokenizerId.from_record(json.loads((path / MANIFEST).read_bytes())["tokenizer-id"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    return TokenizerId.from_record(_document(path).get("tokenizer-id"))
 
 
 def _check_name(path: Path) -> None:
