@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
+from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings, resolve_model
-from llmq.model.step import Batch, Result
+from llmq.model.step import Result
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
@@ -66,7 +67,7 @@ def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
     rng = np.random.default_rng(seed)
     shape = (2, trainer.config.batch_size, trainer.config.seq_len)
     return [
-        tuple(rng.integers(0, trainer.model.vocab_size, shape, np.int32))
+        Batch(*rng.integers(0, trainer.model.vocab_size, shape, np.int32))
         for _ in range(trainer.micro_batches)
     ]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.base.dtypes import (
     F64,
     I32,
@@ -41,8 +42,6 @@ from llmq.state.weights import Weights
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
-
-Batch = tuple[np.ndarray, np.ndarray]  # inputs and targets, int32 (B,T); masked targets are -100
 
 
 class Piece(NamedTuple):
@@ -220,7 +219,7 @@ class Step:
     @property
     def _nothing(self) -> Batch:
         shape = self.tokens.shape
-        return np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
 
     def update(self) -> int:
         """Enqueue the optimizer; returns the ticket of the step's result."""
@@ -332,7 +331,7 @@ class Step:
         if self.dev.kind != "plan":
             words = self.outgoing.slots[index].numpy()
             words[:STEP_SCALARS_WORDS] = scalars
-            words[HEADER:] = np.concatenate([part.reshape(-1) for part in batch])
+            words[HEADER:] = np.concatenate([part.reshape(-1) for part in batch[:2]])
         self.dev.copy(self.inbox, self.outgoing.slots[index])
         self.dev.record(self.outgoing.events[index])
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.step import Batch
 
 
 def check_batches(
@@ -23,7 +23,7 @@ def check_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets in batches:
+    for inputs, targets, *_ in batches:
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(

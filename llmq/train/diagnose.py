@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.model.operands import GRADIENTS, INPUTS, NAMES
-from llmq.model.step import Batch, Result, Step
+from llmq.model.step import Result, Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
 from llmq.train.metrics import Reporter

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.base.errors import DiskFull
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
 from llmq.checkpoint.shards import assemble, parts_of, read_group, write_group
@@ -18,7 +19,7 @@ from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.step import RESULTS, Batch, Piece, Result, Step
+from llmq.model.step import RESULTS, Piece, Result, Step
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.comm.collectives import silenced
-from llmq.model.step import Batch
 from llmq.runtime.device import Device
 from llmq.train.ranks import Rank
 from llmq.train.trainer import Trainer

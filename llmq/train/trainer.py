@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.base.batch import Batch
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
@@ -28,7 +29,7 @@ from llmq.config.presets import resolve_model
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
-from llmq.model.step import Batch, Result, Step
+from llmq.model.step import Result, Step
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.estimate import Planner
