@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_accumulator, expect_float
@@ -64,6 +66,8 @@ def forward(
 ) -> None:
     """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[first_position + t]).
 
+    scale: rounded to X.
+
     Args (X is BF16 or F32):
         out              out  X   (B, T, C)   C a multiple of 8
         tokens           in   I32 (B, T)      ids in [0, Vp)
@@ -74,6 +78,7 @@ def forward(
     """
     op = "embedding.forward"
     B, T, C = _check(op, "out", out, tokens)
+    scale = _rounded(scale, out)
     expect(op, "weight", weight, out.dtype, (weight.shape[0], C))
     if position_weight is not None:
         P = position_weight.shape[0]
@@ -96,6 +101,7 @@ def backward(
     """d_weight[id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
 
     Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are.
+    scale: as in forward.
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_weight  inout  Accumulator G (Vp, C), accumulate must be True
@@ -107,7 +113,7 @@ def backward(
     """
     op = "embedding.backward"
     B, T, C = _check(op, "d_out", d_out, tokens)
-    n, vocab = B * T, d_weight.tensor.shape[0]
+    n, vocab, scale = B * T, d_weight.tensor.shape[0], _rounded(scale, d_out)
     weight, accumulate, scalars, salt = d_weight
     expect_accumulator(op, "d_weight", d_weight, (vocab, C))
     if not accumulate:
@@ -157,6 +163,11 @@ def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> N
         THREADS,
         (target, d_out, scalars, rows, B, T, C, int(accumulate), salt),
     )
+
+
+def _rounded(scale: float, x: Tensor) -> float:
+    """In the format of x, as HF has it."""
+    return float(np.float32(scale).astype(x.dtype.numpy))
 
 
 def _check(op: str, name: str, x: Tensor, tokens: Tensor | None) -> tuple[int, int, int]:
