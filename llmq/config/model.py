@@ -168,6 +168,11 @@ class ModelConfig:
                     "model rope_scaling: low_freq_factor must be positive and less than "
                     f"high_freq_factor, got {low} and {high}"
                 )
+        windows = self.windowed_layers
+        if windows is not None and len(windows) != self.num_layers:
+            raise ConfigError(
+                f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
+            )
         for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)

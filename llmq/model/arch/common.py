@@ -183,7 +183,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        return self.kinds(model.qkv_bias, model.mlp_bias)
+        alike = {"windowed_layers": None, "local_rope_theta": None}
+        return self.kinds(model.qkv_bias, model.mlp_bias) | alike
 
     def parts(
         self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None
