@@ -39,6 +39,7 @@ MODELS = {
     "mistral": {**ROPE, "sliding_window": None},
     "olmo2": {**ROPE, "eos_token_id": 300, "pad_token_id": 299},
     "phi3": {**ROPE, "eos_token_id": 300, "pad_token_id": 300},
+    "gemma3_text": {**ROPE, "head_dim": 16, "query_pre_attn_scalar": 16, "eos_token_id": [1, 106]},
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},

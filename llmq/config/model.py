@@ -45,18 +45,22 @@ class ModelConfig:
     """Longest sequence in tokens."""
     sliding_window: int | None = None
     """Positions that a token sees, itself included; None: all. Not longer than max_positions."""
+    windowed_layers: tuple[bool, ...] | None = None
+    """Whether each layer has the sliding window; None: all have."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
     """Added to the mean square (or variance) before the root."""
     activation: str
-    """'swiglu', or 'gelu': its tanh approximation."""
+    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
     positions: str
     """'rope' or 'learned'."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
@@ -86,7 +90,21 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """The MLP has a gate: its up projection has 2F rows, the second F are the gate's."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What rows of the embedding are multiplied by; ops round it to their format."""
+        return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
+
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
+        """Base and stretching of the rotary frequencies in a layer; None without RoPE."""
+        if self.positions != "rope":
+            return None
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        if windowed and self.local_rope_theta is not None:
+            return self.local_rope_theta, None
+        return self.rope_theta, self.rope_scaling
 
     @property
     def qkv_channels(self) -> int:
@@ -150,6 +168,11 @@ class ModelConfig:
                     "model rope_scaling: low_freq_factor must be positive and less than "
                     f"high_freq_factor, got {low} and {high}"
                 )
+        windows = self.windowed_layers
+        if windows is not None and len(windows) != self.num_layers:
+            raise ConfigError(
+                f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
+            )
         for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)

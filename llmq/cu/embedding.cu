@@ -1,8 +1,9 @@
 // embedding.cu -- token and position embeddings, and gradients without floating-point atomics.
 //
-//   forward             out[i] = weight[tokens[i]] + position_weight[first_position + i % seq_len]
+//   forward             out[i] = weight[tokens[i]] * scale
+//                                + position_weight[first_position + i % seq_len]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
-//   backward, finish    d_weight[id] += sum of d_out[i] over the i with tokens[i] == id
+//   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
 //
 // The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
@@ -37,7 +38,7 @@ constexpr u32 ALL = 0xFFFFFFFFu;
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* __restrict__ weight,
                   const T* __restrict__ position_weight, i64 n, i32 seq_len, i32 C,
-                  i32 first_position) {
+                  i32 first_position, f32 scale) {
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
@@ -55,6 +56,10 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
         for (int u = 0; u < UNROLL; ++u) {
             const int c = start + u * SLICE;
             if (c >= C) { break; }
+            if (scale != 1.0f) {
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) { x[u].set(k, from_f32<T>(x[u].get(k) * scale)); }
+            }
             if (position) {
                 Pack<T, WIDTH> p;
                 p.load(position + c);
@@ -85,14 +90,16 @@ template <class X> struct Channels {
             for (int k = 0; k < N; ++k) { sum[i * N + k] += to_f32(x[k]); }
         }
     }
-    // p gets these, which were there, and x; first: the number of the first in the gradient.
-    __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], u32 seed) {
+    // p gets these, which were there, and scale * x; first: the number of the first in the gradient.
+    __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], float scale,
+                                              u32 seed) {
 #pragma unroll
         for (int i = 0; i < WIDTH / N; ++i) {
             Vec<X> sums = unpack<X>(part[i]);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                sums[k] = add_gradient(sums[k], x[i * N + k], seed, (u64)first | (i * N + k));
+                const float sum = scale * x[i * N + k];
+                sums[k] = add_gradient(sums[k], sum, seed, (u64)first | (i * N + k));
             }
             store_vec_stream(p + i * N, sums);
         }
@@ -224,7 +231,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
-                   const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+                   const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
     constexpr int UNROLL = 2;  // two loads each; more would cost occupancy
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
@@ -263,7 +270,7 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
             x[u].add_to(sum);
             const bool end = ends >> j & 1;
             if (whole >> j & 1) {
-                before[u].store_sum(d_weight + place, place, sum, seed);
+                before[u].store_sum(d_weight + place, place, sum, scale, seed);
             } else if (end || j == count - 1) {
                 const bool started_before = from_before && (ends & ((1u << j) - 1)) == 0;
                 float* const piece = partial + (2 * chunk + !started_before) * C + c;
@@ -294,7 +301,7 @@ __device__ __forceinline__ i32 run_to_finish(const i32* __restrict__ tokens,
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
-                 const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+                 const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float shared[WARPS][SLICE];
     __shared__ i32 ids[FINISH_CHUNKS];
@@ -341,6 +348,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
         for (int k = 0; k < WIDTH; ++k) {
             sum[k] = 0.0f;
             for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
+            sum[k] *= scale;
         }
         add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, seed);
     }

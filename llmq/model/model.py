@@ -68,7 +68,8 @@ class Model:
         weights.gather("layers.0")
         residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = EmbeddingWeights(**weights.get("embed"))
-        embedding.forward(self.dev, residual, tokens, w.embed, w.positions)
+        scale = self.config.embedding_scale
+        embedding.forward(self.dev, residual, tokens, w.embed, w.positions, scale=scale)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
@@ -126,7 +127,8 @@ class Model:
         if g.embed is not None:
             if not self.config.tied_embeddings and not g.embed.accumulate:
                 dev.zero(g.embed.tensor)  # rows of tokens that do not occur
-            embedding.backward(dev, g.embed._replace(accumulate=True), d_residual, tokens)
+            target, scale = g.embed._replace(accumulate=True), self.config.embedding_scale
+            embedding.backward(dev, target, d_residual, tokens, scale)
         if g.positions is not None:
             embedding.backward_positions(dev, g.positions, d_residual)
         grads.notify("embed")

@@ -32,8 +32,12 @@ def embedding_forward(
     seq_len: int,
     C: int,
     first_position: int,
+    scale: float = 1.0,
 ) -> None:
     np.take(weight, tokens, axis=0, out=out, mode="clip")
+    if scale != 1:
+        wide = compute(out)
+        np.multiply(wide, wide.dtype.type(scale), out=out, casting="same_kind")
     if position_weight is not None:
         positions = compute(position_weight[first_position : first_position + seq_len])
         np.add(compute(out), positions, out=out, casting="same_kind")
@@ -58,12 +62,14 @@ def embedding_backward(
     scalars: np.ndarray,
     n: int,
     C: int,
+    scale: float,
     salt: int,
 ) -> None:
-    """Adds the sum of every run of equal ids; embedding_finish has nothing left to do."""
+    """Adds scale times the sum of every run of equal ids; embedding_finish has nothing left to do."""
     ids = tokens.reshape(-1)[order]
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
+    sums *= sums.dtype.type(scale)
     rows = ids[starts]
     if d_weight.dtype == BF16:
         seed = gradient_seed(scalars, salt)
@@ -82,6 +88,7 @@ def embedding_finish(
     scalars: np.ndarray,
     n: int,
     C: int,
+    scale: float,
     salt: int,
 ) -> None:
     """Adds the runs that embedding_backward left in pieces: none, in its reference."""

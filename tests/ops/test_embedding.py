@@ -1,5 +1,7 @@
 """Embeddings on a device against the reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,24 @@ def test_forward(dev, rng, B, T, C, V, dtype, positions):
     np.testing.assert_array_equal(run(dev, call, arrays)["out"], want)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scale(dev, rng, dtype):
+    """A multiple of 1/2 with few bits, so that sums of multiples of 1/8 stay exact."""
+    B, T, C, V = CASES["several_slices"]
+    arrays = _gradient_arrays(rng, B, T, C, V, "frequent", dtype, dtype)
+    got = run(dev, partial(_backward, scale=5.5), arrays)["d_weight"]
+    want = run(host_device(), partial(_backward, scale=5.5), arrays)["d_weight"]
+    np.testing.assert_array_equal(got, want)
+    assert (got != run(dev, _backward, arrays)["d_weight"]).any()
+    weight = rng.normal(size=(V, C)).astype(dtype.numpy)
+    forward = {"out": np.empty((B, T, C), dtype.numpy), "tokens": arrays["tokens"]}
+    forward |= {"weight": weight, "position_weight": None}
+    call = partial(embedding.forward, scale=33.75)
+    want = run(host_device(), lambda dev, **t: call(dev, **t), forward)["out"]
+    np.testing.assert_array_equal(run(dev, lambda dev, **t: call(dev, **t), forward)["out"], want)
+    assert (want != weight[arrays["tokens"]]).any()
+
+
 @pytest.mark.parametrize("kind", ["uniform", "frequent", "one_id"])
 @pytest.mark.parametrize(
     "n, vocab",
@@ -73,8 +93,9 @@ def test_sort_is_stable(dev, rng, n, vocab, kind):
     np.testing.assert_array_equal(run(dev, call, arrays)["order"], want)
 
 
-def _backward(dev, d_weight, d_out, tokens, scalars):
-    embedding.backward(dev, Accumulator(d_weight, True, scalars, salt=4), d_out, tokens)
+def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0):
+    target = Accumulator(d_weight, True, scalars, salt=4)
+    embedding.backward(dev, target, d_out, tokens, scale)
 
 
 def _gradient_arrays(rng, B, T, C, V, kind, target, source):

@@ -62,16 +62,18 @@ class Architecture:
     norm = "rmsnorm"
     """'rmsnorm' or 'layernorm'."""
     activation = "swiglu"
-    """'swiglu', or 'gelu': its tanh approximation."""
+    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
     positions = "rope"
     """'rope' or 'learned'."""
     qk_norm = False
     """RMSNorm of queries and keys before RoPE."""
     wide_qk_norm = False
     """It is over all query and over all key channels of a token, else over every head."""
-    post_norm = False
-    """RMSNorm of what each half of a block puts out, else of what goes into it. Then the result is
-    rounded after the product with the weight, else before it too."""
+    norm_offset = False
+    """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
+    after the product with the weight; else before it too, but for post_norm's."""
+    scaled_embedding = False
+    """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
     qkv_bias: bool | None = False
     """None: the config's attention_bias decides."""
     o_bias: bool | None = False
@@ -94,10 +96,20 @@ class Architecture:
     swapped: tuple[str, ...] = ()
     """Parameters whose second half of rows is stored first."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """Our names of the norms in front of a block's halves; with post_norm, ln1's is of the layer
-    before."""
+    """Where norms stand, and their names: ln1, ln2: of what goes into each half of a block;
+    ln1_post, ln2_post: of what the half before it puts out, ln1_post's in the layer before."""
     initial: Mapping[str, str] = {"o": "residual", "down": "residual"}
     """Initial values of matrices that are not 'normal'; 'residual': scaled by 1 / sqrt(2L)."""
+
+    @property
+    def pre_norm(self) -> bool:
+        """Norms stand before the halves of blocks."""
+        return "ln1" in self.norm_names
+
+    @property
+    def post_norm(self) -> bool:
+        """RMSNorms stand behind the halves of blocks."""
+        return "ln1_post" in self.norm_names
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of ModelConfig for a parsed config.json of this architecture.
@@ -171,7 +183,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        return self.kinds(model.qkv_bias, model.mlp_bias)
+        alike = {"windowed_layers": None, "local_rope_theta": None}
+        return self.kinds(model.qkv_bias, model.mlp_bias) | alike
 
     def parts(
         self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None
