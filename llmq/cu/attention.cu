@@ -36,6 +36,10 @@ struct Sight {
     const int* starts;  // of the sequence, or null
     int window, seq_len;
 
+    static __device__ __forceinline__ Sight of(const int* starts, int batch, int window,
+                                               int seq_len) {
+        return {MASKED && starts ? starts + (i64)batch * seq_len : nullptr, window, seq_len};
+    }
     // The first key that a query sees, which may lie beyond the sequence.
     __device__ __forceinline__ int first_key(int query) const {
         if (!MASKED) { return 0; }
@@ -101,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
                       int seq_len, int num_heads, int num_kv_heads,
                       const int* __restrict__ starts, int window) {
     extern __shared__ uint4 shared[];
-    const Sight sight = {starts ? starts + (i64)blockIdx.z * seq_len : nullptr, window, seq_len};
+    const Sight sight = Sight::of(starts, blockIdx.z, window, seq_len);
     Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
         out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, reinterpret_cast<char*>(shared));
 }
@@ -149,20 +153,17 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     const int strip = blockIdx.x / tiles, strips = gridDim.x / tiles;
     const int batches = strips / ((1 + SPLIT_KEYS) * num_kv_heads + num_heads);
     const int key_strips = batches * num_kv_heads, keys_end = (1 + SPLIT_KEYS) * key_strips;
-    const int first = strip < key_strips ? 0 : keys_end > strip ? key_strips : keys_end;
-    const int heads = strip < keys_end ? num_kv_heads : num_heads;
-    const int head = (strip - first) % heads, batch = (strip - first) / heads;
-    const Sight sight = {starts ? starts + (i64)batch * seq_len : nullptr, window, seq_len};
-#define BACKWARD(part, tile)                                                                       \
-    Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                   \
-        d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, head, batch, sight, \
-        memory)
+#define BACKWARD(part, tile, strip, heads)                                                        \
+    Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                  \
+        d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, (strip) % (heads), \
+        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), memory)
     if (strip < key_strips) {
-        BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile);
+        BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile, strip, num_kv_heads);
     } else if (SPLIT_KEYS && strip < keys_end) {
-        BACKWARD(Part::ONLY_V, tile);
+        BACKWARD(Part::ONLY_V, tile, strip - key_strips, num_kv_heads);
     } else {
-        BACKWARD(Part::QUERIES, tiles - 1 - tile);
+        const int query_strip = strip - keys_end;
+        BACKWARD(Part::QUERIES, tiles - 1 - tile, query_strip, num_heads);
     }
 #undef BACKWARD
 }
@@ -218,15 +219,16 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
         probs[tid] = p;
         total = fmaf(total, correction, block_sum(p, reduction));  // and probs are there
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int d = tid + j * DECODE_THREADS;
-            sum[j] *= correction;
-            if (d < HEAD_DIM) {
+        for (int j = 0; j < COLUMNS; ++j) { sum[j] *= correction; }
+        if (tid < HEAD_DIM) {
 #pragma unroll 8
-                for (int i = 0; i < end; ++i) {
-                    const int at = first + i;
-                    const T* v = at < position ? v_cache + cached + at * cache_pitch
-                                               : new_v + (at - position) * new_pitch;
+            for (int i = 0; i < end; ++i) {
+                const int at = first + i;
+                const T* v = at < position ? v_cache + cached + at * cache_pitch
+                                           : new_v + (at - position) * new_pitch;
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) {
+                    const int d = min(tid + j * DECODE_THREADS, HEAD_DIM - 1);  // some for nothing
                     sum[j] = fmaf(probs[i], to_f32(v[d]), sum[j]);
                 }
             }

@@ -462,8 +462,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         if (STAGES == 2 && next < steps) { load_step(); }
         bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
         bool past = false, bad = false;  // some keys are before what some queries see
-        char* const tiles = shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES;
         if (MASKED) {
+            char* const tiles = shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES;
             const int step_first = sight.first_key(OWN_KEYS ? step : warp_own);
             const int step_all =
                 sight.first_key(OWN_KEYS ? step + STEP - 1 : warp_own + 16 * M - 1);
@@ -478,7 +478,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         }
         if (!active) { continue; }
         const SharedAddress x = stages + i % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
-        const float2* step_lse = reinterpret_cast<const float2*>(tiles + 2 * STEP * ROW_BYTES);
+        const float2* step_lse = reinterpret_cast<const float2*>(
+            shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES + 2 * STEP * ROW_BYTES);
         const float2* step_delta = step_lse + STEP / 2;
 
         float p[M][N][4], d_s[M][N][4];
