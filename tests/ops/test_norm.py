@@ -118,7 +118,9 @@ def test_offset(dev, rng, dtype):
     run_exact(dev, lambda dev, **t: call(dev, **t), post)
     alone = run_exact(dev, lambda dev, **t: call(dev, **t), post | {"residual": None})
     np.testing.assert_array_equal(alone["out"], got["out"])
-    run_exact(dev, call_backward(False, offset=True), backward_arrays(rng, shape, dtype, F32, False))
+    run_exact(
+        dev, call_backward(False, offset=True), backward_arrays(rng, shape, dtype, F32, False)
+    )
     plan, tensors = planned(specs())
     with pytest.raises(TypeError, match=r"norm\.forward: offset must be False with mean"):
         norm.forward(plan, **tensors, eps=EPS, offset=True)
