@@ -133,6 +133,14 @@ class ModelConfig:
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
+    def with_layers(self, num_layers: int) -> ModelConfig:
+        """With the first so many layers, the last without a window if not all of them have one."""
+        windows = self.windowed_layers
+        if windows is not None:
+            mixed, windows = not all(windows), windows[:num_layers]
+            windows = (*windows[:-1], False) if mixed and all(windows) else windows
+        return replace(self, num_layers=num_layers, windowed_layers=windows)
+
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
 

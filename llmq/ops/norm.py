@@ -156,7 +156,8 @@ def post(
 ) -> None:
     """out = T(residual + T(rstd * x * weight)), or without the sum; rounds as HF's Olmo2 does.
 
-    Offset as in forward. Its backward pass is `backward` without d_residual: the residual's gradient is out's.
+    Offset as in forward. Its backward pass is `backward` without d_residual: the residual's
+    gradient is out's.
 
     Args as forward of an RMSNorm, and
         out       out  T (rows,C)  F32 or BF16; never None; may be residual

@@ -71,7 +71,7 @@ def embedding_backward(
     scale: float,
     salt: int,
 ) -> None:
-    """Adds scale times the sum of every run of equal ids; embedding_finish has nothing left to do."""
+    """Adds scale times the sum of every run of equal ids; embedding_finish has nothing to do."""
     ids = tokens.reshape(-1)[order]
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)

@@ -1,7 +1,8 @@
 """Reference of RMSNorm and LayerNorm, alone and fused with a residual addition.
 
 With a mean it is LayerNorm, else RMSNorm. results: abs_max, codes, scale and saturated, each of
-which may be None, or nothing at all. offset: 1 + weight takes the place of weight, and only the product with it is rounded.
+which may be None, or nothing at all. offset: 1 + weight takes the place of weight, and only the
+product with it is rounded.
 """
 
 from __future__ import annotations

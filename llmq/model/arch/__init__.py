@@ -42,4 +42,7 @@ def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")
+    for arch in ARCHITECTURES.values():
+        if names[0] == arch.wrapper:
+            return arch.read_wrapped(hf)
     return architecture(names[0]).read(hf)

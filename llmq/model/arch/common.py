@@ -14,6 +14,8 @@ from typing import Any
 from llmq.base.errors import ConfigError
 
 REQUIRED = object()
+_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Fields that models with a text_config may give beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ class Architecture:
     """Class at Hugging Face: config.json's "architectures"."""
     model_type: str
     """config.json's "model_type"."""
+    wrapper: str | None = None
+    """Class of models, with images for example, whose language model is one of these."""
+    text_defaults: Mapping[str, Any] = {}
+    """Sizes that their text_config need not give."""
     label: str
     """Name in [Options] and in the log."""
 
@@ -137,6 +143,11 @@ class Architecture:
             **self.read_sizes(hf),
         }
 
+    def read_wrapped(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """As `read`, for the language model in a config.json of `wrapper`."""
+        outer = {name: hf[name] for name in _OUTER if name in hf}
+        return self.read({**self.text_defaults, **outer, **get(hf, "text_config", dict)})
+
     def write(self, model: Any, dtype: str) -> dict[str, Any]:
         """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32').
 
@@ -208,13 +219,19 @@ class Architecture:
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
-    """One line for every field of config.json that is known to be left out of training: dropout."""
+    """One line for every field of config.json that is known to be left out of training.
+
+    That is dropout, and of models with images, what sees these.
+    """
     names = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-    return [
+    lines = [
         f"config.json: {name} {hf[name]} is ignored, there is no dropout"
         for name in names
         if hf.get(name)
     ]
+    if hf.get("vision_config"):
+        lines.append("config.json: vision_config is ignored, only the language model is used")
+    return lines
 
 
 def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -> Any:

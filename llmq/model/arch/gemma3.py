@@ -18,6 +18,13 @@ class Gemma3(RopeFamily):
 
     name = "Gemma3ForCausalLM"
     model_type = "gemma3_text"
+    wrapper = "Gemma3ForConditionalGeneration"
+    text_defaults: Mapping[str, Any] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
     label = "Gemma3"
     activation = "geglu"
     norm_offset = True
