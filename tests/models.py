@@ -46,6 +46,14 @@ CONFIGS = {
     "mistral": lambda: transformers.MistralConfig(**_SHARED, sliding_window=None),
     "phi3": lambda: transformers.Phi3Config(**_SHARED, pad_token_id=None),
     "olmo2": lambda: transformers.Olmo2Config(**_SHARED, head_dim=32, pad_token_id=None),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_SHARED, head_dim=32, query_pre_attn_scalar=32, sliding_window=64, pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
