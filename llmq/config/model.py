@@ -61,6 +61,8 @@ class ModelConfig:
     """Stretching of the rotary frequencies, None: none."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by its root; None: by that of Hd. RoPE's tables have the difference."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
@@ -97,14 +99,17 @@ class ModelConfig:
         """What rows of the embedding are multiplied by; ops round it to their format."""
         return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
 
-    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
-        """Base and stretching of the rotary frequencies in a layer; None without RoPE."""
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None, float] | None:
+        """Base and stretching of the rotary frequencies in a layer, and the length of its table's
+        rows, which makes scores what query_pre_attn_scalar says; None without RoPE.
+        """
         if self.positions != "rope":
             return None
+        length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         if windowed and self.local_rope_theta is not None:
-            return self.local_rope_theta, None
-        return self.rope_theta, self.rope_scaling
+            return self.local_rope_theta, None, length
+        return self.rope_theta, self.rope_scaling, length
 
     @property
     def qkv_channels(self) -> int:
@@ -169,6 +174,9 @@ class ModelConfig:
             raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
+        scalar = self.query_pre_attn_scalar
+        if scalar is not None and scalar <= 0:
+            raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
         scaling = self.rope_scaling
         if scaling is not None:
             if scaling.kind not in ("llama3", "linear"):
