@@ -150,18 +150,21 @@ def column_names(path: str) -> list[str]:
     return _pyarrow(path, "pyarrow.parquet").read_schema(path).names
 
 
-def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
+def read_parquet(path: str, field: str | tuple[str, ...], size: int, row: int) -> Iterator[Item]:
     """The texts of a column, without those that are null or empty. size: of the file in bytes.
 
-    row: where to begin.
+    row: where to begin. Several fields: each row as the JSON of those of them that there are,
+    without nulls: in Parquet a field that a record lacks is a null.
     """
     arrow_error = _pyarrow(path, "pyarrow").ArrowException
     try:
         file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
         rows = file.metadata.num_rows
-        if field not in file.schema_arrow.names:
-            columns = ", ".join(file.schema_arrow.names)
+        names = file.schema_arrow.names
+        if isinstance(field, str) and field not in names:
+            columns = ", ".join(names)
             raise DataError(f"'{path}' has no column '{field}': use --field with {columns}")
+        wanted = [field] if isinstance(field, str) else [name for name in names if name in field]
         first = 0  # row of the group
         for group in range(file.num_row_groups):
             end = first + file.metadata.row_group(group).num_rows
@@ -169,15 +172,32 @@ def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
             first = end
             if end <= row:
                 continue
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field]):
-                for text in batch.column(0).to_pylist():
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=wanted):
+                for values in batch.to_pylist():
                     at += 1
                     if at > row:
                         where = f"{path}: row {at}"
-                        if text := check_text(text, field, where):
+                        if isinstance(field, str):
+                            text = check_text(values[field], field, where)
+                        else:
+                            text = _row_as_json(values, where)
+                        if text:
                             yield Item(text, True, at, 0, size * at // rows, where)
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
+
+
+def _row_as_json(values: dict[str, Any], where: str) -> bytes:
+    try:
+        return json.dumps(_without_nulls(values), ensure_ascii=False).encode()
+    except TypeError as error:
+        raise DataError(f"{where}: a value that is no text or number: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _pyarrow(path: str, module: str) -> ModuleType:

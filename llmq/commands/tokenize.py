@@ -1,4 +1,4 @@
-"""`llmq tokenize`: text to token files."""
+"""`llmq tokenize`: texts and conversations to token files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,25 @@ def tokenize(
         str,
         typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
     ] = "auto",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="Records: text, or conversations: messages, conversations, prompt, instruction; "
+            "auto: by their fields."
+        ),
+    ] = "auto",
+    train_on: Annotated[
+        str, typer.Option(help="Of conversations: assistant, last (of its messages) or all.")
+    ] = "assistant",
+    chat_template: Annotated[
+        str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Count the documents that are longer.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
 ) -> None:
-    """Turn text into token files."""
+    """Turn texts and conversations into token files."""
     from llmq.data.tokenize import tokenize
 
     with ending_children():
@@ -40,5 +56,9 @@ def tokenize(
             workers=workers,
             overwrite=overwrite,
             special_tokens=special_tokens,
+            format=format,
+            train_on=train_on,
+            chat_template=chat_template,
+            seq_len=seq_len,
         )
     print(summary.describe())

@@ -169,7 +169,7 @@ def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], l
 
     Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
     """
-    fields = {source: _fields(source) if source.in_folder else None for source in sources}
+    fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {source: names for source, names in fields.items() if names and field not in names}
     kept = [source for source in sources if source not in lacking]
     only_texts = all(source.kind == "text" for source in kept)
@@ -186,7 +186,7 @@ def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], l
     return kept, [f"{text}'{first.path}'"]
 
 
-def _fields(source: Source) -> list[str] | None:
+def field_names(source: Source) -> list[str] | None:
     """Of Parquet, or of a JSON file's first record; None for a text, and what cannot be read."""
     if source.kind == "text":
         return None
@@ -245,11 +245,12 @@ class EvalSplit:
 
 
 def read_blocks(
-    sources: Sequence[Source], field: str, split: EvalSplit, start: Position
+    sources: Sequence[Source], field: str | tuple[str, ...], split: EvalSplit, start: Position
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    field: the column of Parquet that holds the text. DataError for what cannot be read.
+    field: the column of Parquet that holds the text; several: see `read_parquet`. DataError for
+    what cannot be read.
     """
     pieces: list[Piece] = []
     size = 0
@@ -289,7 +290,9 @@ class _NotTextError(Exception):
     """A file in a folder is not text."""
 
 
-def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[Item]:
+def _read(
+    source: Source, field: str | tuple[str, ...], at: Position, cut: int | None
+) -> Iterator[Item]:
     if source.kind == "text":
         return _read_text(source, at.offset, cut)
     if source.kind == "parquet":

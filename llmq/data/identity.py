@@ -25,7 +25,7 @@ from llmq.runtime.compile import cache_dir
 
 MANIFEST = "tokenize.json"
 RUN_FILE = "llmq.json"  # in a model directory: what made it
-SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs)(\.partial)?")
+SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|mask)(\.partial)?")
 _CACHE_VERSION = b"1"
 
 

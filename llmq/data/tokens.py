@@ -28,6 +28,7 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, sync_directory
 from llmq.data.document_file import SUFFIX, DocumentWriter, documents_path, partial_path
+from llmq.data.mask_file import MaskWriter, mask_path
 
 MAGIC = b"BIN.TOK\n"
 VERSION = 2
@@ -236,7 +237,7 @@ class TokenWriter:
     """Write one token file piece by piece; it appears under its name only when it is complete.
 
     Until `close` the data is in `partial_path(path)`. As a context manager it closes at the end,
-    or discards the partial file if the block raises. Memory: with masks 1 bit per token, else none.
+    or discards the partial file if the block raises. It keeps nothing in memory.
     """
 
     def __init__(
@@ -252,16 +253,15 @@ class TokenWriter:
 
         with_documents: write the `.docs` file too. Without it one of an earlier file is removed.
         """
-        if with_masks and keep_tokens:
-            raise ValueError("TokenWriter: a file with masks cannot be continued")
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
+        self._masks: MaskWriter | None = None
         self.vocab_size = vocab_size
         self.with_masks = with_masks
         self.num_tokens = keep_tokens
-        self._mask_bytes = bytearray()
-        self._mask_rest = np.empty(0, bool)  # fewer than 8 bits that do not fill a byte yet
         partial = partial_path(self.path)
+        if with_masks:
+            self._masks = self._open_masks(keep_tokens)
         with disk_errors(partial):
             self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
             if keep_tokens:
@@ -270,6 +270,15 @@ class TokenWriter:
                 self._file.write(self._header())
         if with_documents:
             self._documents = DocumentWriter(documents_path(self.path), keep_tokens)
+
+    def _open_masks(self, keep_tokens: int) -> MaskWriter:
+        path = mask_path(self.path)
+        if keep_tokens and not partial_path(path).exists():  # the token file was complete already
+            complete = TokenFile(partial_path(self.path))
+            kept = complete.read_mask(0, keep_tokens)
+            complete.close()
+            return MaskWriter(path, kept)
+        return MaskWriter(path, keep_tokens)
 
     def _keep(self, tokens: int) -> None:
         length = HEADER_BYTES + TOKEN_BYTES * tokens
@@ -322,32 +331,29 @@ class TokenWriter:
         if self._documents is not None:
             self._documents.add(ends + self.num_tokens)
         self.num_tokens += len(tokens)
-        if mask is not None:
-            bits = np.concatenate([self._mask_rest, mask.astype(bool)])
-            whole = len(bits) // 8 * 8
-            self._mask_bytes += np.packbits(bits[:whole], bitorder="little").tobytes()
-            self._mask_rest = bits[whole:]
+        if self._masks is not None:
+            self._masks.write(mask)
 
     def sync(self) -> None:
         """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        if self._documents is not None:
-            self._documents.sync()
+        for beside in self._beside():
+            beside.sync()
 
     def suspend(self) -> None:
         """Leave the partial file as it is, to be continued with `keep_tokens`."""
         self._file.close()
-        if self._documents is not None:
-            self._documents.suspend()
+        for beside in self._beside():
+            beside.suspend()
 
     def discard(self) -> None:
         """Give up: remove the partial file."""
         self.suspend()
         partial_path(self.path).unlink(missing_ok=True)
-        if self._documents is not None:
-            self._documents.discard()
+        for beside in self._beside():
+            beside.discard()
 
     def close(self) -> None:
         """Write masks and header, force the file to the disk and give it its name.
@@ -355,8 +361,8 @@ class TokenWriter:
         The `.docs` file gets its name first, so that no complete token file lacks its own.
         """
         with disk_errors(self.path), self._file:
-            self._mask_bytes += np.packbits(self._mask_rest, bitorder="little").tobytes()
-            self._file.write(self._mask_bytes)
+            if self._masks is not None:
+                self._masks.copy_to(self._file)
             self._file.seek(0)
             self._file.write(self._header())
             self.sync()
@@ -368,6 +374,12 @@ class TokenWriter:
             documents_path(self.path).unlink(missing_ok=True)
         os.replace(partial_path(self.path), self.path)
         sync_directory(self.path.parent)
+        if self._masks is not None:
+            self._masks.discard()
+
+    def _beside(self) -> list[DocumentWriter | MaskWriter]:
+        """What is written together with the tokens."""
+        return [writer for writer in (self._documents, self._masks) if writer is not None]
 
     def __enter__(self) -> TokenWriter:
         return self
