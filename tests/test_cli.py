@@ -501,7 +501,7 @@ def test_the_installed_commands_begin_there():
 
 
 def test_warnings_go_to_stderr(stub, capsys):
-    run_train(stub, "--ckpt-major", "5")
+    run_train(stub, "--ckpt-major", "5", "--ckpt-keep-n", "0")
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("warning: --ckpt-major has no effect")

@@ -68,7 +68,7 @@ LLMQ_DEFAULTS = {
     "out-dir": Path("output/llmq"),
     "checkpoint-dir": Path("ckpt/llmq"),
     "ckpt-interval": 100,
-    "ckpt-keep-n": -1,
+    "ckpt-keep-n": 3,
     "ckpt-major": -1,
     "save-training-state": True,
     "continue": None,
@@ -511,8 +511,10 @@ def test_sizes_of_fp8_products(options, size):
 
 def test_warnings():
     assert option_warnings(make_config({})) == []
-    assert option_warnings(make_config({"ckpt-major": 10, "ckpt-keep-n": 2})) == []
-    options = {"ckpt-major": 10, "final-lr-fraction": 0.1, "lr-schedule": "wsd"}
+    assert option_warnings(make_config({"ckpt-major": 10})) == []
+    assert option_warnings(make_config({"ckpt-interval": 0, "save-training-state": False})) == []
+    options = {"ckpt-major": 10, "ckpt-keep-n": -1}
+    options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd"}
     lines = option_warnings(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
         "--ckpt-major",

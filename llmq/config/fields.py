@@ -188,10 +188,13 @@ class Fields:
     checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
     ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
     ckpt_keep_n: int = option(
-        _OUTPUT, -1, "Checkpoints to keep, older ones are deleted; 0 or less: all"
+        _OUTPUT,
+        3,
+        "Newest checkpoints to keep beside those of --ckpt-major, older ones are deleted; 0 or "
+        "less: all",
     )
     ckpt_major: int = option(
-        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted"
+        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted; -1: none"
     )
     save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
     continue_from: str | None = option(

@@ -21,8 +21,12 @@ def option_warnings(config: TrainConfig) -> list[str]:
     """One line for every option that has no effect beside the others."""
     lines = []
     if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
-        lines.append("--ckpt-major has no effect without --ckpt-keep-n: nothing is deleted")
-    if config.ckpt_keep_n > 0 >= config.ckpt_interval and not config.save_training_state:
+        lines.append(
+            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
+            "deleted"
+        )
+    writes = config.ckpt_interval > 0 or config.save_training_state
+    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
         lines.append(
             f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
             "--save-training-state: no checkpoints are written"
