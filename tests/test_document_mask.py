@@ -118,7 +118,7 @@ def load_with_row(trainer, path, token, value):
 
         def read(param):
             values = np.array(weights.read(param))
-            if param.name == "embed":
+            if param.name == "model.embed_tokens.weight":
                 values[token] = value
             return values
 
@@ -140,7 +140,7 @@ def test_nan_in_one_document_changes_no_bit_of_another(name, dtype):
         with trainer_for(exported(name), document_mask=True, **FORMATS[dtype]) as trainer:
             load_with_row(trainer, exported(name), poisoned, value)
             result = trainer.step([(inputs, targets, starts)])
-            found.append((result.loss, trainer.gradients()["embed"]))
+            found.append((result.loss, trainer.gradients()["model.embed_tokens.weight"]))
     (want, gradients), (got, same) = found
     assert np.isfinite(want) and got == want
     clean = np.unique(inputs[~bad])
