@@ -41,9 +41,9 @@ def documents(batch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_every_gradient_match_those_of_documents_alone(name):
+def test_loss_and_every_gradient_match_those_of_documents_alone(name, device):
     model, batch = hf_model(name), batch_of(np.random.default_rng(0))
-    with trainer_for(exported(name), document_mask=True) as trainer:
+    with trainer_for(exported(name), device=device, document_mask=True) as trainer:
         result = trainer.step([batch])
         ours = pieces(trainer, trainer.gradients())
         assert trainer.usage == trainer.plan.usage
@@ -127,7 +127,7 @@ def load_with_row(trainer, path, token, value):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_untied"])
-def test_nan_in_one_document_changes_no_bit_of_another(name, dtype):
+def test_nan_in_one_document_changes_no_bit_of_another(name, dtype, device):
     """Of its losses, nor of its tokens' gradients; weights have gradients of all documents."""
     rng = np.random.default_rng(3)
     inputs, targets, starts, _ = batch_of(rng)
@@ -137,7 +137,8 @@ def test_nan_in_one_document_changes_no_bit_of_another(name, dtype):
     inputs[bad], targets[bad] = poisoned, -100
     found = []
     for value in (0.5, np.nan):
-        with trainer_for(exported(name), document_mask=True, **FORMATS[dtype]) as trainer:
+        options = {"device": device, "document_mask": True} | FORMATS[dtype]
+        with trainer_for(exported(name), **options) as trainer:
             load_with_row(trainer, exported(name), poisoned, value)
             result = trainer.step([(inputs, targets, starts)])
             found.append((result.loss, trainer.gradients()["model.embed_tokens.weight"]))
