@@ -44,7 +44,7 @@ class ModelConfig:
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all. Not longer than max_positions."""
+    """Positions that a token sees, itself included; None: all. Shorter than max_positions."""
     windowed_layers: tuple[bool, ...] | None = None
     """Whether each layer has the sliding window; None: all have."""
     norm: str
@@ -121,10 +121,15 @@ class ModelConfig:
         """Vp: rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in a layer, itself included; None: all."""
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        return self.sliding_window if windowed else None
+
     @property
-    def longest(self) -> int:
-        """Longest sequence for which full attention, which is what there is, is the model's."""
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+    def windows(self) -> set[int | None]:
+        """The windows of all layers."""
+        return {self.window_of(layer) for layer in range(self.num_layers)}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

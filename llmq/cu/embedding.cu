@@ -1,10 +1,11 @@
 // embedding.cu -- token and position embeddings, and gradients without floating-point atomics.
 //
 //   forward             out[i] = weight[tokens[i]] * scale
-//                                + position_weight[first_position + i % seq_len]
+//                                + position_weight[first_position + i % seq_len - starts[i]]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
 //   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
+//   backward_documents  d_position[p] = or += sum of d_out[b, t] where t - starts[b, t] == p
 //
 // The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
 // other blocks (its place in `order` is the count of tokens with a smaller remainder, which it
@@ -16,11 +17,11 @@
 // id repeated n times is thus as balanced as n different ones.
 //
 // Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0.
-//          n tokens.
+//          n tokens. starts: I32 (n), where each token's document starts in its sequence, or null.
 // Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
 //          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
 //          side by side. finish: 256 threads, (chunks / 4, slices) blocks. positions: 256 threads,
-//          8 channels each.
+//          8 channels each. documents: 256 threads, a warp per position and slice.
 // Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and
 //          written, n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about
 //          20 us at 32k.
@@ -38,13 +39,13 @@ constexpr u32 ALL = 0xFFFFFFFFu;
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* __restrict__ weight,
                   const T* __restrict__ position_weight, i64 n, i32 seq_len, i32 C,
-                  i32 first_position, f32 scale) {
+                  i32 first_position, const i32* __restrict__ starts, f32 scale) {
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
     const T* const row = weight + (i64)tokens[i] * C;
-    const T* const position =
-        position_weight ? position_weight + (i64)(first_position + i % seq_len) * C : nullptr;
+    const i64 p = first_position + i % seq_len - (starts ? starts[i] : 0);
+    const T* const position = position_weight ? position_weight + p * C : nullptr;
     for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
         Pack<T, WIDTH> x[UNROLL];
 #pragma unroll
@@ -354,6 +355,19 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
     }
 }
 
+// 8 channels of the gradient of positions; i: the number of the first one in it.
+__device__ __forceinline__ void store_position(G* d_position, i64 i, const float (&sum)[WIDTH],
+                                               bool accumulate, u32 seed) {
+    if (accumulate) {
+        add_gradients<G, WIDTH>(d_position, i, sum, seed);
+    } else {
+        Pack<G, WIDTH> result;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) { result.set(k, from_f32<G>(sum[k])); }
+        result.store(d_position + i);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_backward_positions(G* __restrict__ d_position, const T* __restrict__ d_out,
                              const StepScalars* __restrict__ scalars, i32 positions, i32 batch,
@@ -376,12 +390,36 @@ embedding_backward_positions(G* __restrict__ d_position, const T* __restrict__ d
             }
         }
     }
-    if (accumulate) {
-        add_gradients<G, WIDTH>(d_position, i, sum, gradient_seed(scalars, salt));
-    } else {
-        Pack<G, WIDTH> result;
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) { result.set(k, from_f32<G>(sum[k])); }
-        result.store(d_position + i);
+    store_position(d_position, i, sum, accumulate, gradient_seed(scalars, salt));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_backward_documents(G* __restrict__ d_position, const T* __restrict__ d_out,
+                             const i32* __restrict__ starts,
+                             const StepScalars* __restrict__ scalars, i32 positions, i32 batch,
+                             i32 seq_len, i32 C, i32 accumulate, u32 salt) {
+    const int slices = (C + SLICE - 1) / SLICE, lane = threadIdx.x % 32;
+    const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const i32 position = warp / slices, c = warp % slices * SLICE + lane * WIDTH;
+    if (position >= positions) { return; }
+    float sum[WIDTH] = {};
+    for (int b = 0; b < batch; ++b) {
+        const i32* const row = starts + (i64)b * seq_len;
+        for (int first = position; first < seq_len; first += 32) {  // none is before its position
+            const int t = first + lane;
+            u32 same = __ballot_sync(ALL, t < seq_len && t - row[min(t, seq_len - 1)] == position);
+            for (; same; same &= same - 1) {
+                const i64 token = (i64)b * seq_len + first + __ffs(same) - 1;
+                Channels<T> x;
+                if (c < C) {
+                    x.load(d_out + token * C + c);
+                    x.add_to(sum);
+                }
+            }
+        }
+    }
+    if (c < C) {
+        store_position(d_position, (i64)position * C + c, sum, accumulate,
+                       gradient_seed(scalars, salt));
     }
 }

@@ -80,13 +80,16 @@ class AttentionHalf:
         operands: Operands,
         linear: Linear,
         backend: str,
+        starts: Tensor | None,
     ):
-        """backend: "native" or "cudnn"."""
+        """backend: "native" or "cudnn". starts: I32 (B,T), of documents; None: all are 0."""
         self.dev, self.operands, self.linear = dev, operands, linear
         self.B, self.T = options.batch_size, options.seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps = config.head_dim, config.norm_eps
         self.backend, self.chunks = backend, options.attn_bwd_chunks
+        windows = map(config.window_of, range(config.num_layers))
+        self.starts, self.sights = starts, [attention.Sight(starts, window) for window in windows]
         self.rope_tables = alloc_rope_tables(dev, config, self.T)
         self.qk_norm, self.qk_norm_backward = qk_normalization(config)
 
@@ -126,11 +129,14 @@ class AttentionHalf:
             )  # fmt: skip
         table = self.rope_tables[layer.index]
         if table is not None:
-            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv)
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, starts=self.starts)
 
     def _attend(self, layer: Layer, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
-        attention.forward(self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, backend=self.backend)
+        sight = self.sights[layer.index]
+        attention.forward(
+            self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, sight, backend=self.backend
+        )
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -170,7 +176,8 @@ class AttentionHalf:
                 self.linear.weight_gradients(g.o, g.o_bias, d_o, again.o_input)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
-                    self._by_head(qkv), self.Hq, self.Hkv, chunks=self.chunks, backend=self.backend,
+                    self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
+                    backend=self.backend,
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(d_x, d_product, w.qkv)
@@ -195,13 +202,13 @@ class AttentionHalf:
 
             def write(to: Target) -> None:
                 rope.backward(
-                    self.dev, by_head, table, self.Hq, self.Hkv,
+                    self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
                     abs_max=to.abs_max, d_bias=g.qkv_bias, fp8=to.fp8,
                 )  # fmt: skip
 
             return self.operands.gradient(temps, slot, write, out=d_qkv, bias=False), None
         if table is not None:
-            rope.backward(self.dev, by_head, table, self.Hq, self.Hkv)
+            rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
         if qk_raw is not None:
             self.qk_norm_backward(
                 self.dev, by_head, g.q_norm, g.k_norm, qk_raw, layer.qk_rstd, w.q_norm, w.k_norm,

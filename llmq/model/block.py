@@ -42,8 +42,9 @@ class Blocks:
         operands: Operands,
         options: TrainConfig,
         backend: str,
+        starts: Tensor | None,
     ):
-        """Allocates every activation of a micro-step. backend: "native" or "cudnn" attention."""
+        """Allocates every activation of a micro-step. backend, starts: as Model has them."""
         shape, dtype = operands.shape, operands.dtype
         kinds, shared = recompute_of_layers(options, config.num_layers), None
         if any(kind.block for kind in kinds):
@@ -57,7 +58,7 @@ class Blocks:
             before = layer.mlp_branch
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
         self.norms = BlockNorms(dev, config, operands)
-        self.attention = AttentionHalf(dev, config, options, operands, linear, backend)
+        self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
         self.mlp = MlpHalf(dev, config, operands, linear)
 
     def forward(self, index: int, w: BlockWeights) -> None:

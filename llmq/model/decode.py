@@ -144,7 +144,8 @@ class Decoder:
             if table is not None:
                 rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)
             k, v = self.k_cache[layer], self.v_cache[layer]
-            attention.decode(dev, att.view(1, n, Hq, Hd), qkv, k, v, position, Hq, Hkv)
+            window, out = config.window_of(layer), att.view(1, n, Hq, Hd)
+            attention.decode(dev, out, qkv, k, v, position, Hq, Hkv, window)
             self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:

@@ -23,7 +23,7 @@ FORWARD = Kernel(
     "embedding.cu",
     "embedding_forward",
     args="T* out, const i32* tokens, const T* weight, const T*? position_weight, "
-    "i64 n, i32 seq_len, i32 C, i32 first_position, f32 scale",
+    "i64 n, i32 seq_len, i32 C, i32 first_position, const i32*? starts, f32 scale",
 )
 SORT = Kernel(
     "embedding.cu",
@@ -48,6 +48,12 @@ BACKWARD_POSITIONS = Kernel(
     args="inout G* d_position, const T* d_out, const i32* scalars, i32 positions, i32 batch, "
     "i32 seq_len, i32 C, i32 accumulate, u32 salt",
 )
+BACKWARD_DOCUMENTS = Kernel(
+    "embedding.cu",
+    "embedding_backward_documents",
+    args="inout G* d_position, const T* d_out, const i32* starts, const i32* scalars, "
+    "i32 positions, i32 batch, i32 seq_len, i32 C, i32 accumulate, u32 salt",
+)
 
 
 def num_buckets(n: int) -> int:
@@ -63,16 +69,18 @@ def forward(
     position_weight: Tensor | None,
     first_position: int = 0,
     scale: float = 1.0,
+    starts: Tensor | None = None,
 ) -> None:
-    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[first_position + t]).
+    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[p]).
 
-    scale: rounded to X.
+    p = first_position + t - starts[b, t]. scale: rounded to X.
 
     Args (X is BF16 or F32):
         out              out  X   (B, T, C)   C a multiple of 8
         tokens           in   I32 (B, T)      ids in [0, Vp)
         weight           in   X   (Vp, C)
         position_weight  in   X   (P, C) or None; first_position + T <= P
+        starts           in   I32 (B, T) or None; where each one's document starts, None: 0
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
     """
@@ -87,11 +95,13 @@ def forward(
             raise ValueError(
                 f"{op}: positions [{first_position}, {first_position + T}) are outside of [0, {P})"
             )
+    if starts is not None:
+        expect(op, "starts", starts, I32, (B, T))
     dev.launch(
         FORWARD,
         ceil_div(B * T, THREADS // 32),
         THREADS,
-        (out, tokens, weight, position_weight, B * T, T, C, first_position, scale),
+        (out, tokens, weight, position_weight, B * T, T, C, first_position, starts, scale),
     )
 
 
@@ -140,12 +150,17 @@ def backward(
         )
 
 
-def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> None:
-    """d_position[t] = sum over b of d_out[b, t]; rows >= T are zeroed unless accumulating.
+def backward_positions(
+    dev: Device, d_position: Accumulator, d_out: Tensor, starts: Tensor | None = None
+) -> None:
+    """d_position[p] = sum of d_out[b, t] where t - starts[b, t] = p, in the order of (b, t).
+
+    Rows >= T are zeroed unless accumulating.
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_position  inout  Accumulator G (P, C), P >= T
         d_out       in     X (B, T, C)   C a multiple of 8
+        starts      in     I32 (B, T) or None: 0
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
@@ -157,11 +172,21 @@ def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> N
     if T > P:
         raise ValueError(f"{op}: d_position must have at least {T} rows, got {P}")
     rows = T if accumulate else P
+    sizes = (rows, B, T, C, int(accumulate), salt)
+    if starts is not None:
+        expect(op, "starts", starts, I32, (B, T))
+        dev.launch(
+            BACKWARD_DOCUMENTS,
+            ceil_div(rows * ceil_div(C, SLICE), THREADS // 32),
+            THREADS,
+            (target, d_out, starts, scalars, *sizes),
+        )
+        return
     dev.launch(
         BACKWARD_POSITIONS,
         ceil_div(rows * C, WIDTH * THREADS),
         THREADS,
-        (target, d_out, scalars, rows, B, T, C, int(accumulate), salt),
+        (target, d_out, scalars, *sizes),
     )
 
 

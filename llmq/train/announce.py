@@ -41,7 +41,8 @@ def check_data(trainer: Trainer) -> None:
     _ = trainer.total_steps  # compared with --cooldown
     if loader.unused_files:
         ranks = trainer.world_size
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
+        packs = loader.data.layout.packs or loader.data.layout.weights is not None
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 and not packs else "one sequence"
         warn(
             [
                 f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
@@ -115,7 +116,11 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
 def announce_data(trainer: Trainer, reporter: Reporter) -> None:
     """[Dataset], and its records."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
-    reporter.dataset({"train": trainer.train_loader} | validation)
+    loaders = {"train": trainer.train_loader} | validation
+    reporter.dataset(loaders)
+    for name, loader in loaders.items():
+        for line in loader.data.lines(name):
+            reporter.message(line)
     if trainer.config.splits:
         held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
         reporter.message(

@@ -156,6 +156,52 @@ def test_backward_positions(dev, rng, B, T, C, V, target, source, accumulate):
     np.testing.assert_array_equal(got[T:], start[T:] if accumulate else np.zeros_like(start[T:]))
 
 
+def _documents(rng, B, T):
+    """I32 (B, T): where documents of random lengths start; the first sequence is one document."""
+    first = rng.random((B, T)) < 0.2
+    first[0] = False
+    return np.maximum.accumulate(np.where(first, np.arange(T), 0), axis=1).astype(np.int32)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("target, source", DTYPES, ids=str)
+@pytest.mark.parametrize("B, T, C, V", [*SMALL.values(), (3, 70, 520, 64)])
+def test_positions_within_documents(dev, rng, B, T, C, V, target, source, accumulate):
+    table = _eighths(rng, (T + 3, C), target)
+    arrays = {
+        "d_position": table if accumulate else np.full_like(table, np.nan),
+        "d_out": _eighths(rng, (B, T, C), source),
+        "scalars": step_scalars(seed=1, step=2, micro_step=3),
+        "starts": _documents(rng, B, T),
+    }
+
+    def backward(dev, d_position, d_out, scalars, starts):
+        target = Accumulator(d_position, accumulate, scalars, salt=4)
+        embedding.backward_positions(dev, target, d_out, starts)
+
+    got = run(dev, backward, arrays)["d_position"]
+    np.testing.assert_array_equal(got, run(host_device(), backward, arrays)["d_position"])
+    if target == F32:
+        want = table.copy() if accumulate else np.zeros_like(table)
+        np.add.at(want, np.arange(T) - arrays["starts"], arrays["d_out"].astype(np.float32))
+        np.testing.assert_array_equal(got, want)
+    arrays = {
+        "out": np.full((B, T, C), np.nan, source.numpy),
+        "tokens": _tokens(rng, "uniform", B * T, V).reshape(B, T),
+        "weight": _eighths(rng, (V, C), source),
+        "position_weight": _eighths(rng, (T, C), source),
+        "starts": arrays["starts"],
+    }
+
+    def forward(dev, **tensors):
+        embedding.forward(dev, **tensors)
+
+    got = run(dev, forward, arrays)["out"]
+    rows = arrays["position_weight"][np.arange(T) - arrays["starts"]]
+    sums = arrays["weight"][arrays["tokens"]].astype(np.float32) + rows.astype(np.float32)
+    np.testing.assert_array_equal(got, sums.astype(source.numpy))
+
+
 def test_number_of_buckets():
     assert [embedding.num_buckets(n) for n in (1, 128, 129, 1024, 32768, 10**6)] == [
         *(1, 1, 2, 8, 128, 128)

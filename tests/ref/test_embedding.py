@@ -27,9 +27,9 @@ def test_lookup_equals_torch(first_position):
     weight, positions = rng.normal(size=(V, C)), rng.normal(size=(P, C))
     want = torch.nn.functional.embedding(torch.tensor(tokens), torch.tensor(weight)).numpy()
     out = np.full((B, T, C), np.nan)
-    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, 0)
+    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, 0, None)
     np.testing.assert_array_equal(out, want)
-    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, first_position)
+    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, first_position, None)
     np.testing.assert_array_equal(out, want + positions[first_position : first_position + T])
 
 
@@ -38,7 +38,7 @@ def test_sum_with_positions_is_rounded_once():
     weight, positions = (rng.normal(size=(8, C)).astype(BF16.numpy) for _ in range(2))
     tokens = np.arange(8, dtype=np.int32)[None]
     out = np.empty((1, 8, C), BF16.numpy)
-    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, 0)
+    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, 0, None)
     want = weight.astype(np.float32) + positions.astype(np.float32)
     np.testing.assert_array_equal(out[0], want.astype(BF16.numpy))
 
@@ -53,7 +53,7 @@ def test_scaled_lookup_is_that_of_gemma3():
         want = lookup(torch.tensor(tokens))
         scale = lookup.embed_scale.to(torch_dtype).item()
         out = np.empty((B, T, 72), dtype)
-        ref.embedding_forward(out, tokens, weight.astype(dtype), None, B * T, T, 72, 0, scale)
+        ref.embedding_forward(out, tokens, weight.astype(dtype), None, B * T, T, 72, 0, None, scale)
         np.testing.assert_array_equal(out.astype(np.float64), want.detach().double().numpy())
     (d_want,) = torch.autograd.grad(want, lookup.weight, torch.tensor(d_out))
     d_weight = np.zeros((V, 72))

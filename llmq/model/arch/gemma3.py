@@ -7,10 +7,7 @@ from typing import Any
 
 from llmq.base.errors import ConfigError
 from llmq.model.arch.common import get, reject, size
-from llmq.model.arch.rope_family import RopeFamily
-
-WINDOWED, FULL = "sliding_attention", "full_attention"
-"""config.json's layer_types."""
+from llmq.model.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 
 
 class Gemma3(RopeFamily):
@@ -79,16 +76,11 @@ class Gemma3(RopeFamily):
 
     def _windowed_layers(self, hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
         """As layer_types says; older files have the distance of layers without a window."""
-        kinds = get(hf, "layer_types", list, None)
-        if kinds is None:
+        windowed = layers_by_type(hf)
+        if windowed is None:
             every = size(hf, "sliding_window_pattern") if "sliding_window_pattern" in hf else 6
             return windowed_but_every(every, num_layers)
-        if len(kinds) != num_layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
-            raise ConfigError(
-                f"config.json: layer_types: expected {num_layers} of {WINDOWED!r} and {FULL!r}, "
-                f"got {kinds!r}"
-            )
-        return tuple(kind == WINDOWED for kind in kinds)
+        return windowed
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """What layers have a window, and their angles, is up to the model."""
