@@ -418,8 +418,8 @@ def test_weights_of_transformers_have_our_shapes(name):
         (QWEN3_06B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             QWEN25_05B,
-            {"use_sliding_window": True, "max_window_layers": 23},
-            "use_sliding_window: True is not supported",
+            {"use_sliding_window": True, "max_window_layers": 23, "sliding_window": 0},
+            "sliding_window: must be positive, and use_sliding_window true, where layers have one, ",
         ),
         (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -545,22 +545,38 @@ def test_a_window_as_long_as_the_positions_is_full_attention():
         (PHI3_MINI | {"max_position_embeddings": 4096}, 2047),  # as released
     ],
 )
-def test_sequences_may_be_as_long_as_the_window(hf, window):
-    """The window stays in the config that is written; attention is the same within it."""
+def test_windows_of_all_layers(hf, window):
+    """They are in the config that is written; sequences may be longer."""
     model = ModelConfig.from_hf(hf)
-    assert (model.sliding_window, model.longest) == (window, window)
+    assert model.windows == {window}
     written = model.to_hf()
     assert written["sliding_window"] == window
     assert written["max_position_embeddings"] == hf["max_position_embeddings"]
     assert ModelConfig.from_hf(written) == model
-    seq_len = window // 4 * 4
-    make_config({"seq-len": seq_len}).validate_with(model)
-    with pytest.raises(ConfigError, match=rf"^--seq-len: {seq_len + 4} exceeds the sliding_window"):
-        make_config({"seq-len": seq_len + 4}).validate_with(model)
+    make_config({"seq-len": hf["max_position_embeddings"]}).validate_with(model)
 
 
-def test_qwens_windows_are_not_those_of_all_layers():
-    assert QWEN25_05B["sliding_window"] and ModelConfig.from_hf(QWEN25_05B).sliding_window is None
+def test_qwens_windows_are_those_of_some_layers():
+    assert QWEN25_05B["sliding_window"] and ModelConfig.from_hf(QWEN25_05B).windows == {None}
+    used = QWEN25_05B | {"use_sliding_window": True, "sliding_window": 512}
+    for change, first in (
+        ({"max_window_layers": 21}, 21),
+        ({"max_window_layers": 0}, 0),
+        ({"max_window_layers": 24}, 24),
+        ({"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 4}, 20),
+    ):
+        model = ModelConfig.from_hf(used | change)
+        windows = [model.window_of(layer) for layer in range(24)]
+        assert windows == [None] * first + [512] * (24 - first)
+        assert model.to_hf()["max_window_layers"] == first
+        assert ModelConfig.from_hf(model.to_hf()) == model
+    kinds = ["sliding_attention", "full_attention"] * 12
+    model = ModelConfig.from_hf(used | {"layer_types": kinds})
+    assert model.windowed_layers == (True, False) * 12
+    assert ModelConfig.from_hf(model.to_hf()) == model
+    assert model.to_hf()["layer_types"] == kinds
+    with pytest.raises(ConfigError, match="use_sliding_window true, where layers have one"):
+        ModelConfig.from_hf(QWEN25_05B | {"layer_types": kinds})
 
 
 def test_dropout_is_reported_as_ignored():

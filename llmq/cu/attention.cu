@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) { sum[j] *= correction; }
         if (tid < HEAD_DIM) {
-#pragma unroll 8
+#pragma unroll 8 / COLUMNS
             for (int i = 0; i < end; ++i) {
                 const int at = first + i;
                 const T* v = at < position ? v_cache + cached + at * cache_pitch
