@@ -353,7 +353,7 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
 def test_weights_of_transformers_have_our_shapes(name):
     """A model that transformers builds from our config.json has our biases, norms and sizes."""
     transformers = pytest.importorskip("transformers")
-    model = preset(name).with_layers(1)
+    model = preset(name).with_layers([0])
     hf = model.to_hf()
     built = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "dtype"})
@@ -526,8 +526,8 @@ def test_layers_of_gemma3():
     model = ModelConfig.from_hf(new | {"rope_parameters": rope})
     stretched = RopeScaling(kind="linear", factor=8.0)
     assert model.rope_of(0) == (3e4, None, 1) and model.rope_of(5) == (2e6, stretched, 1)
-    assert model.with_layers(8).windowed_layers == (True,) * 5 + (False,) + (True,) * 2
-    assert model.with_layers(2).windowed_layers == (True, False)
+    assert model.layer_kinds == {0: 22, 5: 4}
+    assert model.with_layers([0, 5, 0]).windowed_layers == (True, False, True)
     bare = ModelConfig.from_hf(new)
     assert bare == ModelConfig.from_hf(GEMMA3_1B)
 

@@ -349,6 +349,8 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
         Call("forward", swiglu.forward, forward | {"out": x}),
         Call("backward", swiglu.backward, backward | {"d_up_gate": wide}),
         Call("backward out", swiglu.backward, backward | {"d_up_gate": wide, "out": x}),
+        Call("forward gelu", swiglu.forward, forward | {"out": x, "gelu": True}),
+        Call("backward gelu", swiglu.backward, backward | {"d_up_gate": wide, "gelu": True}),
     ]
     if fits_fp8(rows, F):
         abs_max = {"abs_max": f32(1, value=5.0)}

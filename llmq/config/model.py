@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,13 +138,18 @@ class ModelConfig:
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
-    def with_layers(self, num_layers: int) -> ModelConfig:
-        """With the first so many layers, the last without a window if not all of them have one."""
-        windows = self.windowed_layers
+    @property
+    def layer_kinds(self) -> dict[int, int]:
+        """The first layer of each kind, with and without a window, and how many are like it."""
+        windows = self.windowed_layers or (True,) * self.num_layers
+        return {windows.index(kind): windows.count(kind) for kind in dict.fromkeys(windows)}
+
+    def with_layers(self, layers: Iterable[int]) -> ModelConfig:
+        """With a layer like each of these, which may be the same."""
+        layers, windows = tuple(layers), self.windowed_layers
         if windows is not None:
-            mixed, windows = not all(windows), windows[:num_layers]
-            windows = (*windows[:-1], False) if mixed and all(windows) else windows
-        return replace(self, num_layers=num_layers, windowed_layers=windows)
+            windows = tuple(windows[layer] for layer in layers)
+        return replace(self, num_layers=len(layers), windowed_layers=windows)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""

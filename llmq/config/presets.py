@@ -107,7 +107,7 @@ _FAMILIES = (
 )
 
 
-def _windows(num_layers: int, window: int | None) -> dict[str, Any]:
+def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
     windowed = windowed_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
@@ -123,7 +123,7 @@ _MORE = {
     "gemma-3-27b": _windows(62, 1024)
     | _STRETCHED
     | {"head_dim": 128, "query_pre_attn_scalar": 168},
-    "tiny-gemma3": _windows(6, None),
+    "tiny-gemma3": _windows(6, 256),
 }
 
 
