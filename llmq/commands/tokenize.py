@@ -11,10 +11,24 @@ from llmq.base.signals import ending_children
 
 
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, JSON or Parquet; globs.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
-    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text, JSON lines, JSON or Parquet; globs; -: standard input."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")] = None,
+    field: Annotated[
+        list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
+    ] = None,
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
     ] = 0.01,
@@ -27,14 +41,18 @@ def tokenize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
 ) -> None:
     """Turn text into token files."""
+    from llmq.data.hub_dataset import dataset_of
+    from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 
     with ending_children():
         summary = tokenize(
-            inputs,
+            inputs or [],
             tokenizer=tokenizer,
             out=out,
-            field=field,
+            dataset=dataset_of(dataset, split),
+            field=one_field(field, template),
+            template=template,
             eval_fraction=eval_fraction,
             shard_tokens=shard_tokens,
             workers=workers,

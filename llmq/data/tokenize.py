@@ -8,7 +8,6 @@ command cuts the files back to that place and goes on, with the same result to t
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -28,7 +27,6 @@ import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import locked
-from llmq.base.records import check_text
 from llmq.data.documents import (
     Block,
     EvalSplit,
@@ -36,9 +34,11 @@ from llmq.data.documents import (
     Position,
     Source,
     find_sources,
-    having_field,
     read_blocks,
 )
+from llmq.data.hub_dataset import HubDataset
+from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.standard_input import reading_standard_input
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
@@ -48,12 +48,15 @@ REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
+@reading_standard_input
 def tokenize(
     inputs: Sequence[str],
     *,
     tokenizer: str,
     out: str | Path,
-    field: str = "text",
+    field: str = DEFAULT_FIELD,
+    template: str | None = None,
+    dataset: HubDataset | None = None,
     eval_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
     seed: int = 0,
@@ -64,28 +67,25 @@ def tokenize(
 ) -> TokenizeSummary:
     """Write the documents of `inputs`, each ended by the tokenizer's end-of-text token, to `out`.
 
-    inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSON and
-    Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
-    documents, at least one of two or more (of a single text: its last part); 0: none. workers:
-    processes; 1 encodes in this one, None chooses. special_tokens: "auto" adds to each document
-    what transformers' AutoTokenizer adds to a text; where the end-of-text token is among that, it
-    is not added again. "none": nothing but the end of the text. Continues an interrupted run with
-    the same arguments; does nothing if it was complete. DataError or ConfigError for what the user
-    can mend.
+    inputs: files, folders, glob patterns, and `-`, standard input. tokenizer: see load_tokenizer.
+    field, template: see RecordText; files of folders that lack a field are left out, if others have
+    it. dataset: instead of inputs. eval_fraction: of the documents, at least one of two or more (of
+    a single text: its last part); 0: none. workers: processes; 1 encodes in this one, None chooses.
+    special_tokens: "auto" adds to each document what transformers' AutoTokenizer adds to a text;
+    where the end-of-text token is among that, it is not added again. "none": nothing but the end of
+    the text. Continues an interrupted run with the same arguments; does nothing if it was complete.
+    DataError or ConfigError for what the user can mend.
     With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
     _check_options(eval_fraction, shard_tokens, workers, special_tokens)
     out = Path(out)
-    sources, warnings = having_field(find_sources(inputs, exclude=out), field)
-    loaded = load_tokenizer(tokenizer)
-    if loaded.eos_id is None:
-        raise DataError(
-            f"the tokenizer '{tokenizer}' names no end-of-text token: set eos_token in its "
-            "tokenizer_config.json"
-        )
+    text = RecordText(field, template)
+    sources, warnings = find_sources(inputs, dataset, text, exclude=out)
+    loaded = _load(tokenizer)
     options = {
         "tokenizer": loaded.fingerprint,
         "field": field,
+        "template": template,
         "eval_fraction": eval_fraction,
         "shard_tokens": shard_tokens,
         "seed": seed,
@@ -93,9 +93,9 @@ def tokenize(
     }
     if workers is None:
         workers = _default_workers(sources, loaded)
-    encode = _Encoder(loaded, field, options["special_tokens"]).encode_blocks
+    encode = _Encoder(loaded, text, options["special_tokens"]).encode_blocks
     if workers > 1:
-        of_workers = (tokenizer, field, options["special_tokens"])
+        of_workers = (tokenizer, text, options["special_tokens"])
         encode = partial(_encode_in_workers, of_workers=of_workers, workers=workers)
     with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
@@ -103,11 +103,21 @@ def tokenize(
             return manifest.summary(warnings, was_complete=True)
         was_resumed = manifest.data["position"] != asdict(Position())
         try:
-            _run(manifest, sources, encode, progress)
+            _run(manifest, sources, text, encode, progress)
         except BaseException:
             manifest.discard_if_empty()
             raise
         return manifest.summary(warnings, was_resumed=was_resumed)
+
+
+def _load(tokenizer: str) -> Tokenizer:
+    loaded = load_tokenizer(tokenizer)
+    if loaded.eos_id is None:
+        raise DataError(
+            f"the tokenizer '{tokenizer}' names no end-of-text token: set eos_token in its "
+            "tokenizer_config.json"
+        )
+    return loaded
 
 
 def _check_options(
@@ -135,6 +145,7 @@ def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
 def _run(
     manifest: Manifest,
     sources: Sequence[Source],
+    text: RecordText,
     encode: Callable[[Iterator[Block]], Iterator[Encoded]],
     progress: bool,
 ) -> None:
@@ -146,7 +157,7 @@ def _run(
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    encoded = encode(read_blocks(sources, options["field"], split, start))
+    encoded = encode(read_blocks(sources, text, split, start))
     report = _Report(sum(source.size for source in sources), progress)
     saved = time.monotonic()
     try:
@@ -179,13 +190,13 @@ Encoded = tuple[Position, tuple[np.ndarray, np.ndarray]]
 class _Encoder:
     """Encodes blocks; each worker process has one."""
 
-    def __init__(self, tokenizer: Tokenizer, field: str, added: Sequence[list[int]]) -> None:
+    def __init__(self, tokenizer: Tokenizer, text: RecordText, added: Sequence[list[int]]) -> None:
         """added: ids before and behind each document; the end of the text need not be among them.
 
         Ids of nothing but added tokens would be a document without text, so an empty one has none.
         """
         self.tokenizer = tokenizer
-        self.field = field
+        self.text = text
         before, after = added
         end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
         self._before, self._after = np.array(before, np.int32), np.array([*after, *end], np.int32)
@@ -195,7 +206,7 @@ class _Encoder:
         texts = [
             piece.text
             if isinstance(piece.text, str)
-            else _parse_json(piece.text, self.field, piece.where)
+            else self.text.of_json(piece.text, piece.where)
             for piece in pieces
         ]
         parts: tuple[list[np.ndarray], ...] = ([self._after[:0]], [self._after[:0]])
@@ -214,29 +225,14 @@ class _Encoder:
             yield block.end, self.encode(block.pieces)
 
 
-def _parse_json(line: bytes, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a {type(record).__name__} instead of a JSON object on each line")
-    if field not in record:
-        raise DataError(f"{where}: no field '{field}': use --field with one of {', '.join(record)}")
-    text = check_text(record[field], field, where)
-    if b"\\ud" in line.lower():  # JSON can write half a character, which no UTF-8 text can hold
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 _worker: _Encoder
 
 
-def _start_worker(tokenizer: str, field: str, added: Sequence[list[int]]) -> None:
+def _start_worker(tokenizer: str, text: RecordText, added: Sequence[list[int]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
     global _worker
-    _worker = _Encoder(load_tokenizer(tokenizer), field, added)
+    _worker = _Encoder(load_tokenizer(tokenizer), text, added)
 
 
 def _encode_in_worker(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
