@@ -385,11 +385,8 @@ def test_files_that_hold_no_conversations(tmp_path, chatml):
     (tmp_path / "a.txt").write_text("x")
     write_jsonl(tmp_path / "b.jsonl", ["x"])
     for name, message in (
-        (
-            "a.txt",
-            "is a text: with --format prompt each record needs the fields prompt, completion",
-        ),
-        ("b.jsonl", "has no field 'prompt', 'completion': with --format prompt"),
+        ("a.txt", "is a text: conversations are read of JSON lines, JSON, Parquet"),
+        ("b.jsonl", "no field 'prompt', 'completion': with --format prompt"),
         ("", "no file has records of --format prompt"),
     ):
         with pytest.raises(DataError, match=message):
