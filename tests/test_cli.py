@@ -266,6 +266,21 @@ COMMANDS = [
             },
         ),
     ),
+    (
+        "show data a.bin --document 3 --ids",
+        "data.show.run_show",
+        (
+            (["data", "a.bin"],),
+            {
+                "document": 3,
+                "limit": None,
+                "ids": True,
+                "seq_len": None,
+                "tokenizer": None,
+                "document_separator": None,
+            },
+        ),
+    ),
     ("demo", "train.demo.run_demo", ((Path("demo"), "auto", None), {})),
     ("demo --out d --device CPU --steps 9", "train.demo.run_demo", ((Path("d"), "cpu", 9), {})),
     (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.base.console import printable
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -162,13 +163,6 @@ def _check_model(model: str) -> None:
     raise ConfigError(
         f"MODEL: {model!r} {problem}: give the directory of a model, such as the output/NAME of a "
         "run, or of its checkpoints, such as ckpt/NAME"
-    )
-
-
-def printable(text: str) -> str:
-    """The text with U+FFFD for what would steer a terminal: control characters but \\n and \\t."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\ufffd" for c in text
     )
 
 
