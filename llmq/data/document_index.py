@@ -21,11 +21,13 @@ class DocumentIndex:
     """The documents of one token file: number i has the tokens from offsets[i] to offsets[i + 1].
 
     offsets: (n + 1,) int64, rising from 0 to the number of tokens; not to be written to. is_cut:
-    whether the last document goes on in another file, or has no end.
+    whether the last document goes on in another file, or has no end. was_scanned: whether a
+    separator has found them.
     """
 
     offsets: np.ndarray
     is_cut: bool
+    was_scanned: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -102,4 +104,4 @@ def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentInd
     is_cut = bool(found[-1] < file.num_tokens)
     offsets = np.append(found, file.num_tokens) if is_cut else found
     offsets.flags.writeable = False
-    return DocumentIndex(offsets, is_cut)
+    return DocumentIndex(offsets, is_cut, was_scanned=True)
