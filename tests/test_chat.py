@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 import llmq.train.chat
 from llmq.commands.cli import _run
-from llmq.data.chat_template import load_chat_template
+from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.train.chat import Conversation, end_of_turn
+from llmq.train.chat import Conversation
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
 from tests.runs import make_workplace, train
+from tests.text_data import run
 
 ENDS = {
     **dict.fromkeys(("chatml", "qwen2.5", "qwen3", "parts"), "<|im_end|>"),
@@ -42,7 +44,7 @@ def test_an_end_that_is_no_token(chatml):
     """The beginning of the end of a turn is not said before it turns out to be none."""
     tokenizer = ByteTokenizer()
     talk = Conversation(load_chat_template(tokenizer, chatml), tokenizer, "s")
-    assert talk.stop == ({256}, "<|im_end|>")
+    assert talk.stop == ([256], "<|im_end|>")
     for text, parts in (
         ("aé<|im<|im_end|>\nmore", ["a", "é", "<|im", ""]),
         ("x<|im_e", ["x", "<|im_e"]),
@@ -98,7 +100,7 @@ def test_one_question(model, said, capsys):
     replies += ["hello;u!", "bye"]
     assert chat(model, "--prompt=hi", "--system=be", "--num-samples=2", "--max-new-tokens=9") == 0
     assert capsys.readouterr().out == "hello\n---\nbye\n"
-    assert prompts == [("sbe;uhi;a", 9, {256})] * 2
+    assert prompts == [("sbe;uhi;a", 9, [256])] * 2
 
 
 def test_a_conversation(model, said, capsys, monkeypatch):
@@ -175,3 +177,26 @@ def test_what_chat_needs(model, tmp_path, capsys, monkeypatch, chatml):
     config.write_text(json.dumps(content))
     assert chat(bare, "--prompt=x") == 2
     assert capsys.readouterr().err == f"error: the chat template of '{bare}' says: no\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# Training on conversations
+
+
+def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(tmp_path, monkeypatch):
+    """Its model directory has the template of the data, and that end among its EOS tokens."""
+    folder = make_workplace(tmp_path)
+    monkeypatch.chdir(folder)
+    tokenizer = write_chat_tokenizer(folder / "model", "{{ 'of the model' }}")
+    vocab = HfTokenizer(tokenizer).vocab_size
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    Path("t.jinja").write_text(CHATML)
+    talk = [{"role": "user", "content": "q" * 40}, {"role": "assistant", "content": "a"}]
+    Path("a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 9)
+    run("a.jsonl", out=Path("chat"), tokenizer="model", chat_template="t.jinja")
+    assert train(steps=1, train_file="chat/*.bin", eval_file="none") == 0
+    assert load_chat_template(HfTokenizer(Path("out"))).source() == CHATML
+    ends = [HfTokenizer(Path("out")).encode(text)[0] for text in ("</s>", "<|im_end|>")]
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == ends
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == ends

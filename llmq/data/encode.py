@@ -44,11 +44,6 @@ class Recipe:
         """Whether the token files say which tokens are trained."""
         return self.chat is not None and self.chat.train_on != "all"
 
-    @property
-    def template_source(self) -> str | None:
-        """Of the chat template, None of texts."""
-        return self.chat and self.chat.template.source()
-
     def record(self) -> dict[str, Any]:
         """What decides the ids, beside the tokenizer, for tokenize.json."""
         is_text = isinstance(self.wanted, RecordText)

@@ -122,6 +122,7 @@ def _documents(
         for i in range(begin, min(len(index), first - 1 + limit - number)):
             start, end = int(index.offsets[i]), int(index.offsets[i + 1])
             ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
+            mask[:1] = False  # nothing predicts it
             yield Document(number + i + 1, file.path, ids, mask)
         number += len(index)
         file.close()

@@ -20,7 +20,7 @@ from typing import Any
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import locked
 from llmq.data.chat_masks import TRAIN_ON, Chat
-from llmq.data.chat_template import load_chat_template
+from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.hub_dataset import HubDataset
@@ -90,7 +90,7 @@ def tokenize(
     }
     with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        manifest.chat_template = recipe.template_source if chat_template else None
+        _note_chat(manifest, recipe, loaded, was_given=chat_template is not None)
         was_complete = manifest.data["complete"]
         was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
         if not was_complete:
@@ -117,6 +117,19 @@ def _chat(tokenizer: Tokenizer, spec: str, train_on: str, given: str | None) -> 
             "--chat-template FILE, or the tokenizer of a model that has one"
         )
     return Chat(template, train_on)
+
+
+def _note_chat(
+    manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
+) -> None:
+    """What a training has to know of a template: a given one replaces the tokenizer's, and the
+    model stops where a turn of the assistant ends."""
+    if recipe.chat is None:
+        return
+    template = recipe.chat.template
+    manifest.chat_template = template.source() if was_given else None
+    stop = end_of_turn(template, tokenizer)
+    manifest.data["end_of_turn"] = next(iter(stop.ids), None) if stop.text is None else None
 
 
 def _idle_options(

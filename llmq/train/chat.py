@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 
 from llmq.base.console import printable
 from llmq.base.dtypes import parse_dtype
-from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.data.chat_template import ChatTemplate, Message, load_chat_template
+from llmq.base.errors import ConfigError, warn
+from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
 from llmq.train.sampling import Sampler, check_prompt, continuation, idle_options, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
-_PROBE = "probe"
 
 Generate = Callable[[list[int], int], Iterator[int]]
 """Prompt and number of the reply to new ids, one after the other."""
-
-
-class Stop(NamedTuple):
-    """What ends a turn of the assistant: an id, or a text where the template's end is no token."""
-
-    ids: Collection[int]
-    text: str | None
-
-
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
-    """What the template writes behind a reply. The tokenizer's end of a text ends it, too."""
-    ids = {tokenizer.eos_id}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    with suppress(LlmqError):  # a template that refuses this says so of the real messages
-        tail = template.render(messages).text.rpartition(_PROBE)[2].lstrip()
-        first = tokenizer.encode(tail)[:1]
-        if first and tokenizer.is_special(first[0]):
-            return Stop({*ids, first[0]}, None)
-        if tail:
-            return Stop(ids, tail.splitlines()[0].rstrip())
-    return Stop(ids, None)
 
 
 class Conversation:

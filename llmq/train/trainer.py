@@ -106,8 +106,7 @@ class Trainer:
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None,
     ) -> None:
-        if config.from_scratch:
-            model = with_tokens_of(model, model_dir, tokenizer_id)
+        model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
