@@ -15,7 +15,7 @@ from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.train.chat import Conversation
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
-from tests.runs import make_workplace, train
+from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import run
 
 ENDS = {
@@ -197,6 +197,6 @@ def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(tmp_path, m
     run("a.jsonl", out=Path("chat"), tokenizer="model", chat_template="t.jinja")
     assert train(steps=1, train_file="chat/*.bin", eval_file="none") == 0
     assert load_chat_template(HfTokenizer(Path("out"))).source() == CHATML
-    ends = [HfTokenizer(Path("out")).encode(text)[0] for text in ("</s>", "<|im_end|>")]
+    ends = [CONFIG["eos_token_id"], *HfTokenizer(Path("out")).encode("<|im_end|>")]
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == ends
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == ends
