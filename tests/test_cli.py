@@ -251,7 +251,9 @@ COMMANDS = [
             {
                 "tokenizer": "bytes",
                 "out": Path("data"),
+                "dataset": None,
                 "field": "text",
+                "template": None,
                 "eval_fraction": 0.01,
                 "shard_tokens": 100_000_000,
                 "workers": 2,
@@ -261,6 +263,21 @@ COMMANDS = [
                 "train_on": "assistant",
                 "chat_template": None,
                 "seq_len": None,
+            },
+        ),
+    ),
+    (
+        "show data a.bin --document 3 --ids",
+        "data.show.run_show",
+        (
+            (["data", "a.bin"],),
+            {
+                "document": 3,
+                "limit": None,
+                "ids": True,
+                "seq_len": None,
+                "tokenizer": None,
+                "document_separator": None,
             },
         ),
     ),
@@ -321,6 +338,8 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
     command, real = defaults(llmq.commands.tokenize.tokenize), defaults(llmq.data.tokenize.tokenize)
+    for made in ("inputs", "split", "field"):  # of what may be given several times, or not at all
+        del command[made]
     assert command == {name: real[name] for name in command}
 
 

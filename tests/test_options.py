@@ -22,6 +22,7 @@ from llmq.config.option_types import (
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config, option_rows
 from llmq.config.presets import preset
+from llmq.config.sizes import SIZES
 from llmq.plan.idle_options import option_warnings, rank_warnings, run_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
@@ -131,6 +132,7 @@ def test_defaults_of_known_flags():
         "tune": True,
     }
     del by_flag["log-file"]  # holds the time
+    own |= {flag: None for name in SIZES for flag in OPTIONS[name].flags}
     assert by_flag == LLMQ_DEFAULTS | own
 
 
@@ -829,6 +831,7 @@ def test_option_rows():
 def test_option_rows_echo_every_option():
     renamed = {"lmhead-chunks", "use-cuda-graphs", "final-lr-fraction", "batch-size"}
     renamed |= {"ckpt-interval", "ckpt-keep-n", "train-seed", "eval-seed", "write-combined"}
+    renamed |= {"intermediate-size", "tie-embeddings"}
     names = {name for name, _ in option_rows(make_config({}), preset("gpt2"))}
     assert {opt.flags[0] for opt in OPTIONS.values()} - renamed <= names
     assert not names & {"total-batch", "steps-per-epoch"}

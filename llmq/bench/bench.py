@@ -22,6 +22,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import check_writable, disk_errors, write_file
 from llmq.bench.child import run_watched
 from llmq.config.option_file import read_option_file
+from llmq.config.option_types import AUTO
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
 
@@ -75,7 +76,8 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
         for key in options:
             if key in _WITHOUT_EFFECT:
                 raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
-        make_config(options)  # what is wrong comes up before the first run
+        if make_config(options).vocab_size == AUTO:  # which brings up what is wrong, too
+            raise ConfigError("--vocab-size: auto needs token files, and tokens are random here")
     return expanded
 
 

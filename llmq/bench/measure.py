@@ -30,13 +30,14 @@ from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.config.options_io import make_config
-from llmq.config.presets import model_warnings, resolve_model
+from llmq.config.presets import model_warnings
 from llmq.model.step import Result
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
+from llmq.train.model_of_run import model_of_run
 from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
 from llmq.train.trainer import Trainer
 
@@ -50,7 +51,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     alive: a file to touch, from then on, whenever the ranks make progress.
     """
     config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
-    model, model_dir = resolve_model(config.model, config.from_scratch)
+    model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
     given, idle = option_warnings(make_config(options)), idle_with_model(config, model)

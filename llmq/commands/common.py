@@ -24,7 +24,7 @@ from llmq.config.option_types import (
 )
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
-from llmq.config.presets import model_warnings, resolve_model
+from llmq.config.presets import model_warnings
 
 ConfigFile = Annotated[
     Path | None,
@@ -132,15 +132,20 @@ def size_of(flag: str, value: str | None) -> int | None:
 
 
 def load_run(
-    given: dict[str, Any], file: Path | None
+    given: dict[str, Any], file: Path | None, *, trains: bool = False
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options and model of a run, checked; prints warnings."""
+    """Options and model of a run, checked; prints warnings.
+
+    trains: on the token files, so that their ids have to be in the vocabulary.
+    """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
+    from llmq.train.model_of_run import model_of_run, vocabulary_line
 
     config = make_config(given, file)
-    model, model_dir = resolve_model(config.model, config.from_scratch)
+    model, model_dir = model_of_run(config)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)
-    warn(idle + model_warnings(model_dir))
+    line = vocabulary_line(config, model, trains=trains)
+    warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
     return config, model, model_dir

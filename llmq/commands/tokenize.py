@@ -9,12 +9,41 @@ import typer
 
 from llmq.base.signals import ending_children
 
+Format = Annotated[
+    str,
+    typer.Option(
+        help="Records: text, or conversations: messages, conversations, prompt, instruction; "
+        "auto: by their fields."
+    ),
+]
+TrainOn = Annotated[
+    str, typer.Option(help="Of conversations: assistant, last (of its messages) or all.")
+]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")
+]
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents that are longer.")]
+
 
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, JSON or Parquet; globs.")],
     tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
-    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text, JSON lines, JSON or Parquet; globs; -: standard input."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")] = None,
+    field: Annotated[
+        list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
+    ] = None,
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
     ] = 0.01,
@@ -24,33 +53,25 @@ def tokenize(
         str,
         typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
     ] = "auto",
-    format: Annotated[
-        str,
-        typer.Option(
-            help="Records: text, or conversations: messages, conversations, prompt, instruction; "
-            "auto: by their fields."
-        ),
-    ] = "auto",
-    train_on: Annotated[
-        str, typer.Option(help="Of conversations: assistant, last (of its messages) or all.")
-    ] = "assistant",
-    chat_template: Annotated[
-        str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Count the documents that are longer.")
-    ] = None,
+    format: Format = "auto",
+    train_on: TrainOn = "assistant",
+    chat_template: ChatTemplate = None,
+    seq_len: SeqLen = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
 ) -> None:
     """Turn texts and conversations into token files."""
+    from llmq.data.hub_dataset import dataset_of
+    from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 
     with ending_children():
         summary = tokenize(
-            inputs,
+            inputs or [],
             tokenizer=tokenizer,
             out=out,
-            field=field,
+            dataset=dataset_of(dataset, split),
+            field=one_field(field, template),
+            template=template,
             eval_fraction=eval_fraction,
             shard_tokens=shard_tokens,
             workers=workers,

@@ -37,6 +37,9 @@ NEWEST = "latest"
 NONE = "none"
 """Value of --eval-file that stands for no validation at all."""
 
+AUTO = "auto"
+"""Value of --vocab-size that stands for what the training files have."""
+
 SPLIT = "split"
 """Value of --eval-file that stands for a part of the training files."""
 
@@ -144,6 +147,19 @@ def parse_continue(value: Any) -> str | None:
     return parse_str(value)
 
 
+def parse_vocab_size(value: Any) -> int | str:
+    """A number of tokens, or AUTO. ValueError otherwise."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    try:
+        number = parse_int(value)
+    except ValueError:
+        raise ValueError(f"expected a number of tokens or {AUTO}, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"must be at least 1, got {number}")
+    return number
+
+
 def parse_every(value: Any) -> int:
     """A number of steps; true: every step, false: never. ValueError otherwise."""
     if isinstance(value, bool):
@@ -217,6 +233,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_layers: "LAYERS",
+    parse_vocab_size: "N|auto",
 }
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.config.fields import FP8_DTYPES, SHAKESPEARE, Fields
+from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NONE, SPLIT, Option, options_of
+from llmq.config.sizes import SizeFields, check_from_scratch
 from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
@@ -19,7 +20,7 @@ _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells fr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Fields):
+class TrainConfig(SizeFields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
@@ -99,6 +100,7 @@ class TrainConfig(Fields):
             self.check_total(self.steps)
         if self.init_proj_to_zero and not self.from_scratch:
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
+        check_from_scratch(self)
         if self.new_data and self.continue_from is None:
             raise ConfigError("--new-data: needs --continue")
         if self.measure_scaling and self.debug_time_breakdown:

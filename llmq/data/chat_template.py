@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -32,6 +33,7 @@ from llmq.data.tokenizer import (
 from llmq.data.tokenizer_config import OWN_TOKENS
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+_PROBE = "probe"  # what an assistant says, to see what the template writes behind it
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
@@ -207,6 +209,34 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         found.update({name: source[name] for name in _SPECIAL if name in source})
     texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+# ------------------------------------------------------------------------------------------------
+# The end of a turn
+
+
+class Stop(NamedTuple):
+    """What ends a turn of the assistant: one of some ids, the template's first.
+
+    text: the template's end where that is no token.
+    """
+
+    ids: Collection[int]
+    text: str | None
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
+    """What the template writes behind a reply. The tokenizer's end of a text ends it, too."""
+    ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    with suppress(DataError):  # a template that refuses this says so of the real messages
+        tail = template.render(messages).text.rpartition(_PROBE)[2].lstrip()
+        first = tokenizer.encode(tail)[:1]
+        if first and tokenizer.is_special(first[0]):
+            return Stop([first[0], *sorted(ids - {first[0]})], None)
+        if tail:
+            return Stop([*ids], tail.splitlines()[0].rstrip())
+    return Stop([*ids], None)
 
 
 # ------------------------------------------------------------------------------------------------

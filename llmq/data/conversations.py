@@ -9,12 +9,13 @@ instruction    {"instruction": "…", "input": "…", "output": "…"}
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.chat_template import Message
+from llmq.data.record_text import json_record
 
 TEXT = "text"
 # The fields that a record of each format must have, and those that it may have.
@@ -61,9 +62,43 @@ def formats_of(fields: Collection[str]) -> list[str]:
     return [name for name, required in REQUIRED.items() if {*required} <= {*fields}]
 
 
-def fields_of(form: str) -> tuple[str, ...]:
-    """All fields that are read of a record of this format."""
-    return REQUIRED[form] + OPTIONAL[form]
+@dataclass(frozen=True, slots=True)
+class RecordConversation:
+    """Reads conversations of one format out of records, as RecordText does texts."""
+
+    form: str
+
+    def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
+        """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
+        missing = [f"'{name}'" for name in REQUIRED[self.form] if name not in there]
+        if missing:
+            raise DataError(
+                f"{where}: no field {', '.join(missing)}: with --format {self.form} each record "
+                f"needs the fields {', '.join(REQUIRED[self.form])}"
+            )
+        fields = REQUIRED[self.form] + OPTIONAL[self.form]
+        return [name for name in there if name in fields]
+
+    def of(self, record: Mapping[str, Any], where: str) -> bytes:
+        """A row of a table as JSON, without nulls: they are what a row lacks that others have."""
+        try:
+            return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
+        except TypeError as error:
+            raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
+
+    def of_json(self, line: bytes, where: str) -> Conversation:
+        """The conversation of a record in JSON. DataError, which begins with `where`."""
+        record = json_record(line, where)
+        try:
+            return parse_conversation(record, self.form)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def parse_conversation(record: dict[str, Any], form: str) -> Conversation:

@@ -9,17 +9,16 @@ import numpy as np
 
 from llmq.data.document_index import DocumentIndex
 from llmq.data.tokens import TokenFile
-
-_CHUNK = 1 << 22  # tokens whose masks are read at once
+from llmq.data.trained import trained_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Of all documents of some token files.
 
-    trained: tokens whose prediction counts. longest: tokens of the longest document. cut: documents
-    longer than seq_len, None if none was given. untrained: those without a trained token, with
-    seq_len among the first ones.
+    trained: tokens whose prediction counts; nothing predicts the first of a document. longest:
+    tokens of the longest document. cut: documents longer than seq_len, None if none was given.
+    untrained: those without a trained token, with seq_len among the first ones.
     """
 
     documents: int
@@ -65,7 +64,7 @@ def count_documents(
     documents = tokens = all_trained = longest = untrained = cut = 0
     for file in files:
         index = DocumentIndex.read(file, separator)
-        trained, within = _trained(file, index, seq_len)
+        trained, within = _trained(file, index.offsets, seq_len)
         documents += len(index)
         tokens += file.num_tokens
         all_trained += int(trained.sum())
@@ -78,25 +77,14 @@ def count_documents(
 
 
 def _trained(
-    file: TokenFile, index: DocumentIndex, seq_len: int | None
+    file: TokenFile, offsets: np.ndarray, seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trained tokens of each document, and those among its first `seq_len` ones, (n,) int64."""
-    lengths, offsets = index.lengths, index.offsets
-    if not file.has_masks or not len(index):
-        return lengths, lengths
-    whole, within = [], []
-    first = 0
-    while first < len(index):
-        reach = np.searchsorted(offsets, offsets[first] + _CHUNK, side="right") - 1
-        last = max(first + 1, int(reach))
-        start = offsets[first]
-        mask = file.read_mask(int(start), int(offsets[last] - start)).view(np.int8)
-        starts = offsets[first:last] - start
-        whole.append(np.add.reduceat(mask, starts, dtype=np.int64))
-        if seq_len is not None:
-            place = np.arange(len(mask)) - np.repeat(starts, lengths[first:last])
-            mask = mask * (place < seq_len)
-            within.append(np.add.reduceat(mask, starts, dtype=np.int64))
-        first = last
-    total = np.concatenate(whole)
-    return total, np.concatenate(within) if seq_len is not None else total
+    whole = trained_tokens(file, offsets)
+    starts = offsets[:-1]
+    is_cut = np.diff(offsets) > (seq_len or np.inf)
+    if not is_cut.any():
+        return whole, whole
+    # The same of documents that are cut in two, of which only the first parts matter.
+    parts = np.union1d(offsets, starts[is_cut] + seq_len)
+    return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -16,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.records import check_text
 from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.conversations import parse_conversation
+from llmq.data.conversations import TEXT, RecordConversation
 from llmq.data.documents import Block, Piece, Position
+from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
 from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
 
@@ -31,16 +30,14 @@ Encoded = tuple[Position, tuple[Ids, Ids]]
 class Recipe:
     """What becomes of a document; it travels to worker processes.
 
-    tokenizer: for load_tokenizer. form: of conversations.FORMATS without auto. field: of a text in
-    a record. added: ids before and behind each text; the end of the text need not be among them.
-    chat: of conversations.
+    tokenizer: for load_tokenizer. wanted: of a record. added: ids before and behind each text; the
+    end of the text need not be among them. chat: of conversations.
     """
 
     tokenizer: str
-    form: str
-    field: str
+    wanted: RecordText | RecordConversation
     added: Added
-    chat: Chat | None
+    chat: Chat | None = None
 
     @property
     def with_masks(self) -> bool:
@@ -49,10 +46,12 @@ class Recipe:
 
     def record(self) -> dict[str, Any]:
         """What decides the ids, beside the tokenizer, for tokenize.json."""
+        is_text = isinstance(self.wanted, RecordText)
         return {
-            "field": self.field,
+            "field": self.wanted.field if is_text else None,
+            "template": self.wanted.template if is_text else None,
             "special_tokens": [*self.added],
-            "format": self.form,
+            "format": TEXT if is_text else self.wanted.form,
             "train_on": self.chat and self.chat.train_on,
             "chat_template": self.chat and self.chat.template.fingerprint,
         }
@@ -74,7 +73,7 @@ class Encoder:
         texts = [
             piece.text
             if isinstance(piece.text, str)
-            else _text_of(_parse_json(piece.text, piece.where), self.recipe.field, piece)
+            else self.recipe.wanted.of_json(piece.text, piece.where)
             for piece in pieces
         ]
         # Ids of nothing but added tokens would be a document without text.
@@ -95,12 +94,12 @@ class Encoder:
         """The template decides what is before and behind each of them: nothing is added."""
         rendered = []
         for piece in pieces:
-            record = _parse_json(piece.text, piece.where)
+            conversation = self.recipe.wanted.of_json(piece.text, piece.where)
             try:
-                text, spans = chat.text(parse_conversation(record, self.recipe.form))
+                text, spans = chat.text(conversation)
             except DataError as error:
                 raise DataError(f"{piece.where}: {error}") from error
-            rendered.append((_whole_characters(text) if _is_broken(piece) else text, spans))
+            rendered.append((whole_characters(text, piece.text), spans))
         parts = _Parts(), _Parts()
         encoded = self.tokenizer.encode_with_offsets([text for text, _ in rendered])
         for piece, (_, spans), (ids, offsets) in zip(pieces, rendered, encoded, strict=True):
@@ -139,34 +138,6 @@ class _Parts:
     def joined(self, with_masks: bool = False) -> Ids:
         mask = np.concatenate(self._masks) if with_masks else None
         return Ids(np.concatenate(self._parts), np.array(self._ends, np.int64), mask)
-
-
-def _parse_json(line: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a {type(record).__name__} instead of a JSON object on each line")
-    return record
-
-
-def _text_of(record: dict[str, Any], field: str, piece: Piece) -> str:
-    if field not in record:
-        names = ", ".join(record)
-        raise DataError(f"{piece.where}: no field '{field}': use --field with one of {names}")
-    text = check_text(record[field], field, piece.where)
-    return _whole_characters(text) if _is_broken(piece) else text
-
-
-def _is_broken(piece: Piece) -> bool:
-    """Whether a record may have half a character, which JSON can write."""
-    return isinstance(piece.text, bytes) and b"\\ud" in piece.text.lower()
-
-
-def _whole_characters(text: str) -> str:
-    """No UTF-8 text can hold half a character: U+FFFD takes its place."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Whether records are texts or conversations, and of which shape: by their fields, or by --format.
 
 All records of a run have the same format. It is decided before anything is written, by the first
-record of each JSON file and by the columns of Parquet.
+record of each JSON file and by the columns of tables.
 """
 
 from __future__ import annotations
@@ -9,42 +9,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmq.base.errors import DataError
-from llmq.data.conversations import REQUIRED, TEXT, check_format, fields_of, formats_of
-from llmq.data.documents import Source, field_names, having_field
+from llmq.data.conversations import (
+    REQUIRED,
+    TEXT,
+    RecordConversation,
+    check_format,
+    formats_of,
+)
+from llmq.data.documents import Source, field_names, having_fields
+from llmq.data.record_text import RecordText
 
-Chosen = tuple[str, list[Source], list[str]]
+Chosen = tuple[RecordText | RecordConversation, list[Source], list[str]]
 
 
-def choose_format(sources: Sequence[Source], form: str, field: str) -> Chosen:
-    """The format of all records, the files to read, and what to warn of.
+def choose_format(sources: Sequence[Source], form: str, text: RecordText) -> Chosen:
+    """What is read of all records, the files to read, and what to warn of.
 
-    form: of conversations.FORMATS. field: of a text. DataError where files contradict each other
-    or the format.
+    form: of conversations.FORMATS. text: what is read of texts. DataError where files contradict
+    each other or the format.
     """
-    names = {source: field_names(source) for source in sources}
     if check_format(form) == "auto":
-        form = _recognised(names, field)
+        form = TEXT if not text.is_default else _recognised(sources, text)
     if form == TEXT:
-        return TEXT, *having_field(sources, field)
-    kept, warnings = _having(names, form)
-    if field != "text":
-        warnings.append(f"--field {field} has no effect: the inputs are conversations")
-    return form, kept, warnings
+        return text, *having_fields(sources, text)
+    kept, warnings = _having(sources, form)
+    if not text.is_default:
+        warnings.append(f"{text.flag} has no effect: the inputs are conversations")
+    return RecordConversation(form), kept, warnings
 
 
-def columns_of(form: str, field: str) -> str | tuple[str, ...]:
-    """What is read of Parquet: one field, or several."""
-    return field if form == TEXT else fields_of(form)
-
-
-def _recognised(names: dict[Source, list[str] | None], field: str) -> str:
+def _recognised(sources: Sequence[Source], text: RecordText) -> str:
     found: dict[str, Source] = {}
-    for source, fields in names.items():
-        forms = formats_of(fields or ())
-        if fields and field in fields:
-            if field != "text":  # it was asked for
-                return TEXT
-            forms = [TEXT, *forms]
+    for source in sources:
+        fields = field_names(source) or []
+        forms = [TEXT] * (text.field in fields) + formats_of(fields)
         if len(forms) > 1:
             raise DataError(
                 f"'{source.path}' has fields of several formats ({', '.join(forms)}): choose one "
@@ -61,23 +59,21 @@ def _recognised(names: dict[Source, list[str] | None], field: str) -> str:
     return next(iter(found), TEXT)
 
 
-def _having(names: dict[Source, list[str] | None], form: str) -> tuple[list[Source], list[str]]:
+def _having(sources: Sequence[Source], form: str) -> tuple[list[Source], list[str]]:
     """The files of this format; those of folders that are of no such format are left out."""
     kept, left_out = [], []
-    for source, fields in names.items():
+    for source in sources:
+        fields = field_names(source)
         if source.kind != "text" and (fields is None or {*REQUIRED[form]} <= {*fields}):
             kept.append(source)
         elif source.in_folder:
             left_out.append(source)
-        else:
-            missing = ", ".join(
-                f"'{name}'" for name in REQUIRED[form] if name not in (fields or ())
-            )
-            what = "is a text" if source.kind == "text" else f"has no field {missing}"
+        elif source.kind == "text":
             raise DataError(
-                f"'{source.path}' {what}: with --format {form} each record needs the fields "
-                f"{', '.join(REQUIRED[form])}"
+                f"'{source.path}' is a text: conversations are read of JSON lines, JSON, Parquet"
             )
+        else:
+            RecordConversation(form).columns(fields or [], f"'{source.path}'")
     if not kept:
         raise DataError(f"no file has records of --format {form}: give JSON lines, JSON or Parquet")
     if not left_out:

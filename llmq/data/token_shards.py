@@ -263,7 +263,7 @@ def open_manifest(
     """
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    inputs = [[os.path.abspath(s.path), s.size, s.mtime_ns] for s in sources]
+    inputs = [source.identity for source in sources]
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
     if earlier is not None and not _is_empty(earlier):

@@ -20,11 +20,13 @@ from typing import Any
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import locked
 from llmq.data.chat_masks import TRAIN_ON, Chat
-from llmq.data.chat_template import load_chat_template
-from llmq.data.conversations import TEXT
+from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.record_format import choose_format, columns_of
+from llmq.data.hub_dataset import HubDataset
+from llmq.data.record_format import choose_format
+from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.standard_input import reading_standard_input
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
@@ -34,12 +36,15 @@ REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
+@reading_standard_input
 def tokenize(
     inputs: Sequence[str],
     *,
     tokenizer: str,
     out: str | Path,
-    field: str = "text",
+    field: str = DEFAULT_FIELD,
+    template: str | None = None,
+    dataset: HubDataset | None = None,
     eval_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
     seed: int = 0,
@@ -54,12 +59,12 @@ def tokenize(
 ) -> TokenizeSummary:
     """Write the documents of `inputs` to `out`, texts with the tokenizer's end-of-text token.
 
-    inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSON and
-    Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
-    documents, at least one of two or more (of a single text: its last part); 0: none. workers:
-    processes; 1 encodes in this one, None chooses. special_tokens: "auto" adds to each document
-    what transformers' AutoTokenizer adds to a text; where the end-of-text token is among that, it
-    is not added again. "none": nothing but the end of the text. format: of conversations.FORMATS.
+    inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer.
+    field, template: see RecordText; files of folders that lack a field are left out, if others have
+    it. dataset: instead of inputs. eval_fraction: of the documents, at least one of two or more (of
+    a single text: its last part); 0: none. workers: processes; 1 encodes in this one, None chooses.
+    special_tokens: "auto" adds to each text what transformers' AutoTokenizer adds; where the end of
+    the text is among that, it is not added again. "none": only that end. format: of FORMATS.
     Conversations are written as their chat template renders them: the tokenizer's, or chat_template
     (see load_chat_template). train_on: what is trained of them, of TRAIN_ON. seq_len: the summary
     says how many documents are longer. Continues an interrupted run with the same arguments; does
@@ -67,13 +72,15 @@ def tokenize(
     With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
     _check_options(eval_fraction, shard_tokens, workers, special_tokens, train_on, seq_len)
-    out = Path(out)
-    form, sources, warnings = choose_format(find_sources(inputs, exclude=out), format, field)
+    sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
+    wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     loaded = load_tokenizer(tokenizer)
-    warnings += _idle_options(form, special_tokens, train_on, chat_template)
-    chat = None if form == TEXT else _chat(loaded, tokenizer, train_on, chat_template)
-    added = _added(loaded, tokenizer, special_tokens) if form == TEXT else ([], [])
-    recipe = Recipe(tokenizer, form, field, added, chat)
+    if isinstance(wanted, RecordText):
+        recipe = Recipe(tokenizer, wanted, _added(loaded, tokenizer, special_tokens))
+    else:
+        chat = _chat(loaded, tokenizer, train_on, chat_template)
+        recipe = Recipe(tokenizer, wanted, ([], []), chat)
+    warnings += _idle_options(recipe, special_tokens, train_on, chat_template)
     options = {
         "tokenizer": loaded.fingerprint,
         "eval_fraction": eval_fraction,
@@ -83,16 +90,12 @@ def tokenize(
     }
     with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        manifest.chat_template = chat.template.source() if chat and chat_template else None
+        _note_chat(manifest, recipe, loaded, was_given=chat_template is not None)
         was_complete = manifest.data["complete"]
         was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
-        try:
-            if not was_complete:
-                workers = workers or _default_workers(sources, loaded)
-                _run(manifest, sources, Encoder(loaded, recipe), workers, progress)
-        except BaseException:
-            manifest.discard_if_empty()
-            raise
+        if not was_complete:
+            workers = workers or _default_workers(sources, loaded)
+            _run_or_discard(manifest, sources, Encoder(loaded, recipe), workers, progress)
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
 
 
@@ -116,11 +119,24 @@ def _chat(tokenizer: Tokenizer, spec: str, train_on: str, given: str | None) -> 
     return Chat(template, train_on)
 
 
+def _note_chat(
+    manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
+) -> None:
+    """What a training has to know of a template: a given one replaces the tokenizer's, and the
+    model stops where a turn of the assistant ends."""
+    if recipe.chat is None:
+        return
+    template = recipe.chat.template
+    manifest.chat_template = template.source() if was_given else None
+    stop = end_of_turn(template, tokenizer)
+    manifest.data["end_of_turn"] = next(iter(stop.ids), None) if stop.text is None else None
+
+
 def _idle_options(
-    form: str, special_tokens: str, train_on: str, chat_template: str | None
+    recipe: Recipe, special_tokens: str, train_on: str, chat_template: str | None
 ) -> list[str]:
     """One line for every option that has no effect on records of this format."""
-    if form != TEXT:
+    if recipe.chat is not None:
         idle = [f"--special-tokens {special_tokens}"] * (special_tokens != "auto")
         reason = "the chat template says which special tokens a conversation has"
     else:
@@ -161,6 +177,15 @@ def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
     return min(cpus, 16)
 
 
+def _run_or_discard(manifest: Manifest, *args: Any) -> None:
+    """Run; of a run that fails at once leave nothing behind."""
+    try:
+        _run(manifest, *args)
+    except BaseException:
+        manifest.discard_if_empty()
+        raise
+
+
 def _run(
     manifest: Manifest,
     sources: Sequence[Source],
@@ -180,7 +205,7 @@ def _run(
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    blocks = read_blocks(sources, columns_of(recipe.form, recipe.field), split, start)
+    blocks = read_blocks(sources, recipe.wanted, split, start)
     in_workers = workers > 1
     encoded = (
         encode_in_workers(blocks, recipe, workers) if in_workers else encoder.encode_blocks(blocks)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import recorded_tokenizer
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
+from llmq.data.identity import (
+    TokenizerId,
+    read_manifest,
+    tokenizer_of_folder,
+    tokenizers_of_files,
+)
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
 from llmq.data.tokens import TokenFile, find_token_files
@@ -71,13 +77,35 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
 
 
 def with_tokens_of(
-    model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> ModelConfig:
-    """The configuration of a new model with the special tokens of its data's tokenizer.
+    """A model's configuration with the special tokens of its data's tokenizer, if it is a new one.
 
     model_dir: where the configuration comes from; if that is a model of this tokenizer, or what
-    made the data is unknown, it stays as it is.
+    made the data is unknown, they stay as they are. Every model that is trained on conversations
+    also stops at the end of a turn.
     """
+    if config.from_scratch:
+        model = _with_tokens(model, model_dir, made)
+    for pattern in config.train_patterns:
+        for folder in {path.parent for path in find_token_files(pattern)}:
+            end = read_manifest(folder).get("end_of_turn")
+            known = model.eos_token_ids
+            if type(end) is int and 0 <= end < model.vocab_size and end not in known:
+                others = (*model.other_eos_token_ids, end)
+                model = replace(model, **_ends(model.eos_token_id, others))
+    return model
+
+
+def _ends(first: int | None, others: tuple[int, ...]) -> dict[str, Any]:
+    if first is None:
+        first, *others = others
+    return {"eos_token_id": first, "other_eos_token_ids": tuple(others)}
+
+
+def _with_tokens(
+    model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+) -> ModelConfig:
     own = model_dir and tokenizer_of_folder(model_dir)
     if made is None or (own is not None and own.fingerprint == made.fingerprint):
         return model
@@ -95,12 +123,16 @@ def tokenizer_source(
 ) -> str | None:
     """Where a run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
 
-    A model directory has its own; `llmq tokenize` leaves a copy beside the token files. One that is
-    known not to have made the data is left out.
+    A model directory has its own; `llmq tokenize` leaves a copy beside the token files, which wins
+    if it made conversations: it has their chat template. One that is known not to have made the
+    data is left out.
     """
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
-    for folder in (model_dir, files[0].parent / "tokenizer"):
+    folders = [model_dir, files[0].parent / "tokenizer"]
+    if "end_of_turn" in read_manifest(files[0].parent):
+        folders.reverse()
+    for folder in folders:
         if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
             its = made and tokenizer_of_folder(folder)
             if its is None or its.fingerprint == made.fingerprint:

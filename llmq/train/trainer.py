@@ -25,7 +25,6 @@ from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
-from llmq.config.presets import resolve_model
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
@@ -40,6 +39,7 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
 from llmq.train.batches import checked_batches
 from llmq.train.loaders import open_loaders
+from llmq.train.model_of_run import model_of_run
 from llmq.train.ranks import Ranks, Rounds
 from llmq.train.tokenizers import (
     agreed_tokenizer,
@@ -74,7 +74,7 @@ class Trainer:
         config = make_config(options)
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
-        model, model_dir = resolve_model(config.model, config.from_scratch)
+        model, model_dir = model_of_run(config)
         config = config.validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
@@ -106,8 +106,7 @@ class Trainer:
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None,
     ) -> None:
-        if config.from_scratch:
-            model = with_tokens_of(model, model_dir, tokenizer_id)
+        model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id

@@ -86,6 +86,10 @@ class Architecture:
     """None: as qkv_bias."""
     mlp_bias: bool | None = False
     """None: the config's mlp_bias decides."""
+    head_dim: int | None = None
+    """Channels of a head where the config does not say; None: hidden_size / number of heads."""
+    mlp_factor: int | None = None
+    """Width of the MLP over hidden_size where the config does not say; None: it has to."""
     own_tokenizer_class = False
     """transformers gives its models a tokenizer class whatever tokenizer_config.json says."""
     bos_token_id: int | None = None

@@ -32,8 +32,6 @@ class RopeScaling:
 class RopeFamily(Architecture):
     """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, the same names everywhere."""
 
-    head_dim: int | None = None
-    """Where the config does not say; None: hidden_size / num_attention_heads."""
     kv_heads_may_lack = False
     """A config without num_key_value_heads means as many as there are query heads."""
     norm_eps = 1e-6
