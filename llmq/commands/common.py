@@ -115,14 +115,24 @@ def checked(name: str, value: str) -> str:
     return converted
 
 
-def size_of(flag: str, value: str | None) -> int | None:
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each GPU that the search leaves free; if not given 512MiB, but 0 on cards "
+        "made for servers that drive no display.",
+    ),
+]
+
+
+def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
     """Bytes of an option that is not one of TrainConfig's."""
     try:
         size = None if value is None else parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    if size == 0:
-        raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    if size is not None and size < least:
+        raise ConfigError(f"{flag}: must be at least {least}, got {value}")
     return size
 
 
