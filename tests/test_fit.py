@@ -129,15 +129,22 @@ FEW = {"batch_size": 1, "grad_accumulation": 2}
 def refusal(model: str, host: float | None, memory: float, **options: object) -> str:
     with pytest.raises(OutOfMemory) as error:
         search(model, "4090", host, memory=memory, **FEW, **options)
-    text = str(error.value)
-    assert text.startswith("nothing fits: with --batch-size=1 ") and "\n" not in text
-    return text
+    headline = error.value.headline
+    assert headline.startswith("nothing fits: with --batch-size=1 ") and "\n" not in headline
+    return str(error.value)
+
+
+def help_in(text: str) -> list[str]:
+    """What would help, one line each."""
+    lines = text.partition("what would help:\n")[2].splitlines()
+    found = list(itertools.takewhile(lambda line: line.startswith("  "), lines))
+    return [line.strip() for line in found]
 
 
 def test_refusal_for_want_of_host_memory():
     text = refusal("gpt2-1558m", 6, 2.0)
     assert " it is out of host memory: " in text and " 6144 MiB are available (largest: " in text
-    ways = text.split("; what would help: ")[1].split(", or ")
+    ways = help_in(text)
     # Follow the advice.
     (host,) = [way for way in ways if way.endswith(" of host memory")]
     assert search("gpt2-1558m", "4090", int(host.split()[0]) / 1024, memory=2, **FEW)
@@ -173,9 +180,9 @@ def test_refusal_of_what_fits_after_all():
     """Estimates may be wrong; with nothing missing there is nothing to say of what is missing."""
     config = make_config({"model": "tiny", "batch-size": 1, "grad-accumulation": 6, "seq-len": 32})
     planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
-    assert advice.refusal(config, planner, Limits(device=64 * MIB), frozenset()) == (
-        "nothing was found, but without --fit or --auto this fits: "
-        "--batch-size=1 --grad-accumulation=6"
+    assert str(advice.refusal(config, planner, Limits(device=64 * MIB), frozenset())) == (
+        "nothing was found, but without --fit or --auto this fits:\n"
+        "  llmq train --model=tiny --batch-size=1 --seq-len=32 --grad-accumulation=6"
     )
 
 
@@ -191,13 +198,18 @@ def test_micro_batches_that_are_no_faster_are_not_tried():
 def test_refusal_where_coarser_numbers_help():
     # Of 1.56e9 weights the master, the gradients and both moments are 2.9 GiB each in bf16.
     text = refusal("gpt2-1558m", 8.5, 2.0)
-    assert "what would help: --opt-m-dtype=e4m3 --opt-v-dtype=e4m3, or " in text
+    assert help_in(text)[0] == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
+    # The command that is printed fits.
+    (command,) = (line for line in text.splitlines() if line.startswith("  llmq train "))
+    where = ["--card=4090", "--gpu-memory=2GiB", f"--host-memory={int(8.5 * GIB)}"]
+    assert _run(["plan", *shlex.split(command)[2:], *where]) == 0
 
 
 def test_refusal_for_want_of_device_memory():
     text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=8192)
     assert " it is out of memory: " in text and "out of host memory" not in text
-    assert text.endswith("; what would help: --seq-len=4096")
+    assert help_in(text) == ["--seq-len=4096"]
+    assert " --seq-len=4096 " in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +310,7 @@ def test_command_prints_json(capsys):
 def test_command_refuses(capsys, args, message):
     assert _run([*PLAN, *args]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    assert (out, err.count("error: ")) == ("", 1)
     assert err.startswith(f"error: {message}")
 
 

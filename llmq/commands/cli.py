@@ -78,7 +78,8 @@ def _run(args: list[str]) -> int:
     except (_UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        details = error.details if isinstance(error, LlmqError) else ()
+        print(f"error: {_one_line(error)}", *details, sep="\n", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
 
@@ -99,7 +100,8 @@ def _one_line(error: BaseException) -> str:
         if error.errno == errno.ENOSPC:
             text += "; free some space or write to another disk"
     else:
-        text = str(error) or type(error).__name__
+        text = error.headline if isinstance(error, LlmqError) else str(error)
+        text = text or type(error).__name__
     notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
     return " ".join([*text.split(), *([f"({notes})"] if notes else [])])
 

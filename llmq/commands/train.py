@@ -40,7 +40,7 @@ def train(
 
         fields = given_fields(given, config_file)
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
-        argv = command_line(config, log_file="log_file" in fields)
+        argv = command_line(config)
     if dry_run:
         from llmq.plan.report import run_plan
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from llmq.plan.advice import NOTICEABLE, spelled
 from llmq.plan.fit import Candidate, Fit
-from llmq.plan.shrink import REARRANGING, Changes, Shrinker, having
+from llmq.plan.shrink import FP8, REARRANGING, Changes, Shrinker, having
 
-FP8: Changes = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
 FP8_HEAD: Changes = {"head_dtype": "e4m3"}
 MOMENTS: Changes = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
 
@@ -41,7 +40,7 @@ def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
 class _Tried:
     """Some formats, and how fast they are with all that may be arranged otherwise with them.
 
-    told: for the user; without what follows from the other flags. speed: 0 if the card cannot
+    told: for the user. speed: 0 if the card cannot
     compute them, other options forbid them, or nothing makes them fit. changes: what is arranged
     otherwise.
     """
@@ -55,8 +54,7 @@ class _Tried:
         if self._differs:
             computes = "matmul_dtype" not in change or fit.planner.card.fp8 > 0
             self.speed = self._searched(best, change) if computes else 0.0
-        flags = {name: value for name, value in change.items() if name != "gradient_dtype"}
-        self.told = Coarser(flags=spelled(fit.base, flags), speed=self.speed)
+        self.told = Coarser(flags=spelled(fit.base, change), speed=self.speed)
 
     def gains_over(self, other: _Tried) -> bool:
         """Whether it is worth a word."""

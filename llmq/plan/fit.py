@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import refusal
 from llmq.plan.estimate import RECOMPUTE, Estimate, Planner
-from llmq.plan.memory import Limits, OutOfMemory
+from llmq.plan.memory import Limits
 from llmq.plan.shrink import MARGIN, PLACES, REARRANGING, Changes, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
 
@@ -68,7 +68,7 @@ class Fit:
         found = [candidate for candidate in self._found.values() if candidate is not None]
         if not found:
             config = self.ladder()[0]
-            raise OutOfMemory(refusal(config, self.planner, self.limits, self.fixed))
+            raise refusal(config, self.planner, self.limits, self.fixed)
         fastest = max(found, key=_by_speed)
         found += self._without_host_memory(fastest.config)
         found.sort(key=_by_speed, reverse=True)

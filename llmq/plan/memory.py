@@ -15,7 +15,7 @@ from llmq.runtime.machine import Machine
 
 
 class OutOfMemory(LlmqError):
-    """A plan that does not fit, with what would make it fit."""
+    """A plan that does not fit; the details are what would make it fit, with a whole command."""
 
 
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with

@@ -69,11 +69,10 @@ def run_plan(
         if where.limits.device is None:
             raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
         found = Found.of(Fit(config, planner, where.limits, fit), where)
-        log_file = "log_file" in fit
         if json:
-            print(json_module.dumps(fit_record(found, where, log_file), indent=2))
+            print(json_module.dumps(fit_record(found, where), indent=2))
         else:
-            print("\n".join(fit_report(found, where, log_file)))
+            print("\n".join(fit_report(found, where)))
         return
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
@@ -199,7 +198,7 @@ class Found:
         )
 
 
-def fit_report(found: Found, where: Target, log_file: bool, shown: int = SHOWN) -> list[str]:
+def fit_report(found: Found, where: Target, shown: int = SHOWN) -> list[str]:
     """For people: the fastest first, each with its command line. shown: so many of them."""
     host = "not limited" if where.limits.host is None else room(where.limits.host)
     lines = [
@@ -219,7 +218,7 @@ def fit_report(found: Found, where: Target, log_file: bool, shown: int = SHOWN) 
         if where.card is not None:
             facts.insert(0, f"{need.speed:,.0f} tokens/s")
             facts.append(f"{mib(need.host)} of host memory")
-        command = shlex.join(command_line(config, log_file=log_file))
+        command = shlex.join(command_line(config))
         lines += ["", f"{number}. {', '.join(facts)}", f"   {command}"]
     if found.coarser:
         ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.coarser]
@@ -227,7 +226,7 @@ def fit_report(found: Found, where: Target, log_file: bool, shown: int = SHOWN) 
     return lines
 
 
-def fit_record(found: Found, where: Target, log_file: bool) -> dict[str, Any]:
+def fit_record(found: Found, where: Target) -> dict[str, Any]:
     """For programs; sizes in bytes."""
     return {
         "device": where.spec.name,
@@ -238,7 +237,7 @@ def fit_record(found: Found, where: Target, log_file: bool) -> dict[str, Any]:
         "source": where.card and where.card.source,
         "found": [
             {
-                "command": command_line(candidate.config, log_file=log_file),
+                "command": command_line(candidate.config),
                 "needed_bytes": candidate.need.device,
                 "host_bytes": candidate.need.host,
                 "predicted": where.card and _predicted(candidate.need.tokens, candidate.need.time),
@@ -282,6 +281,6 @@ def choose(
         card=card_of(machine.spec) if machine.kind == "cuda" else None,
     )
     found = Found.of(Fit(config, where.planner(model), where.limits, given), where)
-    print("\n".join(fit_report(found, where, "log_file" in given, shown=1)))
+    print("\n".join(fit_report(found, where, shown=1)))
     print()
     return found.candidates[0].config
