@@ -530,6 +530,6 @@ def test_llmq_train_is_llmq_train():
     code = "from llmq.__main__ import train_main; train_main()"
     done = python(code, "--help")
     assert done.returncode == 0
-    assert "Usage: llmq train" in done.stdout
+    assert "Usage: llmq-train" in done.stdout
     done = python(code, "--batch", "0")
     assert (done.returncode, done.stderr) == (2, "error: --batch-size: must be at least 1, got 0\n")
