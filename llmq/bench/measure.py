@@ -230,7 +230,7 @@ def main() -> None:
     try:
         outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
     except OutOfMemory as error:
-        outcome = {"status": "does not fit", "message": str(error)}
+        outcome = {"status": "does not fit", "message": error.headline}
     except LlmqError as error:
         outcome = {"status": "failed", "message": str(error)}
     except Exception as error:  # of CUDA, say: the report says why, and the traceback where

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from llmq.base.errors import ConfigError, warn
+from llmq.commands.help import Command
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import (
     NEWEST,
@@ -80,6 +80,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
         rich_help_panel=opt.group,
         metavar=None if is_bool else opt.metavar,
         show_default=False,
+        autocompletion=_starting_with(opt.choices) if opt.choices else None,
     )
     kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
@@ -90,11 +91,22 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
     )
 
 
-class TrainCommand(TyperCommand):
+def _starting_with(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for an option with a few values."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return offered
+
+
+class TrainCommand(Command):
     """A command that also reads --flag=false and some flags without a value, as llm.q does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_spelled_out(args, i) for i in range(len(args))])
+        if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
+            args = [_spelled_out(args, i) for i in range(len(args))]
+        return super().parse_args(ctx, args)
 
 
 def _spelled_out(args: list[str], index: int) -> str:
@@ -120,14 +132,24 @@ def checked(name: str, value: str) -> str:
     return converted
 
 
-def size_of(flag: str, value: str | None) -> int | None:
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each GPU that the search leaves free; if not given 512MiB, but 0 on cards "
+        "made for servers that drive no display.",
+    ),
+]
+
+
+def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
     """Bytes of an option that is not one of TrainConfig's."""
     try:
         size = None if value is None else parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    if size == 0:
-        raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    if size is not None and size < least:
+        raise ConfigError(f"{flag}: must be at least {least}, got {value}")
     return size
 
 

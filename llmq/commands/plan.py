@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, load_run, size_of, train_options
+from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
 from llmq.config.options_io import given_fields
 
 
@@ -24,8 +24,12 @@ def plan(
     ] = None,
     card: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Card to plan for, such as 4090: predicts the speed."),
+        typer.Option(
+            metavar="NAME",
+            help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
+        ),
     ] = None,
+    reserve: Reserve = None,
     fit: Annotated[
         bool,
         typer.Option(
@@ -49,6 +53,7 @@ def plan(
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),
+        "reserve": size_of("--reserve", reserve, least=0),
     }
     from llmq.plan.report import run_plan
 

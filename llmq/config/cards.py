@@ -21,9 +21,10 @@ class Card:
     """One GPU.
 
     name: what its driver calls it; of a card that is sold with several sizes of memory under one
-    name, those after the first one have the size behind it. memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction,
-    as copies reach it; link: to another card over NVLink, as collectives reach it, 0 without; all
-    in GB/s. tf32, bf16, fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
+    name, those after the first one have the size behind it. memory: in GiB, about what CUDA
+    reports. bandwidth: of that; bus: to the host, one direction, as copies reach it; link: to
+    another card over NVLink, as collectives reach it, 0 without; all in GB/s. tf32, bf16, fp8:
+    dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
     sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
     at the power limit. source: where that is from, for the user.
     """

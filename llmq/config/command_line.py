@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import chain
 from typing import Any
 
@@ -29,13 +30,13 @@ def _word(name: str, value: Any) -> str:
     return f"{option.flag}={value}"
 
 
-def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
+def command_line(config: TrainConfig) -> list[str]:
     """`llmq train` with the flags without which it would be another configuration.
 
-    config: normalized. log_file: name it too; it was given, not made from the time of the start.
+    config: normalized. Its log is named, unless it is called after the time of a start.
     """
     names = [field.name for field in dataclasses.fields(config)]
-    if not log_file:
+    if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
         names.remove("log_file")
 
     def values(chosen: dict[str, Any]) -> list[Any]:
