@@ -16,7 +16,19 @@ import typer
 from llmq import __version__
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
-from llmq.commands import bench, demo, export, plan, plot, sample, tokenize, train, verify, watch
+from llmq.commands import (
+    bench,
+    demo,
+    export,
+    plan,
+    plot,
+    sample,
+    tokenize,
+    train,
+    train_tokenizer,
+    verify,
+    watch,
+)
 from llmq.commands.common import TrainCommand
 
 app = typer.Typer(
@@ -47,6 +59,7 @@ app.command(cls=TrainCommand)(train.train)
 app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
 app.command()(tokenize.tokenize)
+app.command()(train_tokenizer.train_tokenizer)
 app.command()(demo.demo)
 app.command()(sample.sample)
 app.command()(export.export)
