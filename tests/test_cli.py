@@ -337,7 +337,12 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
     command, real = defaults(llmq.commands.tokenize.tokenize), defaults(llmq.data.tokenize.tokenize)
-    for made in ("inputs", "split", "field"):  # of what may be given several times, or not at all
+    for made in (
+        "inputs",
+        "split",
+        "field",
+        "download",
+    ):  # of what may be given several times, or not at all
         del command[made]
     assert command == {name: real[name] for name in command}
 

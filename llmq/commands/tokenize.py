@@ -11,7 +11,10 @@ from llmq.base.signals import ending_children
 
 
 def tokenize(
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache."),
+    ],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     inputs: Annotated[
         list[str] | None,
@@ -39,8 +42,12 @@ def tokenize(
         typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
     ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
+    ] = False,
 ) -> None:
     """Turn text into token files."""
+    from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.hub_dataset import dataset_of
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
@@ -48,7 +55,7 @@ def tokenize(
     with ending_children():
         summary = tokenize(
             inputs or [],
-            tokenizer=tokenizer,
+            tokenizer=find_tokenizer(tokenizer, download),
             out=out,
             dataset=dataset_of(dataset, split),
             field=one_field(field, template),

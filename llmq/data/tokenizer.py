@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.config.presets import find_directory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,8 +33,11 @@ _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt); DataError if not."""
-    return ByteTokenizer() if str(spec) == "bytes" else HfTokenizer(Path(spec))
+    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt), or the repository of
+    this name in the Hugging Face cache; DataError if it is none of them."""
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    return HfTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 class ByteTokenizer:
