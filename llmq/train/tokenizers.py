@@ -99,6 +99,8 @@ def tokenizer_source(
     known not to have made the data is left out.
     """
     files = expand_pattern(config.train_file) or [Path(config.train_file)]
+    if made is None and config.vocab_size is not None:
+        model_dir = None  # its tokenizer is of its own vocabulary
     for folder in (model_dir, files[0].parent / "tokenizer"):
         if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
             its = made and tokenizer_of_folder(folder)
