@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
@@ -19,6 +20,9 @@ from llmq.data.hub_dataset import HubDataset
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.standard_input import reading_standard_input
 from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer, new_byte_level_bpe, save_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 CHATML = "chatml"
 """Value of --chat-template that stands for this one, the format that Qwen's models read."""
@@ -133,7 +137,7 @@ def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
         ) from None
 
 
-def _trainer(size: int) -> object:
+def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
     """size: of the vocabulary without special tokens."""
     from tokenizers import pre_tokenizers, trainers
 
