@@ -26,6 +26,7 @@ from llmq.commands import (
     show,
     tokenize,
     train,
+    train_tokenizer,
     verify,
     watch,
 )
@@ -63,6 +64,7 @@ app.command(cls=TrainCommand)(train.train)
 app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
 app.command(cls=Command)(tokenize.tokenize)
+app.command(cls=Command)(train_tokenizer.train_tokenizer)
 app.command(cls=Command)(show.show)
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)

@@ -9,6 +9,12 @@ import typer
 
 from llmq.base.signals import ending_children
 
+Tokenizer = Annotated[
+    str, typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache.")
+]
+SpecialTokens = Annotated[
+    str, typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none.")
+]
 Format = Annotated[
     str,
     typer.Option(
@@ -26,7 +32,7 @@ SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents tha
 
 
 def tokenize(
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
+    tokenizer: Tokenizer,
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     inputs: Annotated[
         list[str] | None,
@@ -49,17 +55,18 @@ def tokenize(
     ] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
-    special_tokens: Annotated[
-        str,
-        typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
-    ] = "auto",
+    special_tokens: SpecialTokens = "auto",
     format: Format = "auto",
     train_on: TrainOn = "assistant",
     chat_template: ChatTemplate = None,
     seq_len: SeqLen = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
+    ] = False,
 ) -> None:
     """Turn texts and conversations into token files."""
+    from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.hub_dataset import dataset_of
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
@@ -67,7 +74,7 @@ def tokenize(
     with ending_children():
         summary = tokenize(
             inputs or [],
-            tokenizer=tokenizer,
+            tokenizer=find_tokenizer(tokenizer, download),
             out=out,
             dataset=dataset_of(dataset, split),
             field=one_field(field, template),

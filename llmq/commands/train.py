@@ -33,7 +33,7 @@ def train(
     """Train a model, or continue to."""
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    config, model, model_dir = load_run(given, config_file, trains=True)
+    config, model, model_dir = load_run(given, config_file, trains=True, weights=not dry_run)
     argv = sys.argv
     if auto:
         from llmq.plan.report import choose
