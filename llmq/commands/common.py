@@ -22,12 +22,12 @@ from llmq.config.option_types import (
     parse_size,
 )
 from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.config.options_io import given_values, make_config
 from llmq.config.presets import model_warnings, resolve_model
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML or JSON with these options as keys."),
+    typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON with these options as keys."),
 ]
 
 _BY_PARSER = {
@@ -129,11 +129,20 @@ def size_of(flag: str, value: str | None) -> int | None:
 def load_run(
     given: dict[str, Any], file: Path | None
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options and model of a run, checked; prints warnings."""
+    """Options and model of a run, checked; prints warnings.
+
+    With --continue, options that were not given are those of the checkpoint.
+    """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
 
-    config = make_config(given, file)
+    values = given_values(given, file)
+    inherited = {}
+    if values.get("continue_from") is not None:
+        from llmq.train.resume import inherited_options
+
+        inherited = inherited_options(values)
+    config = make_config(given, file, inherited)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)

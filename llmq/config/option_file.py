@@ -1,8 +1,9 @@
-"""Files of options, in YAML or JSON. Imported when one is given: --help does not wait for YAML."""
+"""Files of options. Imported when one is given or to be written: --help does not wait for YAML."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_option_file(file: Path) -> dict[str, Any]:
-    """The one mapping in a file: JSON by its suffix, else YAML. An empty file has no options.
+    """The one mapping in a file: JSON or TOML by its suffix, else YAML. An empty one has no options.
 
     Raises ConfigError, also where a mapping has a key twice.
     """
@@ -45,6 +46,8 @@ def read_option_file(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             content = json.loads(text, object_pairs_hook=_json_object)
+        elif file.suffix == ".toml":
+            content = tomllib.loads(text)
         else:
             content = yaml.load(text, _Loader)
     except OSError as error:

@@ -50,10 +50,12 @@ def check_data(trainer: Trainer) -> None:
         )
 
 
-def announce_options(trainer: Trainer, reporter: Reporter, argv: list[str]) -> None:
-    """[Options], and their records."""
-    run = {"id": trainer.run.id, "name": trainer.run.name}
-    reporter.log.write("cmd", 0, run=run, cmd=argv)
+def announce_options(
+    trainer: Trainer, reporter: Reporter, argv: list[str], resumed_at: int
+) -> None:
+    """[Options], and their records. resumed_at: steps of the checkpoint, 0 without one."""
+    run = trainer.run.record()
+    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at)
     reporter.options(
         option_rows(
             trainer.config,

@@ -16,7 +16,7 @@ from llmq.base.errors import DataError, DiskFull, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, ending_signals
-from llmq.checkpoint.store import clean_old
+from llmq.checkpoint.store import checkpoint_step, clean_old
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
@@ -42,6 +42,7 @@ from llmq.train.places import (
     run_id,
     things_in_the_way,
 )
+from llmq.train.resume import fork_line
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
@@ -80,7 +81,7 @@ def _run_locked(
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    strangers = things_in_the_way(config, identity, model_dir)
+    strangers = things_in_the_way(config, identity, model_dir, checkpoint)
     host_memory_before = available_host_memory()
     tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
     with Trainer.from_config(config, model, model_dir, tokenizer) as trainer:
@@ -94,7 +95,9 @@ def _run_locked(
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter)
         try:
-            run.announce(argv, moved)
+            forked = fork_line(identity, checkpoint)
+            resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
+            run.announce(argv, resumed_at, moved + ([] if forked is None else [forked]))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter)
@@ -161,10 +164,10 @@ class _Run:
 
     # -- before the first step -------------------------------------------------------------------
 
-    def announce(self, argv: list[str], moved: list[str]) -> None:
-        """What runs, and on what. moved: lines about what was moved aside."""
-        announce_options(self.trainer, self.reporter, argv)
-        for line in moved:
+    def announce(self, argv: list[str], resumed_at: int, notes: list[str]) -> None:
+        """What runs, and on what. notes: lines about its places. resumed_at: announce_options."""
+        announce_options(self.trainer, self.reporter, argv, resumed_at)
+        for line in notes:
             self.reporter.message(line)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
@@ -182,7 +185,9 @@ class _Run:
             name = checkpoint.name.removeprefix("step_").removesuffix(".old")
             name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
             with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
-                trainer.load(checkpoint, new_data=self.config.new_data)
+                changed = trainer.load(checkpoint, new_data=self.config.new_data)
+            for line in changed:
+                reporter.message(line, trainer.steps_done)
             reporter.total_steps = trainer.total_steps
             self.saved_at = trainer.steps_done
             if trainer.history:
