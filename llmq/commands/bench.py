@@ -20,7 +20,7 @@ def bench(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="YAML, TOML or JSON with these options as keys, lists of values, and a list `runs`.",
+            help="File with these options as keys, lists of values, and a list `runs`.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Report to write, without .md and .json.")] = Path(

@@ -38,7 +38,7 @@ def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_option_file(file: Path) -> dict[str, Any]:
-    """The one mapping in a file: JSON or TOML by its suffix, else YAML. An empty one has no options.
+    """The one mapping in a file: JSON or TOML by its suffix, else YAML; {} if it is empty.
 
     Raises ConfigError, also where a mapping has a key twice.
     """

@@ -46,6 +46,7 @@ from llmq.train.resume import fork_line
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
+from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
 
@@ -153,6 +154,7 @@ class _Run:
         self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signum: int | None = None
+        self.watchers: list[Watcher] = []
         self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
 
     def close(self) -> None:
@@ -161,6 +163,8 @@ class _Run:
             if monitor is not None:
                 monitor.close()
         self.reporter.close()
+        for watcher in self.watchers:
+            watcher.close()
 
     # -- before the first step -------------------------------------------------------------------
 
@@ -169,6 +173,7 @@ class _Run:
         announce_options(self.trainer, self.reporter, argv, resumed_at)
         for line in notes:
             self.reporter.message(line)
+        self.watchers = start_watchers(self.config)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -291,6 +296,8 @@ class _Run:
                 self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
+        for watcher in self.watchers:
+            watcher.report(self.reporter, p.step)
         self.update_check.check(p.step, p.ticket, result)
         return result
 

@@ -45,7 +45,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{flag(name, given[name])}: cannot be changed, because the weights are those of "
                 f"the checkpoint '{checkpoint}'"
             )
-    inherited = fewest_values(TrainConfig(**saved))
+    inherited = fewest_values(TrainConfig(**saved).normalized())
     owner = checkpoint_owner(checkpoint)
     if owner is not None and given.get("name", owner.name) != owner.name:
         _check_fork(given, inherited, owner)

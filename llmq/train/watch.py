@@ -319,6 +319,8 @@ def run_watch(
     records = list(reader.new_records())  # before anything is made
     if interval == 0 and not records:
         raise DataError(f"'{log}' has no records yet")
+    while until is not None and not records and not until(interval):
+        records = list(reader.new_records())
     run, first = _identity(records)
     with ExitStack() as stack:
         sinks: list[TensorBoard | WeightsAndBiases] = []
