@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
+from llmq.checkpoint.manifest import Manifest
 from llmq.config.command_line import flag
 from llmq.config.options import ONCE, OPTIONS, TrainConfig
 
@@ -29,15 +30,17 @@ class Changes(NamedTuple):
 def changed_options(
     config: TrainConfig,
     world_size: int,
-    saved: dict[str, Any],
+    manifest: Manifest,
     saved_world_size: int,
     *,
     new_data: bool = False,
 ) -> Changes:
     """What was changed. Options that change numbers by rounding only have one line together.
 
-    saved: Manifest.options; what it lacks is not compared. new_data: whether the data starts anew.
+    manifest: what its options lack is not compared. new_data: whether the data starts anew.
     """
+    seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
+    saved = manifest.options | seed
     groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]

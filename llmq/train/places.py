@@ -89,7 +89,8 @@ class Found(NamedTuple):
     owner: RunId | None
 
 
-def _all_found(config: TrainConfig) -> Iterator[Found]:
+def everything_there(config: TrainConfig) -> Iterator[Found]:
+    """What lies in the places of a run, whoever wrote it."""
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
     files = exported_files(config.out_dir)
@@ -108,7 +109,7 @@ def things_in_the_way(
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
     from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them.
     """
-    strangers = [found for found in _all_found(config) if not run.owns(found.owner)]
+    strangers = [found for found in everything_there(config) if not run.owns(found.owner)]
     if strangers and not config.overwrite:
         flag, _, what, owner = strangers[0]
         whose = "a run without an id" if owner is None else owner

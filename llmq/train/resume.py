@@ -74,8 +74,8 @@ def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: Run
             )
 
 
-def fork_line(run: RunId, checkpoint: Path | None) -> str | None:
-    """What to say of a run that begins as a fork of another one now; None if it does not."""
+def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
+    """What to say of a run that begins as a fork of another one now."""
     if checkpoint is None or run.parent is None or run.owns(checkpoint_owner(checkpoint)):
-        return None
-    return f"This is {run}, a fork of {run.parent}"
+        return []
+    return [f"This is {run}, a fork of {run.parent}"]

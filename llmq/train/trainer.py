@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -257,16 +258,19 @@ class Trainer:
         return True
 
     def validate(
-        self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
+        self,
+        max_batches: int | None = None,
+        stopped: Callable[[], bool] | None = None,
+        seconds: float = math.inf,
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
 
         The last batch of all may be incomplete: what fills it does not count. stopped is asked
-        before every batch; None is returned if it said yes.
+        before every batch; None is returned if it said yes. seconds: after which no more are taken.
         """
         count = self.eval_loader.batches_per_epoch
         count = count if max_batches is None else min(count, max_batches)
-        rounds = Rounds(self.world_size, count, stopped or (lambda: False))
+        rounds = Rounds(self.world_size, count, stopped or (lambda: False), seconds)
 
         def taken(loader: DataLoader) -> Iterator[Batch]:
             loader.reset()
@@ -322,9 +326,8 @@ class Trainer:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
 
         new_data: leave the training data where it is instead of going to where it was.
-        Warns of options that were others then and make other numbers, and returns a line for each
-        of the other changed ones. LlmqError, and nothing has changed, if it is damaged, of another
-        model, or (without new_data) of other data.
+        Warns of changed options that make other numbers, returns a line for each other changed one.
+        LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
         """
         found = checkpoint_at(Path(path))
         if found is None:
@@ -338,9 +341,7 @@ class Trainer:
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)
-            loader, saved = reader.manifest.loader, reader.manifest.options
-            saved = saved | {"train_seed": loader["seed"]} if loader else saved
-            runs = (self.config, self.world_size, saved, reader.world)
+            runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
             self.ranks.read(reader)
