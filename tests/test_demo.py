@@ -77,7 +77,7 @@ def test_demo_goes_on(little_text, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Before training" not in out and "2 of these steps are done already" in out
     assert _run([*demo, "--steps", "4"]) == 0
-    assert "--steps is 4, in the checkpoint's run it was 3" in capsys.readouterr().out
+    assert "--steps is 4, in the checkpoint's run it was 3" in capsys.readouterr().err
     assert [r["step"] for r in records("step", "here/log.json")] == [0, 1, 2, 3]
     first, *others = (r["run"]["id"] for r in records("cmd", "here/log.json"))
     assert others == [first] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,13 @@ from llmq.config.presets import model_warnings, resolve_model
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON with these options as keys."),
+]
+
+SaveConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-config", metavar="FILE", help="Write the options as YAML, for --config, and go on."
+    ),
 ]
 
 _BY_PARSER = {
@@ -124,6 +131,14 @@ def size_of(flag: str, value: str | None) -> int | None:
     if size == 0:
         raise ConfigError(f"{flag}: must be at least 1, got {value}")
     return size
+
+
+def save_config(file: Path | None, config: TrainConfig, fields: Container[str]) -> None:
+    """--save-config. fields: of `config` that the user has set."""
+    if file is not None:
+        from llmq.config.option_file import save_options  # here: --help does not wait for YAML
+
+        save_options(file, config, log_file="log_file" in fields)
 
 
 def load_run(
