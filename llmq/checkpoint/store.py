@@ -15,11 +15,11 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import export_model
+from llmq.checkpoint.hf import export_model, export_owner, exported_files
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
-from llmq.data.identity import TokenizerId
+from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
 
@@ -178,17 +178,34 @@ def _may_go(path: Path, step: int, run: RunId | None) -> bool:
     return mine and recorded.get("step") in (step, None)
 
 
+def _check_free(out_dir: Path, run: RunId | None) -> None:
+    """LlmqError if a directory holds a model of another run than this one."""
+    owner = export_owner(out_dir)
+    mine = owner is None if run is None else run.owns(owner)
+    if exported_files(out_dir) and not mine:
+        whose = "no run of llmq's" if owner is None else str(owner)
+        raise LlmqError(
+            f"--out-dir: '{out_dir}' holds the model of {whose}, not of the checkpoint's "
+            f"{run or 'run'}: choose another directory, or move it away"
+        )
+
+
 def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
     """Write the model of a checkpoint for Hugging Face; returns the names of the files.
 
     checkpoint: as for checkpoint_at.
     model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists.
+    LlmqError if the directory holds the model of another run, or that source another tokenizer.
     """
     path = checkpoint_at(checkpoint)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
     with CheckpointReader(path) as reader:
         config, source = reader.manifest.model, reader.manifest.tokenizer
+        made = TokenizerId.from_record(reader.manifest.tokenizer_id)
+        _check_free(out_dir, reader.manifest.run)
+        if source is not None:
+            check_recorded(source, made, config.vocab_size, f"checkpoint '{path}'")
         reader.check(weight_table(config))
         return export_model(
             out_dir,
@@ -196,6 +213,6 @@ def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16"
             lambda param: reader.read("weights", param).reshape(param.shape),
             OPTION_DTYPES[model_dtype],
             ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
-            TokenizerId.from_record(reader.manifest.tokenizer_id),
+            made,
             run=reader.manifest.run,
         )
