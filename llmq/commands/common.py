@@ -23,12 +23,19 @@ from llmq.config.option_types import (
     parse_texts,
 )
 from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.config.options_io import given_values, make_config
 from llmq.config.presets import model_warnings
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML or JSON with these options as keys."),
+    typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON with these options as keys."),
+]
+
+SaveConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-config", metavar="FILE", help="Write the options as YAML, for --config, and go on."
+    ),
 ]
 
 _BY_PARSER = {
@@ -153,19 +160,34 @@ def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
     return size
 
 
+def save_config(file: Path | None, config: TrainConfig) -> None:
+    """--save-config."""
+    if file is not None:
+        from llmq.config.option_file import save_options  # here: --help does not wait for YAML
+
+        save_options(file, config)
+
+
 def load_run(
     given: dict[str, Any], file: Path | None, *, trains: bool = False, weights: bool = True
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
-    which a plan does not read.
+    which a plan does not read. With --continue, options that were not given are those of the
+    checkpoint.
     """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
     from llmq.train.model_of_run import model_of_run, vocabulary_line
 
-    config = make_config(given, file)
+    values = given_values(given, file)
+    inherited = {}
+    if values.get("continue_from") is not None:
+        from llmq.train.resume import inherited_options
+
+        inherited = inherited_options(values)
+    config = make_config(given, file, inherited)
     model, model_dir = model_of_run(config, weights=weights)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
+from llmq.commands.common import (
+    ConfigFile,
+    Reserve,
+    SaveConfig,
+    load_run,
+    save_config,
+    size_of,
+    train_options,
+)
 from llmq.config.options_io import given_fields
 
 
@@ -14,6 +22,7 @@ from llmq.config.options_io import given_fields
 def plan(
     given: dict[str, Any],
     config_file: ConfigFile = None,
+    save: SaveConfig = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
@@ -57,5 +66,6 @@ def plan(
     }
     from llmq.plan.report import run_plan
 
-    fields = given_fields(given, config_file) if fit else None
-    run_plan(config, model, **sizes, card=card, fit=fields, placement=placement, json=json)
+    kept = given_fields(given, config_file) if fit else None
+    best = run_plan(config, model, **sizes, card=card, fit=kept, placement=placement, json=json)
+    save_config(save, best)

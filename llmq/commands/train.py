@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from llmq.base.errors import ConfigError
-from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
+from llmq.commands.common import (
+    ConfigFile,
+    Reserve,
+    SaveConfig,
+    load_run,
+    save_config,
+    size_of,
+    train_options,
+)
 from llmq.config.command_line import command_line
 from llmq.config.options_io import given_fields
 
@@ -17,6 +25,7 @@ from llmq.config.options_io import given_fields
 def train(
     given: dict[str, Any],
     config_file: ConfigFile = None,
+    save: SaveConfig = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
     ] = False,
@@ -41,6 +50,7 @@ def train(
         fields = given_fields(given, config_file)
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
         argv = command_line(config)
+    save_config(save, config)
     if dry_run:
         from llmq.plan.report import run_plan
 

@@ -30,10 +30,11 @@ def _word(name: str, value: Any) -> str:
     return f"{option.flag}={value}"
 
 
-def command_line(config: TrainConfig) -> list[str]:
-    """`llmq train` with the flags without which it would be another configuration.
+def fewest_values(config: TrainConfig) -> dict[str, Any]:
+    """The values, by field, without which it would be another configuration.
 
-    config: normalized. Its log is named, unless it is called after the time of a start.
+    What is as by default is left out, and so is what others imply; so is a log that is called after
+    the time of a start. config: normalized.
     """
     names = [field.name for field in dataclasses.fields(config)]
     if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
@@ -49,4 +50,10 @@ def command_line(config: TrainConfig) -> list[str]:
         fewer = {other: value for other, value in given.items() if other != name}
         if values(fewer) == wanted:
             given = fewer
-    return ["llmq", "train", *chain(*(_flags(*pair) for pair in given.items()))]
+    return given
+
+
+def command_line(config: TrainConfig) -> list[str]:
+    """`llmq train` with the flags of fewest_values. config: normalized."""
+    given = fewest_values(config).items()
+    return ["llmq", "train", *chain(*(_flags(*pair) for pair in given))]

@@ -50,8 +50,8 @@ def run_plan(
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
-) -> None:
-    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit.
+) -> TrainConfig:
+    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
     reserve: bytes of its memory that are to stay free, None for what --reserve says.
@@ -74,7 +74,7 @@ def run_plan(
             print(json_module.dumps(fit_record(found, where), indent=2))
         else:
             print("\n".join(fit_report(found, where)))
-        return
+        return found.candidates[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
     time = step_time(plan, where.card) if where.named else None
@@ -91,6 +91,7 @@ def run_plan(
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
+    return config
 
 
 def plan_report(

@@ -82,7 +82,8 @@ class LiveView:
 
     def progress(self, **state: Any) -> None:
         """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
-        evaluation; gpu, a line of text, from the monitor."""
+        evaluation; gpu, a line of text, from the monitor; validated, the part of a validation that
+        is done, None if there is none."""
         self._state |= state
         if "loss" in state:
             self._curve.add(state["loss"])
@@ -103,6 +104,8 @@ class LiveView:
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         if "eval_loss" in state:
             numbers.append(f"eval {state['eval_loss']:.4g}")
+        if state.get("validated") is not None:
+            numbers.append(f"validation {state['validated']:.0%}")
         rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]
         return Group(head, *(row for row in rows if row))
 

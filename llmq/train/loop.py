@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from rich.console import Console
 from llmq.base.errors import DataError, DiskFull, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
-from llmq.base.signals import Interrupted, ending_signals
+from llmq.base.signals import FirstSignal, Interrupted
 from llmq.checkpoint.store import clean_old
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -33,7 +31,7 @@ from llmq.train.announce import (
 from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
 from llmq.train.live import LiveView
-from llmq.train.metrics import PlainView, Reporter, View
+from llmq.train.metrics import EvaluationProgress, PlainView, Reporter, View
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
@@ -42,9 +40,11 @@ from llmq.train.places import (
     run_id,
     things_in_the_way,
 )
+from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
+from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
 
@@ -55,19 +55,21 @@ def run_training(
     model_dir: Path | None,
     argv: list[str],
     run: RunId | None = None,
+    final_seconds: float = math.inf,
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    run: who writes; None: a new run, or the one that --continue names. What cannot work is found
-    before the first step: LlmqError for paths that cannot be written or belong to another run, a
-    checkpoint that is not there, data that does not fit, too little memory.
+    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the
+    last validation, which may end before it has seen all. What cannot work is found before the
+    first step: LlmqError for paths that cannot be written or belong to another run, a checkpoint
+    that is not there, data that does not fit, too little memory.
     """
     check_writable("--out-dir", config.out_dir)
     check_writable("--checkpoint-dir", config.checkpoint_dir)
     with locked_places(config):
         checkpoint = checkpoint_to_continue(config)
         run = run or run_id(config, checkpoint)
-        _run_locked(config, model, model_dir, argv, run, checkpoint)
+        _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
 def _run_locked(
@@ -77,10 +79,11 @@ def _run_locked(
     argv: list[str],
     identity: RunId,
     checkpoint: Path | None,
+    final_seconds: float,
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    strangers = things_in_the_way(config, identity, model_dir)
+    strangers = things_in_the_way(config, identity, model_dir, checkpoint)
     host_memory_before = available_host_memory()
     tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
     with Trainer.from_config(config, model, model_dir, tokenizer) as trainer:
@@ -92,9 +95,9 @@ def _run_locked(
         moved = move_aside(strangers)
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter)
+        run = _Run(trainer, reporter, final_seconds)
         try:
-            run.announce(argv, moved)
+            run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter)
@@ -102,7 +105,7 @@ def _run_locked(
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
             try:
-                with run.signals():
+                with run.signals:
                     run.loop()
                     run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
@@ -136,8 +139,9 @@ class _Run:
     last_end: of the step before, as Result.end; None where something else came between.
     """
 
-    def __init__(self, trainer: Trainer, reporter: Reporter):
+    def __init__(self, trainer: Trainer, reporter: Reporter, final_seconds: float):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
+        self.final_seconds = final_seconds
         self.monitors = [
             open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
         ]
@@ -149,8 +153,14 @@ class _Run:
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
-        self.signum: int | None = None
+        self.signals = FirstSignal()
+        self.watchers: list[Watcher] = []
         self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
+
+    @property
+    def signum(self) -> int | None:
+        """The signal that asks the run to end, if one came."""
+        return self.signals.signum
 
     def close(self) -> None:
         """Stop the monitors and close the reports."""
@@ -158,14 +168,17 @@ class _Run:
             if monitor is not None:
                 monitor.close()
         self.reporter.close()
+        for watcher in self.watchers:
+            watcher.close()
 
     # -- before the first step -------------------------------------------------------------------
 
-    def announce(self, argv: list[str], moved: list[str]) -> None:
-        """What runs, and on what. moved: lines about what was moved aside."""
-        announce_options(self.trainer, self.reporter, argv)
-        for line in moved:
+    def announce(self, argv: list[str], checkpoint: Path | None, notes: list[str]) -> None:
+        """What runs, and on what. notes: lines about its places."""
+        announce_options(self.trainer, self.reporter, argv, checkpoint)
+        for line in notes:
             self.reporter.message(line)
+        self.watchers = start_watchers(self.config)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -182,7 +195,9 @@ class _Run:
             name = checkpoint.name.removeprefix("step_").removesuffix(".old")
             name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
             with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
-                trainer.load(checkpoint, new_data=self.config.new_data)
+                changed = trainer.load(checkpoint, new_data=self.config.new_data)
+            for line in changed:
+                reporter.message(line, trainer.steps_done)
             reporter.total_steps = trainer.total_steps
             self.saved_at = trainer.steps_done
             if trainer.history:
@@ -286,6 +301,8 @@ class _Run:
                 self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
+        for watcher in self.watchers:
+            watcher.report(self.reporter, p.step)
         self.update_check.check(p.step, p.ticket, result)
         return result
 
@@ -294,18 +311,29 @@ class _Run:
         self.collect()
         self.last_end = None
 
-    def evaluate(self, max_batches: int | None) -> float:
-        """Report the validation loss and return it; a signal ends it without a result (NaN)."""
+    def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> float:
+        """Report the validation loss and return it; a signal ends it without a result (NaN).
+
+        seconds: after which the loss is that of the sequences so far.
+        """
         self._pause()
         trainer, config = self.trainer, self.config
         start = time.perf_counter()
-        result = trainer.validate(max_batches, lambda: self.signum is not None)
+        loader = trainer.eval_loader
+        whole = loader.batches_per_epoch
+        batches = whole if max_batches is None else min(max_batches, whole)
+        progress = EvaluationProgress(self.reporter.view, batches, trainer.world_size)
+        stopped = progress.before_batch(lambda: self.signum is not None)
+        result = trainer.validate(max_batches, stopped, seconds)
+        progress.close()
         if result is None:
             return math.nan
         ms = (time.perf_counter() - start) * 1000
-        loader = trainer.eval_loader
-        batches = loader.batches_per_epoch if max_batches is None else max_batches
         tokens = loader.tokens(batches)
+        if not progress.complete:
+            said = f"Validation ended after {ms / 1000:.0f} seconds"
+            self.reporter.message(said, trainer.steps_done)
+            tokens = result.tokens
         self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
         if result.tokens == 0:
             files = " ".join(config.train_file) if config.splits else config.eval_file
@@ -345,7 +373,7 @@ class _Run:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
         if self.config.validates:
-            loss = self.evaluate(None)
+            loss = self.evaluate(None, self.final_seconds)
             if self.signum is not None:
                 self._leave()
             self.reporter.message(f"Done. validation loss {loss:10f}", step)
@@ -358,31 +386,6 @@ class _Run:
             self.save(required=True)
 
     # -- signals ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Turn the first ending signal into `self.signum`; a second one acts as usual.
-
-        But not SIGHUP: when a terminal goes, its shell and the system send one each.
-        """
-
-        def note(signum: int, frame: object) -> None:
-            self.signum = signum
-            restore()
-            if signal.SIGHUP in before:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-        def restore() -> None:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-        before = {}
-        for signum in ending_signals():
-            before[signum] = signal.signal(signum, note)
-        try:
-            yield
-        finally:
-            restore()
 
     def _leave(self) -> None:
         self.save(required=True)
