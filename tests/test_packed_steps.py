@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from llmq.config.options_io import make_config
 from llmq.data.tokens import TokenWriter
+from llmq.train.batches import random_batch
 from tests.models import exported, trainer_for
 from tests.test_model import LOSS_RTOL
 
@@ -56,3 +60,18 @@ def test_a_step_takes_what_the_loader_gives(data):
         wrong = batch._replace(starts=batch.starts[:, ::-1].copy())
         with pytest.raises(ValueError, match=r"must not fall along a row, and be in 0\.\.t"):
             trainer.step([wrong])
+
+
+def test_random_batches_have_documents():
+    """What bench, verify and --measure-scaling take: accepted by a step, and the same as before."""
+    config = make_config({"seq-len": 4096, "batch-size": 2, "document-mask": True})
+    batch = random_batch(np.random.default_rng(0), config, 50)
+    plain = random_batch(np.random.default_rng(0), replace(config, document_mask=False), 50)
+    np.testing.assert_array_equal(plain.inputs, batch.inputs)
+    assert plain.starts is None
+    for starts, targets, free in zip(batch.starts, batch.targets, plain.targets, strict=True):
+        firsts = np.unique(starts)
+        assert (starts[firsts] == firsts).all() and 4 <= len(firsts) <= 41
+        assert (np.diff(firsts) >= 100).all() and (np.diff(firsts) <= 1000).all()
+        np.testing.assert_array_equal(targets[firsts[1:] - 1], -100)
+        assert (targets != free).sum() == len(firsts) - 1
