@@ -419,7 +419,7 @@ def test_weights_of_transformers_have_our_shapes(name):
         (
             QWEN25_05B,
             {"use_sliding_window": True, "max_window_layers": 23, "sliding_window": 0},
-            "sliding_window: must be positive, and use_sliding_window true, where layers have one, ",
+            "sliding_window: must be positive, and use_sliding_window true, where layers have one",
         ),
         (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

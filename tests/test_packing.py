@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError, DataError
+from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.config.train_files import split_weight, split_weights
 from llmq.data.dataset import Layout
@@ -19,6 +21,7 @@ from llmq.data.packing import best_fit, cut_documents
 from llmq.data.split import Split
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 from llmq.data.trained import has_trained_tokens, trained_tokens
+from tests.runs import flags, make_workplace, records, train
 
 T, VOCAB = 16, 10**6
 ORDERS = [  # of 12 elements, with a seed of 7 and with one that differs above 32 bits
@@ -326,7 +329,7 @@ def test_resume_at_every_batch(data, tmp_path, packing, masked, weighted, monkey
     ) as two:
         for state, batch in zip(states, batches, strict=True):
             with monkeypatch.context() as patch:
-                patch.setattr(TokenFile, "read_tokens", None)
+                patch.setattr(TokenFile, "read_tokens_into", None)
                 two.set_state(state)
                 assert two.state() == state
             same(two.next_batch(), batch)
@@ -390,8 +393,8 @@ def test_exact_shares(tmp_path, packing, masked):
             for begin in range(0, len(rows) - counts[which] + 1, counts[which]):
                 assert len(set(rows[begin : begin + counts[which]])) == counts[which]
     share = one.data.plan.shares[1]
-    line = f"  {100 * share / count:.2f} % are {share}, {share / counts[1]:.2f} passes over "
-    assert one.data.lines("train")[-1] == f"{line}{counts[1]}"
+    line = f"  {paths[1]}: {100 * share / count:.2f} % are {share}, {share / counts[1]:.2f} passes "
+    assert one.data.lines("train")[-1] == f"{line}over its {counts[1]}"
 
 
 def drain_rows(one, seen):
@@ -474,3 +477,84 @@ def test_nothing_to_train_on(tmp_path, packing, masked):
 def test_too_little_data(data):
     with pytest.raises(DataError, match=r"sequences of 16 tokens, but one batch needs 100 "):
         loader(data, micro_batch=100)
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """The usual one, and data/docs.bin: documents of 3 to 30 tokens, a third of them masked."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 31, 60)
+    mask = np.repeat(np.arange(60) % 3 > 0, lengths)
+    with TokenWriter("data/docs.bin", 257, with_masks=True, with_documents=True) as writer:
+        writer.write(rng.integers(0, 256, lengths.sum()), mask, np.cumsum(lengths))
+    return lengths
+
+
+def tokens_of(lengths):
+    """In sequences: a last token that would stand alone is none."""
+    return int((lengths - ((lengths > T) & (lengths % T == 1))).sum())
+
+
+def test_a_run_with_packed_documents(workplace, capsys):
+    """Reports count what was trained; a resumed run goes on in the middle of an epoch."""
+    options = {"train_file": "data/docs.bin", "eval_file": None, "eval_fraction": 0.1}
+    options |= {"packing": "best-fit", "epochs": 2, "ckpt_interval": 3}
+    assert train(**options) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\nDocuments (train, best-fit, masked): 54 in " in out
+    assert "\nWARNING: 18 of 54 documents (train) have no token to train on: left out\n" in out
+    assert "\nValidation: 6 documents at the ends of the training files, never trained on" in out
+    whole = records("step")
+    assert all(0 < r["trained_tokens"] <= r["step_tokens"] <= 64 for r in whole)
+    is_trained = np.arange(60) % 3 > 0
+    (dataset,) = (r for r in records("dataset") if r["split"] == "train")
+    assert (dataset["documents"], dataset["untrained"]) == (54, 18)
+    assert dataset["tokens"] == tokens_of(workplace[:54][is_trained[:54]])
+    assert records("eval")[-1]["eval_tokens"] == tokens_of(workplace[54:][is_trained[54:]])
+    assert train(**options, **{"continue": "3"}) == 0
+    again = records("step")[-(len(whole) - 3) :]
+    names = ("step", "loss", "norm", "step_tokens", "trained_tokens")
+    assert [[r[n] for n in names] for r in again] == [[r[n] for n in names] for r in whole[3:]]
+    assert train(**options | {"packing": "none"}, **{"continue": "3"}) == 2
+    assert "--packing or the weights of --train-file changed" in capsys.readouterr().err
+
+
+def test_a_run_with_weights(workplace, capsys):
+    weights = "--train-file=data/train-0.bin:1", "--train-file=data/train-[12].bin:3"
+    assert _run(["train", *flags(train_file=None, steps=6), *weights]) == 0
+    out = capsys.readouterr().out
+    assert ": data/train-0.bin:1 data/train-[12].bin:3\n" in out
+    assert "\nAn epoch is 20 sequences, as many as all training files have:\n" in out
+    assert "\n  data/train-0.bin: 25.00 % are 5, 0.56 passes over its 9\n" in out
+    assert "\n  data/train-[12].bin: 75.00 % are 15, 1.36 passes over its 11\n" in out
+    bad = "--train-file=data/train-0.bin:1", "--train-file=data/train-1.bin"
+    assert _run(["train", *flags(train_file=None, steps=6), *bad]) == 2
+    assert "data/train-1.bin has no weight, others have one" in capsys.readouterr().err
+
+
+def test_options_without_effect(workplace, capsys):
+    assert train(steps=1, document_separator=5) == 0
+    assert "--document-separator 5 has no effect without --document-mask" in capsys.readouterr().err
+    options = {"train_file": "data/docs.bin:2", "eval_file": "none", "packing": "none"}
+    assert train(steps=1, document_separator=5, **options) == 0
+    err = capsys.readouterr().err
+    assert "--document-separator 5 has no effect: all files have a .docs file" in err
+    assert "the weight in --train-file=data/docs.bin:2 has no effect on one file" in err
+
+
+def test_plan_of_documents(workplace, capsys):
+    shape = ["--model=model", "--from-scratch", "--seq-len=16", "--packing=best-fit"]
+    assert _run(["plan", *shape, "--train-file=data/docs.bin", "--eval-file=none"]) == 0
+    out = capsys.readouterr().out
+    assert "\n[Data]\n  Documents (train, best-fit, masked): 60 in " in out
+    assert "\n  Tokens per epoch: " in out and " % padding beside them\n  Steps per epoch:  " in out
+    assert _run(["plan", *shape, "--train-file=none.bin", "--json"]) == 0
+    assert "no token file matches" in json.loads(capsys.readouterr().out)["data"]["problem"]
+    assert _run(["plan", *shape[:-1], "--train-file=none.bin"]) == 0  # not looked at
+    assert "[Data]" not in capsys.readouterr().out

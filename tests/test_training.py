@@ -520,7 +520,8 @@ FIELDS = {
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
-    "step": "step_tokens duration_ms norm loss lr lse_max lse_mean loss_1k saturated",
+    "step": "step_tokens trained_tokens duration_ms norm loss lr lse_max lse_mean loss_1k "
+    "saturated",
     "eval": "eval_tokens duration_ms loss loss_1k",
 }
 

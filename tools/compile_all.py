@@ -117,13 +117,15 @@ def _formats(model: str, master: str, grad: str, m: str, v: str) -> dict[str, st
 def note_training(
     spec: DeviceSpec, model: ModelConfig, fields: dict[str, str], noted: Launches
 ) -> None:
-    """One micro-step that overwrites gradients, one that adds, an update and an evaluation."""
+    """One micro-step that overwrites gradients, one that adds, an update and an evaluation.
+
+    Once more with recomputation, and documents that are masked.
+    """
     B, T = 4, min(1024, model.max_positions)
     batch = (np.zeros((B, T), np.int32), np.zeros((B, T), np.int32))
-    for recompute in (False, True):
-        config = TrainConfig(
-            batch_size=B, seq_len=T, recompute_block=recompute, z_loss=1e-4, **fields
-        )
+    for more in (False, True):
+        shape = {"batch_size": B, "seq_len": T, "z_loss": 1e-4}
+        config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
         placement = place(config, weight_table(model))
         step = Step(NotingDevice(spec, noted), model, config, placement)

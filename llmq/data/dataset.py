@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.config.options import TrainConfig
 from llmq.data.document_index import DocumentIndex
 from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
 from llmq.data.packing import Pieces, cut_documents, joined
@@ -33,6 +34,16 @@ class Layout:
     document_mask: bool = False
     separator: int | None = None
     weights: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, held_out: bool = False) -> Layout:
+        """Of a run's training data or, held_out, of its validation data, which has no weights."""
+        return cls(
+            packing=config.packing,
+            document_mask=config.document_mask,
+            separator=config.document_separator,
+            weights=None if held_out else config.train_weights,
+        )
 
     @property
     def packs(self) -> bool:
@@ -70,6 +81,7 @@ class DataSet:
         DataError for files that are damaged, contradict each other, or cannot be trained on.
         """
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
+        self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
         self.fingerprint = fingerprint(self.files, split)
         self.documents = self.cut = self.untrained = self.empty_files = self.scanned = 0
@@ -214,6 +226,7 @@ class DataSet:
                 f"{self.seq_len} tokens, {100 * self.padding:.2f} % padding"
             )
             text += f", {self.cut} longer ones are cut" if self.layout.packs else ""
+            text += f"; found by a separator in {self.scanned} files" if self.scanned else ""
             lines.append(text)
             if self.untrained:
                 what = "left out" if self.layout.packs else "only read"
@@ -225,7 +238,11 @@ class DataSet:
             lines.append(
                 f"An epoch is {self.sequences} sequences, as many as all training files have:"
             )
-            for source, share in zip(self.plan.sources, self.plan.shares, strict=True):
+            mixed = zip(self._patterns, self.plan.sources, self.plan.shares, strict=True)
+            for pattern, source, share in mixed:
                 part, passes = 100 * share / self.sequences, share / source.count
-                lines.append(f"  {part:.2f} % are {share}, {passes:.2f} passes over {source.count}")
+                lines.append(
+                    f"  {pattern}: {part:.2f} % are {share}, {passes:.2f} passes over its "
+                    f"{source.count}"
+                )
         return lines

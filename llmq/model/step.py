@@ -343,10 +343,10 @@ class Step:
         if self.dev.kind != "plan":
             words = self.outgoing.slots[index].numpy()
             words[:STEP_SCALARS_WORDS] = scalars
-            parts = [batch.inputs, batch.targets]
-            if self.starts is not None:
-                none = batch.starts is None  # each sequence is one document
-                parts.append(np.zeros_like(batch.inputs) if none else batch.starts)
+            inputs, targets, starts, *_ = Batch(*batch)
+            parts = [inputs, targets]
+            if self.starts is not None:  # None: each sequence is one document
+                parts.append(np.zeros_like(inputs) if starts is None else starts)
             words[HEADER:] = np.concatenate([part.reshape(-1) for part in parts])
         self.dev.copy(self.inbox, self.outgoing.slots[index])
         self.dev.record(self.outgoing.events[index])

@@ -39,6 +39,10 @@ def check_data(trainer: Trainer) -> None:
             f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
         )
     _ = trainer.total_steps  # compared with --cooldown
+    separator, layout = trainer.config.document_separator, loader.data.layout
+    loaders = [loader, *trainer.eval_loaders]
+    if layout.needs_documents and separator and not any(one.data.scanned for one in loaders):
+        warn([f"--document-separator {separator} has no effect: all files have a .docs file"])
     if loader.unused_files:
         ranks = trainer.world_size
         packs = loader.data.layout.packs or loader.data.layout.weights is not None
@@ -122,10 +126,11 @@ def announce_data(trainer: Trainer, reporter: Reporter) -> None:
         for line in loader.data.lines(name):
             reporter.message(line)
     if trainer.config.splits:
-        held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
-        reporter.message(
-            f"Validation: {held} sequences at the ends of the training files, never trained on"
-        )
+        loader = trainer.eval_loader
+        held = f"{loader.sequences(loader.batches_per_epoch)} sequences"
+        if loader.data.layout.packs:
+            held = f"{loader.data.documents} documents"
+        reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
 
 
 def announce_memory(

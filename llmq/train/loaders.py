@@ -25,11 +25,6 @@ def open_loaders(
         world_size=world_size,
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if config.splits else None,
-        layout=Layout(
-            packing=config.packing,
-            document_mask=config.document_mask,
-            separator=config.document_separator,
-            weights=None if held_out else config.train_weights,
-        ),
+        layout=Layout.of(config, held_out=held_out),
     )
     return [first, *(first.of_rank(rank) for rank in range(1, world_size))]
