@@ -15,9 +15,10 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
-from tests.models import hf_model
 from tests.runs import CONFIG
 from tests.text_data import documents, run
+
+transformers = pytest.importorskip("transformers")
 
 PAGE = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text()
 SMALL = {"train": "--device cpu --model-dtype fp32", "sample": "--device cpu --max-new-tokens 5"}
@@ -30,8 +31,8 @@ def workplace(tmp_path, monkeypatch):
     write_chat_tokenizer(Path("model"), CHATML)
     vocab = HfTokenizer(Path("model")).vocab_size
     config = CONFIG | {"vocab_size": vocab, "max_position_embeddings": 1024}
-    del config["architectures"], config["eos_token_id"]
-    hf_model("qwen3", **config).save_pretrained("model")
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+    model.float().save_pretrained("model")
     rng = random.Random(0)
     texts = iter(documents(1000))
     with open("talks.jsonl", "w") as file:
