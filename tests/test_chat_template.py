@@ -175,7 +175,8 @@ def test_qwen3_trains_the_last_turn_with_its_thinking(tokenizers):
     assert str(error.value) == (
         "message 2 (assistant) cannot be found in the text: the chat template of "
         f"'{tokenizers('qwen3')[0].folder}' renders the messages up to it in another way when "
-        "others follow; give --train-on each or last, or --chat-template FILE with {% generation %} marks"
+        "others follow; give --train-on each or last, or --chat-template FILE with "
+        "{% generation %} marks"
     )
     # Each turn is the last one of its own document, as it is when the model writes it.
     template = tokenizers("qwen3")[1]
