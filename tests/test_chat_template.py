@@ -85,7 +85,7 @@ def test_text_and_ids_are_those_of_transformers(tokenizers, name):
 def trained_parts(tokenizers, name, messages, train_on="assistant", tools=None, **more):
     """The texts of the trained runs of tokens."""
     ours, template, _ = tokenizers(name)
-    text, spans = Chat(template, train_on).text(Conversation(messages, tools, **more))
+    ((text, spans),) = Chat(template, train_on).texts(Conversation(messages, tools, **more))
     ids, offsets = ours.encode_with_offsets([text])[0]
     mask = token_mask(offsets, spans)
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
@@ -139,7 +139,7 @@ def test_calls_of_tools_are_trained_and_answers_are_not(tokenizers):
 def test_marks_give_the_mask_of_transformers(tokenizers, name):
     ours, template, theirs = tokenizers(name)
     for messages, _ in (EVERYONE | SYSTEM).values():
-        text, spans = Chat(template, "assistant").text(Conversation(messages))
+        ((text, spans),) = Chat(template, "assistant").texts(Conversation(messages))
         ids, offsets = ours.encode_with_offsets([text])[0]
         expected = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
         assert ids.tolist() == expected["input_ids"]
@@ -153,7 +153,7 @@ def test_a_token_across_a_border_is_trained(tokenizers, tmp_path):
     folder = write_chat_tokenizer(tmp_path / "t", source)
     ours, theirs = HfTokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [user("the"), assistant("cat")]
-    text, spans = Chat(load_chat_template(ours), "assistant").text(Conversation(messages))
+    ((text, spans),) = Chat(load_chat_template(ours), "assistant").texts(Conversation(messages))
     ids, offsets = ours.encode_with_offsets([text])[0]
     assert (text, spans) == ("the cat", [(4, 7)])
     assert [ours.decode([i]) for i in ids] == ["the", " cat"]
@@ -175,8 +175,19 @@ def test_qwen3_trains_the_last_turn_with_its_thinking(tokenizers):
     assert str(error.value) == (
         "message 2 (assistant) cannot be found in the text: the chat template of "
         f"'{tokenizers('qwen3')[0].folder}' renders the messages up to it in another way when "
-        "others follow; give --train-on last, or --chat-template FILE with {% generation %} marks"
+        "others follow; give --train-on each or last, or --chat-template FILE with "
+        "{% generation %} marks"
     )
+    # Each turn is the last one of its own document, as it is when the model writes it.
+    template = tokenizers("qwen3")[1]
+    documents = Chat(template, "each").texts(Conversation(THINKING))
+    assert [text for text, _ in documents] == [
+        template.render(THINKING[:end]).text for end in (2, 4)
+    ]
+    assert [[text[a:b] for a, b in spans] for text, spans in documents] == [
+        ["<think>\nthe cat\n</think>\n\ntwo<|im_end|>\n"],
+        last,
+    ]
     # Where thinking stays in the text, because no other question follows, all can be found.
     several = [user("a"), assistant("b", reasoning_content="c"), tool("d"), THINKING[3]]
     assert trained_parts(tokenizers, "qwen3", several) == [
@@ -241,7 +252,9 @@ def test_a_role_that_only_the_template_knows(tmp_path):
     source = CHATML.replace("m.content", "(m.content if m.role != 'critic' else 'hm')")
     tokenizer = HfTokenizer(write_chat_tokenizer(tmp_path / "t", source))
     messages = [user("a"), {"role": "critic", "content": "b"}, assistant("c")]
-    text, spans = Chat(load_chat_template(tokenizer), "assistant").text(Conversation(messages))
+    ((text, spans),) = Chat(load_chat_template(tokenizer), "assistant").texts(
+        Conversation(messages)
+    )
     assert [text[a:b] for a, b in spans] == ["c<|im_end|>\n"]
 
 
@@ -349,7 +362,7 @@ def test_offsets_without_trimming(tmp_path):
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.save(str(path))
     ours = HfTokenizer(folder)
-    text, spans = Chat(load_chat_template(ours), "assistant").text(
+    ((text, spans),) = Chat(load_chat_template(ours), "assistant").texts(
         Conversation([user("a"), assistant(" \n ")])
     )
     ids, offsets = ours.encode_with_offsets([text])[0]

@@ -137,9 +137,13 @@ def test_train_on(tmp_path, chatml):
         assert TokenFile(out / "train-000.bin").has_masks == (train_on != "all")
         first = train_on == "all"  # nothing predicts the first token
         assert summary.counts.trained == len("".join(expected).encode()) - first
+    run(tmp_path / "a.jsonl", out=tmp_path / "each", chat_template=chatml, train_on="each")
+    assert read(tmp_path / "each") == [
+        (said(TURNS[:end])[0], [part]) for end, part in zip((2, 4, 6), parts, strict=True)
+    ]
     with pytest.raises(DataError, match="tokens made with other train_on: choose another --out"):
         run(tmp_path / "a.jsonl", out=out, chat_template=chatml)
-    with pytest.raises(ConfigError, match="--train-on is most: give assistant, last, all"):
+    with pytest.raises(ConfigError, match="--train-on is most: give assistant, last, each, all"):
         run(tmp_path / "a.jsonl", out=out, chat_template=chatml, train_on="most")
 
 

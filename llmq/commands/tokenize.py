@@ -23,7 +23,7 @@ Format = Annotated[
     ),
 ]
 TrainOn = Annotated[
-    str, typer.Option(help="Of conversations: assistant, last (of its messages) or all.")
+    str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
 ]
 ChatTemplate = Annotated[
     str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")

@@ -3,7 +3,8 @@
 A template with `{% generation %}` marks says it itself. Otherwise the text of a message is what it
 adds: the conversation is rendered up to it, as a prompt for it, and with it; both have to be
 beginnings of the whole text. Where they are not, nothing is guessed. Qwen3's template, for example,
-leaves out the thinking of all turns but the last one, so that only the last one can be found.
+leaves out the thinking of all turns but the last one, so that only the last one can be found; each
+of them is the last one of the conversation that ends with it.
 
 A token is trained if at least one of its characters is: one that lies across a border counts, as
 in transformers' `return_assistant_tokens_mask`.
@@ -12,7 +13,7 @@ in transformers' `return_assistant_tokens_mask`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,24 +21,34 @@ from llmq.base.errors import DataError
 from llmq.data.chat_template import ChatTemplate, Message, Rendered
 from llmq.data.conversations import Conversation, check_roles, flattened
 
-TRAIN_ON = ("assistant", "last", "all")
+TRAIN_ON = ("assistant", "last", "each", "all")
 Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Renders conversations and finds what is trained of them. train_on: of TRAIN_ON."""
+    """Renders conversations and finds what is trained of them.
+
+    train_on: "assistant", all its messages; "last", the last one of them; "each", the same, each in
+    a document of its own that ends with it; "all", every token.
+    """
 
     template: ChatTemplate
     train_on: str
 
-    def text(self, conversation: Conversation) -> tuple[str, Spans]:
-        """The text, and the (start, end) of its trained parts in characters, in order.
+    def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
+        """Documents: the text, and the (start, end) of its trained parts in characters, in order.
 
         DataError where the template refuses it, a part cannot be found, or nothing is trained.
         """
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
+        if self.train_on != "each":
+            return [self._text(conversation, turns)]
+        ends = [replace(conversation, messages=conversation.messages[: t + 1]) for t in turns]
+        return [self._text(end, [turn]) for end, turn in zip(ends, turns, strict=True)]
+
+    def _text(self, conversation: Conversation, turns: list[int]) -> tuple[str, Spans]:
         view = _View(self.template, conversation)
         whole = view.render()
         if self.train_on == "all":
@@ -139,7 +150,7 @@ def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
     return len(before), end
 
 
-_REMEDY = "give --train-on last, or --chat-template FILE with {% generation %} marks"
+_REMEDY = "give --train-on each or last, or --chat-template FILE with {% generation %} marks"
 
 
 def _end(view: _View, whole: str, upto: str) -> int | None:

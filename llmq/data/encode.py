@@ -96,13 +96,15 @@ class Encoder:
         for piece in pieces:
             conversation = self.recipe.wanted.of_json(piece.text, piece.where)
             try:
-                text, spans = chat.text(conversation)
+                texts = chat.texts(conversation)
             except DataError as error:
                 raise DataError(f"{piece.where}: {error}") from error
-            rendered.append((whole_characters(text, piece.text), spans))
+            rendered += [
+                (piece, whole_characters(text, piece.text), spans) for text, spans in texts
+            ]
         parts = _Parts(), _Parts()
-        encoded = self.tokenizer.encode_with_offsets([text for text, _ in rendered])
-        for piece, (_, spans), (ids, offsets) in zip(pieces, rendered, encoded, strict=True):
+        encoded = self.tokenizer.encode_with_offsets([text for _, text, _ in rendered])
+        for (piece, _, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
             mask = token_mask(offsets, spans)
             if not mask.any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
