@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -59,6 +60,10 @@ class ByteTokenizer:
             parts.append(np.full(min(len(parts), 1), self.eos_id, np.int32))  # between two parts
             parts.append(np.frombuffer(part.encode(), np.uint8).astype(np.int32))
         return np.concatenate(parts)
+
+    def is_byte(self, token: int) -> bool:
+        """No decoder replaces what is before a byte: it is like any token of a byte-level BPE."""
+        return False
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; U+FFFD for bytes that are not UTF-8."""
@@ -210,6 +215,10 @@ class HfTokenizer:
         """Token ids of each text, int32 (n,)."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token stands for one byte of a character that the vocabulary lacks."""
+        return bool(re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(token) or ""))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens written out."""
