@@ -14,7 +14,8 @@ from llmq.base.errors import DataError
 from llmq.data.documents import find_files
 from llmq.data.loader import DataLoader
 from llmq.data.text_files import find_cut
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.tokens import TokenFile
 from tests.text_data import (
     EOS,

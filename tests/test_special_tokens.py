@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, processors
 
 import llmq.data.text_files
 from llmq.base.errors import ConfigError
-from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
+from llmq.data.tokenizer import HfTokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT
 from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl, write_parquet
 
 BOS, EOS = "<s>", "</s>"

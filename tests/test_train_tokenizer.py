@@ -13,7 +13,8 @@ import tests.text_data
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.config.presets import PRESETS
-from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
+from llmq.data.tokenizer import HfTokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.train_tokenizer import train_tokenizer
 from tests.runs import flags, records
 from tests.test_tokenizer_config import TEXT, export

@@ -28,9 +28,9 @@ from llmq.data.tokenizer import (
     TEMPLATE_FILE,
     HfTokenizer,
     Tokenizer,
-    read_json,
 )
 from llmq.data.tokenizer_config import OWN_TOKENS
+from llmq.data.tokenizer_files import read_json
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _PROBE = "probe"  # what an assistant says, to see what the template writes behind it

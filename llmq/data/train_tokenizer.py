@@ -19,7 +19,8 @@ from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_
 from llmq.data.hub_dataset import HubDataset
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.standard_input import reading_standard_input
-from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer, new_byte_level_bpe, save_tokenizer
+from llmq.data.tokenizer import HfTokenizer, save_tokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT, new_byte_level_bpe
 
 if TYPE_CHECKING:
     import tokenizers
