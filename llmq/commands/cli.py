@@ -23,6 +23,7 @@ from llmq.commands import (
     plan,
     plot,
     sample,
+    show,
     tokenize,
     train,
     train_tokenizer,
@@ -60,6 +61,7 @@ app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
 app.command()(tokenize.tokenize)
 app.command()(train_tokenizer.train_tokenizer)
+app.command()(show.show)
 app.command()(demo.demo)
 app.command()(sample.sample)
 app.command()(export.export)

@@ -20,6 +20,7 @@ from llmq.config.option_types import (
     parse_continue,
     parse_every,
     parse_size,
+    parse_texts,
 )
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
@@ -48,7 +49,9 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     def run(**values: Any) -> int | None:
         own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
         given = {
-            OPTIONS[name].flags[0]: value for name, value in values.items() if value is not None
+            OPTIONS[name].flags[0]: value
+            for name, value in values.items()
+            if value is not None and value != []
         }
         return command(given, **own_values)
 
@@ -64,11 +67,13 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
     """One option as a parameter whose value is None where it was not given."""
     default = getattr(TrainConfig(), name)
-    is_bool = opt.parse is parse_bool
+    is_bool, is_list = opt.parse is parse_bool, opt.parse is parse_texts
     spellings = [f"--{flag}" for flag in opt.flags]
     if is_bool:
         spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
-        default = "on" if default else "off"
+        default = {True: "on", False: "off"}.get(default)
+    if is_list:
+        default = " ".join(default)
     info = typer.Option(
         *spellings,
         help=opt.help if default is None else f"{opt.help} (default: {default})",
@@ -76,7 +81,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
         metavar=None if is_bool else opt.metavar,
         show_default=False,
     )
-    kind = bool if is_bool else str
+    kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -82,6 +82,14 @@ def parse_str(value: Any) -> str:
     return str(value)
 
 
+def parse_texts(value: Any) -> tuple[str, ...]:
+    """One text or a list of them, each not empty. ValueError otherwise."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not texts:
+        raise ValueError(f"expected text, got {value!r}")
+    return tuple(parse_str(text) for text in texts)
+
+
 def parse_name(value: Any) -> str:
     """Text that can be the name of one file. ValueError otherwise."""
     name = parse_str(value)
@@ -218,6 +226,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_int: "INT",
     parse_float: "FLOAT",
     parse_str: "TEXT",
+    parse_texts: "TEXT",
     parse_name: "TEXT",
     parse_path: "PATH",
     parse_size: "SIZE",
@@ -234,6 +243,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "float": parse_float,
     "str": parse_str,
     "Path": parse_path,
+    "tuple[str, ...]": parse_texts,
 }
 """By the type of the field, as it is written."""
 

@@ -13,6 +13,7 @@ from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NONE, SPLIT, Option, options_of
 from llmq.config.sizes import SizeFields, check_from_scratch
+from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
@@ -40,8 +41,10 @@ class TrainConfig(SizeFields):
         for implied, implying, least in _IMPLICATIONS:
             values[implied] = values[implied] or values[implying] >= least
         if values["eval_file"] is None:  # the default one is of the default training data
-            default = values["train_file"] == f"{SHAKESPEARE}/train.bin"
+            default = values["train_file"] == (f"{SHAKESPEARE}/train.bin",)
             values["eval_file"] = f"{SHAKESPEARE}/eval.bin" if default else SPLIT
+        if values["document_mask"] is None:
+            values["document_mask"] = values["packing"] != "concat"
         if values["log_file"] is None:
             start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
@@ -88,6 +91,7 @@ class TrainConfig(SizeFields):
             if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
                 flag = OPTIONS[name].flag
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
+        split_weights(self.train_file)
         self._validate_matmul()
         self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
@@ -116,6 +120,16 @@ class TrainConfig(SizeFields):
     def validates(self) -> bool:
         """Whether there are validation files."""
         return self.eval_file != NONE
+
+    @property
+    def train_patterns(self) -> list[str]:
+        """The glob patterns of --train-file, without weights."""
+        return split_weights(self.train_file)[0]
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """The weights of these patterns; None if they have none, or there is only one."""
+        return split_weights(self.train_file)[1]
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.records import Item, column_names, json_layout, read_json, read_parquet
+from llmq.base.records import Item, Wanted, column_names, json_layout, read_json, read_parquet
 from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
 from llmq.data import text_files
 from llmq.data.hub_dataset import HubDataset
@@ -95,18 +95,11 @@ class Block(NamedTuple):
 # Which files
 
 
-def find_sources(
-    inputs: Sequence[str], dataset: HubDataset | None, text: RecordText, exclude: Path
-) -> tuple[list[Source], list[str]]:
-    """What is to be read, either of files or of a data set, and what to warn of.
-
-    Files as `find_files` finds them; of folders without those that lack a field of the text.
-    """
+def find_sources(inputs: Sequence[str], dataset: HubDataset | None, exclude: Path) -> list[Source]:
+    """What is to be read, either a data set or files as `find_files` finds them."""
     if bool(inputs) == (dataset is not None):
         raise ConfigError("give either files or --dataset")
-    if dataset is not None:
-        return [Source.of_dataset(dataset)], []
-    return _having_fields(find_files(inputs, exclude), text)
+    return [Source.of_dataset(dataset)] if dataset is not None else find_files(inputs, exclude)
 
 
 def find_files(inputs: Sequence[str], exclude: Path) -> list[Source]:
@@ -201,12 +194,12 @@ def _json_kind(path: Path, in_folder: bool) -> str:
     return kind or "text"
 
 
-def _having_fields(sources: Sequence[Source], text: RecordText) -> tuple[list[Source], list[str]]:
+def having_fields(sources: Sequence[Source], text: RecordText) -> tuple[list[Source], list[str]]:
     """Leave out the JSON and Parquet files of folders that lack a field; what to warn of.
 
     Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
     """
-    fields = {source: _fields(source) if source.in_folder else None for source in sources}
+    fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
     kept = [source for source in sources if source not in lacking]
     only_texts = all(source.kind == "text" for source in kept)
@@ -220,10 +213,12 @@ def _having_fields(sources: Sequence[Source], text: RecordText) -> tuple[list[So
     return kept, [f"{said}, the first is '{first.path}'"]
 
 
-def _fields(source: Source) -> list[str] | None:
-    """Of Parquet, or of a JSON file's first record; None for a text, and what cannot be read."""
+def field_names(source: Source) -> list[str] | None:
+    """Of Parquet, a data set, or a JSON file's first record; None for a text, and if unreadable."""
     if source.kind == "text":
         return None
+    if source.dataset is not None:
+        return source.dataset.field_names()
     try:
         if source.kind == "parquet":
             return column_names(source.path)
@@ -280,11 +275,11 @@ class EvalSplit:
 
 
 def read_blocks(
-    sources: Sequence[Source], text: RecordText, split: EvalSplit, start: Position
+    sources: Sequence[Source], wanted: Wanted, split: EvalSplit, start: Position
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    text: of rows of Parquet. DataError for what cannot be read.
+    wanted: of rows of tables. DataError for what cannot be read.
     """
     pieces: list[Piece] = []
     size = 0
@@ -293,7 +288,7 @@ def read_blocks(
     for number in range(start.source, len(sources)):
         source = sources[number]
         try:
-            for item in _read(source, text, at, split.offset):
+            for item in _read(source, wanted, at, split.offset):
                 is_eval = split.is_eval(at.document)
                 if split.offset is not None:
                     is_eval = item.offset > split.offset
@@ -320,11 +315,11 @@ def read_blocks(
     yield Block(pieces, at)
 
 
-def _read(source: Source, text: RecordText, at: Position, cut: int | None) -> Iterator[Item]:
+def _read(source: Source, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
     if source.kind == "text":
         return read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
     if source.kind == "parquet":
-        return read_parquet(source.path, text, source.size, at.offset)
+        return read_parquet(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
-        return source.dataset.read(text, source.size, at.offset)
+        return source.dataset.read(wanted, source.size, at.offset)
     return read_json(source.path, source.kind, at.offset, at.line)

@@ -34,6 +34,15 @@ class HubDataset:
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=7).digest()
         return (known and known.num_bytes) or 0, int.from_bytes(digest, "little")
 
+    def field_names(self) -> list[str] | None:
+        """Of its records; None where there is none."""
+        builder = self._builder()
+        stream = self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
+        if stream.column_names is not None:
+            return stream.column_names
+        first = self._or_error(lambda: next(iter(stream), None))
+        return None if first is None else list(first)
+
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
         """What is made of each record, without the empty ones, from this row on.
 

@@ -98,17 +98,29 @@ class RecordText:
 
     def of_json(self, line: bytes, where: str) -> str:
         """The same for a record in JSON; DataError if it is none."""
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
-        if not isinstance(record, dict):
-            kind = type(record).__name__
-            raise DataError(f"{where}: a {kind} instead of a JSON object on each line")
-        text = self.of(record, where)
-        if b"\\ud" in line.lower():  # JSON can write half a character, which no UTF-8 text can hold
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return whole_characters(self.of(json_record(line, where), where), line)
+
+
+def json_record(line: bytes, where: str) -> dict[str, Any]:
+    """A record in JSON; DataError, which begins with `where`, if it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise DataError(f"{where}: a {kind} instead of a JSON object on each line")
+    return record
+
+
+def whole_characters(text: str, line: bytes) -> str:
+    """A text with U+FFFD for half characters, which the JSON that it comes from can write.
+
+    No UTF-8 text can hold them.
+    """
+    if b"\\ud" not in line.lower():
         return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:

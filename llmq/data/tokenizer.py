@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
+TEMPLATE_FILE = "chat_template.jinja"
 
 Added = tuple[list[int], list[int]]
 """Ids that go before and behind each text."""
@@ -57,6 +58,21 @@ class ByteTokenizer:
         """Token ids of each text, int32 (n,)."""
         return [self._encode(text) for text in texts]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        return [(self._encode(text), self._offsets(text)) for text in texts]
+
+    def _offsets(self, text: str) -> np.ndarray:
+        lengths: list[np.ndarray] = []  # of characters in bytes, 0 inside of an end of text
+        for number, part in enumerate(text.split(END_OF_TEXT)):
+            if number:
+                lengths.append(np.array([1, *[0] * (len(END_OF_TEXT) - 1)]))
+            lengths.append(np.array([len(character.encode()) for character in part], np.int64))
+        counts = np.concatenate(lengths).astype(np.int64)
+        starts = np.repeat(np.arange(len(counts)), counts)
+        ends = starts + np.where(self._encode(text) == self.eos_id, len(END_OF_TEXT), 1)
+        return np.stack([starts, ends], axis=1)
+
     def _encode(self, text: str) -> np.ndarray:
         parts: list[np.ndarray] = []
         for part in text.split(END_OF_TEXT):
@@ -70,6 +86,10 @@ class ByteTokenizer:
             END_OF_TEXT.encode() if token == self.eos_id else bytes([token]) for token in ids
         )
         return text.decode(errors="replace")
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is that of a token which is never cut."""
+        return token == self.eos_id
 
     def save(self, folder: Path) -> None:
         """Write files from which transformers' AutoTokenizer makes the same tokenizer.
@@ -134,7 +154,7 @@ class HfTokenizer:
     # What transformers may look for beside the weights.
     FILES = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
-        *("merges.txt", "added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+        *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
         EXACT_MODULE,
     )
     # Those of them that decide the ids of a text.
@@ -231,6 +251,27 @@ class HfTokenizer:
         """Token ids of each text, int32 (n,)."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        encodings = self._with_offsets.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+    @cached_property
+    def _with_offsets(self) -> tokenizers.Tokenizer:
+        """Without the post-processor: some of them take blanks out of a token's characters."""
+        from tokenizers import Tokenizer
+
+        copy = Tokenizer.from_str(self._tokenizer.to_str())
+        copy.post_processor = None
+        return copy
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is that of a token added to the vocabulary, which is never cut."""
+        return token in self._tokenizer.get_added_tokens_decoder()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens written out."""

@@ -45,6 +45,16 @@ def option_warnings(config: TrainConfig) -> list[str]:
             f"--warmup {config.warmup} and --cooldown {config.cooldown} do not fit into "
             f"--steps {config.steps}"
         )
+    needs_documents = config.document_mask or config.packing != "concat"
+    if config.document_separator is not None and not needs_documents:
+        lines.append(
+            f"--document-separator {config.document_separator} has no effect without "
+            "--document-mask or --packing best-fit or none"
+        )
+    if len(config.train_file) == 1 and config.train_patterns != [*config.train_file]:
+        lines.append(
+            f"the weight in {flag('train_file', config.train_file)} has no effect on one file"
+        )
     lines += _memory_warnings(config)
     if config.device != "cpu":
         return lines

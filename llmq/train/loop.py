@@ -274,8 +274,8 @@ class _Run:
         result = self.trainer.result(p.ticket)
         ms = (result.end - (self.last_end or result.begin)) / 1e6
         self.last_end = result.end
-        tokens = self.trainer.plan.tokens
-        sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
+        sol = self.speed_of_light and self.speed_of_light.percent(self.trainer.plan.tokens, ms)
+        tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
@@ -305,12 +305,13 @@ class _Run:
         ms = (time.perf_counter() - start) * 1000
         loader = trainer.eval_loader
         batches = loader.batches_per_epoch if max_batches is None else max_batches
-        tokens = loader.sequences(batches) * config.seq_len
+        tokens = loader.tokens(batches)
         self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
         if result.tokens == 0:
+            files = " ".join(config.train_file) if config.splits else config.eval_file
             self.reporter.message(
-                f"WARNING: the validation loss is nan: all targets that were read of "
-                f"'{config.train_file if config.splits else config.eval_file}' are masked",
+                "WARNING: the validation loss is nan: all targets that were read of "
+                f"'{files}' are masked",
                 trainer.steps_done,
             )
         return result.loss

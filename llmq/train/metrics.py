@@ -197,6 +197,7 @@ class Reporter:
                 file_index=state["file_index"],
                 chunk_index=state["chunk_index"],
                 seed=loader.seed,
+                **loader.data.record(),
             )
         self.block("Dataset", lines)
 
@@ -223,7 +224,10 @@ class Reporter:
     def train_step(
         self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
     ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent."""
+        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent.
+
+        The padding of packed sequences is not among the tokens.
+        """
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
@@ -247,6 +251,7 @@ class Reporter:
             "step",
             step,
             step_tokens=tokens,
+            trained_tokens=result.tokens,
             duration_ms=int(ms),
             norm=result.norm,
             loss=result.loss,

@@ -59,8 +59,8 @@ def _vocab_size_of_data(config: TrainConfig) -> int:
         raise DataError(f"--vocab-size: auto reads --train-file: {error}") from None
     if not sizes:
         raise ConfigError(
-            f"--vocab-size: auto: '{config.train_file}' does not say how large its vocabulary is "
-            "(version 1): give the number"
+            f"--vocab-size: auto: '{config.train_patterns[0]}' does not say how large its "
+            "vocabulary is (version 1): give the number"
         )
     return max(sizes)
 
@@ -68,7 +68,7 @@ def _vocab_size_of_data(config: TrainConfig) -> int:
 def _known_sizes(config: TrainConfig) -> set[int]:
     """Vocabularies of a run's token files; DataError for one that is missing or damaged."""
     own = [config.eval_file] if config.validates and not config.splits else []
-    files = open_token_files([config.train_file, *own])
+    files = open_token_files([*config.train_patterns, *own])
     return {file.vocab_size for file in files} - {0}
 
 
@@ -88,7 +88,7 @@ def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) ->
     if data is None or data <= model.vocab_size < (MUCH_LARGER * data if not given else math.inf):
         return None
     whose = f"--vocab-size: {model.vocab_size} is" if given else f"--model: {config.model} has"
-    them = f"the {data} tokens of the tokenizer of '{config.train_file}'"
+    them = f"the {data} tokens of the tokenizer of '{config.train_patterns[0]}'"
     if data > model.vocab_size:
         said = "less than" if given else f"a vocabulary of {model.vocab_size}, less than"
         line = f"{whose} {said} {them}: give --vocab-size auto, or {data}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.base.console import printable
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -165,13 +166,6 @@ def _check_model(model: str) -> None:
     )
 
 
-def printable(text: str) -> str:
-    """The text with U+FFFD for what would steer a terminal: control characters but \\n and \\t."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\ufffd" for c in text
-    )
-
-
 def run_sample(
     model: str,
     *,
@@ -186,14 +180,14 @@ def run_sample(
     model_dtype: str,
 ) -> None:
     """Print samples that continue the prompt, separated by lines of three dashes."""
-    warn(_idle_options(temperature, top_k, top_p, num_samples))
+    warn(idle_options(temperature, top_k, top_p, num_samples))
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
     with open_model(model) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
-        _check_prompt(ids, config)
+        check_prompt(ids, config)
         positions = min(len(ids) + max_new_tokens, config.longest)
         dtype = parse_dtype(model_dtype)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
@@ -213,7 +207,7 @@ def run_sample(
                 print("---")
 
 
-def _idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
+def idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
     """One line for every option that has no effect beside the others."""
     idle = {
         f"--top-k {top_k}": top_k > 0,
@@ -234,7 +228,8 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
     return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
 
 
-def _check_prompt(ids: list[int], config: ModelConfig) -> None:
+def check_prompt(ids: list[int], config: ModelConfig) -> None:
+    """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
     if len(ids) >= config.longest:
         raise ConfigError(
             f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
