@@ -13,6 +13,7 @@ import tests.text_data
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.config.presets import PRESETS
+from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.train_tokenizer import train_tokenizer
@@ -89,6 +90,10 @@ def test_transformers_makes_the_same_ids(trained, tmp_path, preset):
     answered = said + "<|im_start|>assistant\nYes<|im_end|>\n"
     asked = {"tokenize": False, "add_generation_prompt": True}
     assert theirs.apply_chat_template(chat, tokenize=False) == answered
+    ours = load_chat_template(HfTokenizer(folder))
+    assert ours.render(chat).text == answered
+    end = HfTokenizer(folder).encode("<|im_end|>")[0]
+    assert end_of_turn(ours, HfTokenizer(folder)).ids[0] == end
     assert theirs.apply_chat_template(chat[:1], **asked) == said + "<|im_start|>assistant\n"
 
 
@@ -109,6 +114,7 @@ def test_what_cannot_be_made(text, tmp_path):
     template = tmp_path / "template"
     template.write_text("{{ '<|user|>' }}")
     (tmp_path / "blank.txt").touch()
+    (tmp_path / "bad").write_text("{% for")
     for error, said, given in (
         (
             ConfigError,
@@ -118,7 +124,8 @@ def test_what_cannot_be_made(text, tmp_path):
         (ConfigError, "--special-token: <a> is there already", {"special_tokens": ["<a>", "<a>"]}),
         (ConfigError, "--special-token: .* is there already", {"special_tokens": [END_OF_TEXT]}),
         (ConfigError, "--special-token: ' ' is no token", {"special_tokens": [" "]}),
-        (ConfigError, "--chat-template: cannot read 'none': No such", {"chat_template": "none"}),
+        (DataError, "cannot read the chat template 'none': No such", {"chat_template": "none"}),
+        (DataError, "is no template: ", {"chat_template": str(tmp_path / "bad")}),
         (DataError, "no field 'body'", {"field": "body"}),
     ):
         with pytest.raises(error, match=said):

@@ -7,26 +7,17 @@ from typing import Annotated
 
 import typer
 
+from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
+
 
 def train_tokenizer(
     vocab_size: Annotated[int, typer.Option(help="Tokens, special ones included.")],
     out: Annotated[Path, typer.Option(help="Directory of the tokenizer.")],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(help="Text, JSON lines, JSON or Parquet; globs; -: standard input."),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")] = None,
-    field: Annotated[
-        list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
-    ] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
-    ] = None,
+    inputs: Inputs = None,
+    dataset: Dataset = None,
+    split: Split = None,
+    field: Field = None,
+    template: Template = None,
     special_token: Annotated[
         list[str] | None,
         typer.Option(help="Special token beside <|endoftext|>; may be given several times."),

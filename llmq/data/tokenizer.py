@@ -19,7 +19,7 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.config.presets import find_directory
-from llmq.data.tokenizer_files import END_OF_TEXT, open_tokenizer, read_json
+from llmq.data.tokenizer_files import END_OF_TEXT, QWEN2_WORDS, open_tokenizer, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -202,7 +202,7 @@ class HfTokenizer:
         """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
         content = json.loads(self._tokenizer.to_str())
         parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
-        words = parts[0].get("pattern") == {"Regex": _QWEN2_WORDS}
+        words = parts[0].get("pattern") == {"Regex": QWEN2_WORDS}
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:

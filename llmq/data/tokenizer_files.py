@@ -36,7 +36,7 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 # How the tokenizers that are saved as vocab.json and merges.txt cut a text into words. For GPT-2
 # the library knows the expression.
-_QWEN2_WORDS = (
+QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -50,7 +50,7 @@ def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
-from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
+from llmq.data.chat_template import load_chat_template
+from llmq.data.documents import (
+    EvalSplit,
+    Position,
+    Source,
+    find_sources,
+    having_fields,
+    read_blocks,
+)
 from llmq.data.hub_dataset import HubDataset
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.standard_input import reading_standard_input
-from llmq.data.tokenizer import HfTokenizer, save_tokenizer
+from llmq.data.tokenizer import TEMPLATE_FILE, ByteTokenizer, HfTokenizer, save_tokenizer
 from llmq.data.tokenizer_files import END_OF_TEXT, new_byte_level_bpe
 
 if TYPE_CHECKING:
@@ -88,7 +96,7 @@ def train_tokenizer(
     there = next((name for name in HfTokenizer.FILES if (out / name).exists()), None)
     if there is not None and not overwrite:
         raise DataError(f"'{out / there}' is there: choose another --out, or give --overwrite")
-    sources, warnings = find_sources(inputs, dataset, text, exclude=out)
+    sources, warnings = having_fields(find_sources(inputs, dataset, exclude=out), text)
     tokenizer = new_byte_level_bpe()
     reader = _Texts(sources, text, special)
     tokenizer.train_from_iterator(reader, _trainer(vocab_size - len(special)))
@@ -98,7 +106,7 @@ def train_tokenizer(
     with staged_directory(out, HfTokenizer.FILES) as staging:
         save_tokenizer(staging, tokenizer, config, special)
         if written is not None:
-            (staging / "chat_template.jinja").write_text(written, "utf-8")
+            (staging / TEMPLATE_FILE).write_text(written, "utf-8")
     trained = HfTokenizer(out)
     size = trained.vocab_size
     if size < vocab_size:
@@ -124,18 +132,13 @@ def _special_tokens(given: Sequence[str]) -> list[str]:
 
 
 def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """The template that --chat-template names, and its special tokens."""
+    """The template that --chat-template names, and its special tokens. DataError for a bad one."""
     if spec is None:
         return None, ()
     if spec.lower() == CHATML:
         return _CHATML, _CHATML_TOKENS
-    try:
-        return Path(spec).read_text("utf-8"), ()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError(
-            f"--chat-template: cannot read '{spec}': {reason}; give {CHATML} or a file"
-        ) from None
+    template = load_chat_template(ByteTokenizer(), spec)
+    return template.sources["default"], ()
 
 
 def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
