@@ -17,6 +17,7 @@ from llmq import __version__
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
 from llmq.commands import bench, demo, export, plan, plot, sample, tokenize, train, verify, watch
+from llmq.commands import eval as evaluation
 from llmq.commands.common import TrainCommand
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ app.command(cls=TrainCommand)(verify.verify)
 app.command()(tokenize.tokenize)
 app.command()(demo.demo)
 app.command()(sample.sample)
+app.command("eval")(evaluation.evaluate)
 app.command()(export.export)
 app.command()(plot.plot)
 app.command()(watch.watch)

@@ -34,18 +34,21 @@ class Model:
         options: TrainConfig,
         weights: Weights,
         backend: str,
+        *,
+        trains: bool = True,
     ):
-        """backend: "native" or "cudnn" attention."""
+        """backend: "native" or "cudnn" attention. trains: False without backward passes."""
         self.dev, self.config, self.weights = dev, config, weights
         dtype = parse_dtype(options.model_dtype)
         shape = (options.batch_size * options.seq_len, config.hidden_size)
         offload, layers = options.offload_residual, config.num_layers
-        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload)
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         self.operands = make_operands(dev, options, layers, shape)
         self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend)
         self.head = Head(dev, config, self.operands, options)
-        self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
-        self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
+        if trains:
+            self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
+            self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
 
     @property
     def _layers(self) -> range:
