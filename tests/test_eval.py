@@ -153,14 +153,18 @@ def test_requests_with_the_same_inputs_share_a_row():
     tokens = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 2, 3, 4], [1, 2, 3, 6, 7]]
     requests = [Request(np.array(t, np.int32), 2) for t in tokens]
     (batch,) = make_batches(requests, lambda length, left: (left, 4))
-    assert batch.inputs.tolist() == [[1, 2, 3, 6], [1, 2, 3, 0], [9, 2, 3, 0]]
-    assert batch.owners == [[3, 0, 2], [-1, 1, -1]]
-    assert batch.rounds[0].tolist() == [
+    assert batch.inputs().tolist() == [[1, 2, 3, 6], [1, 2, 3, 0], [9, 2, 3, 0]]
+    assert [[index for index, _ in row.asked] for row in batch.rows] == [[3], [0, 1], [2]]
+    assert batch.targets(0).tolist() == [
         [-100, -100, 6, 7],
         [-100, 3, 4, -100],
         [-100, 3, 4, -100],
     ]
-    assert batch.rounds[1].tolist()[1] == [-100, 3, 5, -100]
+    nothing = [-100] * 4
+    assert batch.targets(1).tolist() == [nothing, [-100, 3, 5, -100], nothing]
+    out = np.zeros(4)
+    batch.add_up(out, 1, np.arange(12, dtype=np.float32).reshape(3, 4))
+    assert out.tolist() == [0, -(5 + 6), 0, 0]
 
 
 def test_shapes_waste_little():

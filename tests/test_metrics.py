@@ -346,7 +346,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
     assert reporter.view.bold == [line]
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     assert reporter.view.lines[-1] == line.replace("| train  1.500000 ", "")  # without steps
-    assert reporter.view.states[-1] == {"eval_loss": 3.25}
+    assert reporter.view.states[-1] == {"scores": {"eval": 3.25}}
     assert logged(reporter)[-1]["eval_tokens"] == 5000
 
 

@@ -35,7 +35,8 @@ _DATA += "eval_num_steps"
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
-    if opt.group == OPTIONS["log_file"].group or name in (*_DATA.split(), "measure_scaling")
+    if opt.group in (OPTIONS["log_file"].group, OPTIONS["eval_task"].group)
+    or name in (*_DATA.split(), "measure_scaling")
 }
 
 EXPLANATION = """\

@@ -48,7 +48,9 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     def run(**values: Any) -> int | None:
         own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
         given = {
-            OPTIONS[name].flags[0]: value for name, value in values.items() if value is not None
+            OPTIONS[name].flags[0]: value
+            for name, value in values.items()
+            if value not in (None, [])
         }
         return command(given, **own_values)
 
@@ -65,6 +67,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
     """One option as a parameter whose value is None where it was not given."""
     default = getattr(TrainConfig(), name)
     is_bool = opt.parse is parse_bool
+    default = default or None if opt.repeats else default
     spellings = [f"--{flag}" for flag in opt.flags]
     if is_bool:
         spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
@@ -76,7 +79,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
         metavar=None if is_bool else opt.metavar,
         show_default=False,
     )
-    kind = bool if is_bool else str
+    kind = bool if is_bool else list[str] if opt.repeats else str
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -36,4 +36,7 @@ def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
         fewer = {other: value for other, value in given.items() if other != name}
         if values(fewer) == wanted:
             given = fewer
-    return ["llmq", "train", *(flag(name, value) for name, value in given.items())]
+    flags = []
+    for name, value in given.items():
+        flags += [flag(name, v) for v in (value if isinstance(value, tuple) else (value,))]
+    return ["llmq", "train", *flags]

@@ -13,14 +13,17 @@ from llmq.config.option_types import (
     parse_every,
     parse_layers,
     parse_name,
+    parse_patterns,
     parse_size,
     parse_switch,
+    parse_texts,
     switch,
 )
 
 FP8_DTYPES = ("e4m3", "e5m2")
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
+_EVALUATION = "Evaluation in the run"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
 _RANKS = "Several GPUs"
 
@@ -86,11 +89,13 @@ class Fields:
     train_file: str = option(
         _DATA, f"{SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
     )
-    eval_file: str | None = option(
+    eval_file: str | tuple[str, ...] | None = option(
         _DATA,
         None,
         "Validation token files, a glob pattern; none: no validation; split: a part of the "
-        "training files; if not given: eval.bin beside the default --train-file, split with others",
+        "training files; if not given: eval.bin beside the default --train-file, split with "
+        "others; NAME=PATTERN, repeated: validations of their own",
+        parse=parse_patterns,
     )
     eval_fraction: float = option(
         _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
@@ -159,6 +164,27 @@ class Fields:
         _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
     )
 
+    eval_task: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Task of llmq eval to evaluate on in the run, FILE or KIND=FILE; may be repeated",
+        parse=parse_texts,
+    )
+    task_every: int = option(
+        _EVALUATION, -1, "Steps between evaluations on tasks; 0 or less: only at the end"
+    )
+    task_limit: int | None = option(
+        _EVALUATION, None, "Take only as many records of each task, from its start", min=1
+    )
+    sample_prompt: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Text to continue in the run, as a sample; may be repeated",
+        parse=parse_texts,
+    )
+    sample_every: int = option(_EVALUATION, -1, "Steps between samples; 0 or less: only at the end")
+    sample_tokens: int = option(_EVALUATION, 64, "Longest continuation of a sample", min=1)
+
     name: str = option(
         _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
     )
@@ -170,6 +196,12 @@ class Fields:
     )
     ckpt_major: int = option(
         _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted"
+    )
+    keep_best: str | None = option(
+        _OUTPUT,
+        None,
+        "Write and keep the checkpoint at which this was best: loss, NAME/loss of a named "
+        "--eval-file, or TASK/METRIC of an --eval-task",
     )
     save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
     continue_from: str | None = option(

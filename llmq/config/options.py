@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE, Fields
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import NONE, SPLIT, Option, options_of
+from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
@@ -108,12 +108,27 @@ class TrainConfig(Fields):
     @property
     def splits(self) -> bool:
         """Whether the validation data are a part of the training files."""
-        return self.eval_file == SPLIT
+        return self.eval_pattern == SPLIT
+
+    @property
+    def eval_pattern(self) -> str:
+        """What --eval-file says without a name; NONE where all its patterns have one."""
+        return self._eval_patterns.get("", NONE)
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Named patterns of validation files beside it."""
+        return {name: pattern for name, pattern in self._eval_patterns.items() if name}
+
+    @property
+    def _eval_patterns(self) -> dict[str, str]:
+        given = self.eval_file if isinstance(self.eval_file, tuple) else (self.eval_file,)
+        return dict(map(named_pattern, given))
 
     @property
     def validates(self) -> bool:
-        """Whether there are validation files."""
-        return self.eval_file != NONE
+        """Whether there are validation files without a name."""
+        return self.eval_pattern != NONE
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""

@@ -7,7 +7,7 @@ beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +26,22 @@ class Request(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The requests of a task's items, in order; item i has those from starts[i] to starts[i+1]."""
+    """The requests of a task's items, in order; item i has those from starts[i] to starts[i+1].
+
+    cut: how many requests have lost their beginning.
+    """
 
     task: Task
     requests: list[Request]
     starts: list[int]
+    cut: int
+
+    def cut_lines(self, longest: str) -> list[str]:
+        """What to warn of. longest: what they are too long for."""
+        if self.cut == 0:
+            return []
+        of_all = f"{self.cut} of its {len(self.requests)} sequences"
+        return [f"{self.task.name}: {of_all} are too long for {longest} and lose their beginning"]
 
 
 class Encoder:
@@ -44,11 +55,11 @@ class Encoder:
     def ask(self, task: Task) -> Asked:
         """DataError for an item that cannot be scored, such as an answer that is too long."""
         requests: list[Request] = []
-        starts = [0]
+        starts, self._cut = [0], 0
         for found in self._texts(task) if task.is_text else self._questions(task):
             requests += found
             starts.append(len(requests))
-        return Asked(task, requests, starts)
+        return Asked(task, requests, starts, self._cut)
 
     def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids as transformers makes them, except where a text has its first token written out."""
@@ -91,6 +102,7 @@ class Encoder:
             raise DataError(
                 f"{where}: an answer has {count} tokens, more than the {self.longest} of a sequence"
             )
+        self._cut += len(tokens) > self.longest + 1
         return Request(tokens[-(self.longest + 1) :], count)
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
@@ -117,22 +129,48 @@ class Encoder:
 # Batches
 
 
-class Batch(NamedTuple):
-    """Sequences that are computed at once, padded on the right.
-
-    inputs: int32 (B, T). rounds: targets int32 (B, T) of each, -100 where nothing is asked; several
-    where continuations differ in their last token only. owners: of each round, by row, the index of
-    the request, -1 for none.
-    """
-
-    inputs: np.ndarray
-    rounds: list[np.ndarray]
-    owners: list[list[int]]
-
-
 class _Row(NamedTuple):
+    """inputs: int32 (n,). asked: requests, by their index, whose inputs these are."""
+
     inputs: np.ndarray
-    asked: list[tuple[int, np.ndarray]]  # request and its targets
+    asked: list[tuple[int, Request]]
+
+
+class Batch(NamedTuple):
+    """Sequences that are computed at once, padded on the right. shape: (B, T)."""
+
+    rows: list[_Row]
+    shape: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """Of the rounds: several where continuations differ in their last token only."""
+        return max(len(row.asked) for row in self.rows)
+
+    def inputs(self) -> np.ndarray:
+        """int32 (B, T)."""
+        inputs = np.zeros(self.shape, np.int32)
+        for b, row in enumerate(self.rows):
+            inputs[b, : len(row.inputs)] = row.inputs
+        return inputs
+
+    def targets(self, number: int) -> np.ndarray:
+        """int32 (B, T) of one of the rounds, -100 where nothing is asked."""
+        targets = np.full(self.shape, MASKED_TARGET, np.int32)
+        for b, row in enumerate(self.rows):
+            if number < len(row.asked):
+                tokens, count = row.asked[number][1]
+                end = len(tokens) - 1
+                targets[b, end - count : end] = tokens[-count:]
+        return targets
+
+    def add_up(self, out: np.ndarray, number: int, losses: np.ndarray) -> None:
+        """Into out (requests,) F64 the log-likelihoods of a round. losses: F32 (B, T)."""
+        for b, row in enumerate(self.rows):
+            if number < len(row.asked):
+                index, (tokens, count) = row.asked[number]
+                end = len(tokens) - 1
+                out[index] = -losses[b, end - count : end].sum(dtype=np.float64)
 
 
 def make_batches(
@@ -144,37 +182,13 @@ def make_batches(
     Requests that have the same inputs, such as the letters behind a question, share a row.
     """
     rows: dict[bytes, _Row] = {}
-    for index, (tokens, count) in enumerate(requests):
-        targets = tokens[1:].copy()
-        targets[: len(targets) - count] = MASKED_TARGET
-        row = rows.setdefault(tokens[:-1].tobytes(), _Row(tokens[:-1], []))
-        row.asked.append((index, targets))
+    for index, request in enumerate(requests):
+        inputs = request.tokens[:-1]
+        rows.setdefault(inputs.tobytes(), _Row(inputs, [])).asked.append((index, request))
     left = sorted(rows.values(), key=lambda row: -len(row.inputs))
     batches, first = [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
-        batches.append(_batch(left[first : first + B], B, T))
+        batches.append(Batch(left[first : first + B], (B, T)))
         first += B
     return batches
-
-
-def _batch(rows: list[_Row], B: int, T: int) -> Batch:
-    count = max(len(row.asked) for row in rows)
-    inputs = np.zeros((B, T), np.int32)
-    rounds = [np.full((B, T), MASKED_TARGET, np.int32) for _ in range(count)]
-    owners = [[-1] * B for _ in range(count)]
-    for b, row in enumerate(rows):
-        inputs[b, : len(row.inputs)] = row.inputs
-        for number, (index, targets) in enumerate(row.asked):
-            rounds[number][b, : len(targets)] = targets
-            owners[number][b] = index
-    return Batch(inputs, rounds, owners)
-
-
-def add_up(out: np.ndarray, batch: Batch, losses: Iterable[np.ndarray]) -> None:
-    """Into out (requests,) F64 the log-likelihoods of a batch. losses: F32 (B, T) of each round."""
-    for targets, owners, of_round in zip(batch.rounds, batch.owners, losses, strict=True):
-        sums = np.where(targets == MASKED_TARGET, 0.0, of_round.astype(np.float64)).sum(axis=1)
-        for b, index in enumerate(owners):
-            if index >= 0:
-                out[index] = -sums[b]

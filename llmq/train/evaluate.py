@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -14,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from llmq.base.dtypes import DType, parse_dtype
-from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
 from llmq.config.model import ModelConfig
 from llmq.data.judge import Score, judge
-from llmq.data.scoring import Asked, Batch, Encoder, add_up, make_batches
+from llmq.data.scoring import Asked, Batch, Encoder, make_batches
 from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
 from llmq.model.score import Scorer, scoring_options
@@ -79,6 +80,7 @@ def ask_model(
         encoder = Encoder(load_tokenizer(source), longest)
         asked = [encoder.ask(task) for task in tasks]
         check_ids(asked, config)
+        warn([line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
         requests = [request for a in asked for request in a.requests]
         batches = make_batches(requests, Shapes(batch_tokens, longest))
         fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)
@@ -172,7 +174,7 @@ class Fleet:
     ):
         """read: a whole parameter; called by all threads. LlmqError where memory is too small."""
         self.batches = batches
-        shapes = sorted({batch.inputs.shape for batch in batches}, key=lambda shape: -shape[1])
+        shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
         largest = scoring_options(config, dtype, *shapes[0])
         backend = attention_backend(largest, config, machine)
         table, placement = weight_table(config), resident(weight_table(config), dtype)
@@ -210,10 +212,11 @@ class Fleet:
                     batch = next(left, None)
                 if batch is None:
                     return
-                losses = self._scorers[rank].score(batch.inputs, batch.rounds)
+                rounds = [batch.targets(number) for number in range(batch.count)]
+                for number, losses in enumerate(self._scorers[rank].score(batch.inputs(), rounds)):
+                    batch.add_up(out, number, losses)
                 with lock:
-                    add_up(out, batch, losses)
-                    report(batch.inputs.size)
+                    report(math.prod(batch.shape))
                 self.pool.beat()
 
         self.pool.run("evaluation", work)
@@ -240,5 +243,5 @@ def _progress(batches: list[Batch]) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("eval", total=sum(batch.inputs.size for batch in batches))
+        task = bar.add_task("eval", total=sum(math.prod(batch.shape) for batch in batches))
         yield lambda tokens: bar.advance(task, tokens)

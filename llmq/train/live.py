@@ -81,8 +81,8 @@ class LiveView:
             self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
 
     def progress(self, **state: Any) -> None:
-        """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
-        evaluation; gpu, a line of text, from the monitor."""
+        """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
+        an evaluation; gpu, a line of text, from the monitor."""
         self._state |= state
         if "loss" in state:
             self._curve.add(state["loss"])
@@ -101,8 +101,7 @@ class LiveView:
         head = Table.grid(padding=(0, 2))
         head.add_row(f"step {state['step']}/{self._total}", bar, self._speed())
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
-        if "eval_loss" in state:
-            numbers.append(f"eval {state['eval_loss']:.4g}")
+        numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
         rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]
         return Group(head, *(row for row in rows if row))
 

@@ -14,9 +14,11 @@ import numpy as np
 
 from llmq.base.errors import discard, warn
 from llmq.comm.links import LinkTable
+from llmq.data.judge import Score
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
+from llmq.train.sampling import printable
 
 SHOWN_FILES = 10  # in [Dataset], for each split
 
@@ -145,6 +147,7 @@ class Reporter:
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
         self._gpu_lines: dict[int, str] = {}
+        self._scores: dict[str, float] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -301,14 +304,17 @@ class Reporter:
         named = [{"name": name, "value": value} for name, value in values.items()]
         self.log.write("abs-maxes", step, abs_maxes=named)
 
-    def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
+    def evaluation(self, step: int, result: Result, ms: float, tokens: int, name: str = "") -> None:
         """[V]: the evaluation before step `step`. tokens: that were run.
 
-        With the mean training loss since the last one, if there were steps.
+        With the mean training loss since the last one, if there were steps. name: of a named set.
         """
         count = self._loss_count
         train = f"train {self._loss_sum / count:9f} | " if count else ""
-        self._loss_sum, self._loss_count = 0.0, 0
+        if name:
+            train = f"{name} | "
+        else:
+            self._loss_sum, self._loss_count = 0.0, 0
         self.view.line(
             f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
             f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
@@ -321,8 +327,44 @@ class Reporter:
             duration_ms=int(ms),
             loss=result.loss,
             loss_1k=result.loss_1k,
+            **({"name": name} if name else {}),
         )
-        self.view.progress(eval_loss=result.loss)
+        self.score(f"{name}/loss" if name else "eval", result.loss)
+
+    def score(self, name: str, value: float) -> None:
+        """A number that the live view shows until there is a newer one."""
+        self._scores[name] = value
+        self.view.progress(scores=self._scores)
+
+    def task(self, step: int, scores: Sequence[Score], seconds: float) -> None:
+        """[E]: all numbers of one task before step `step`."""
+        shown = []
+        for s in scores:
+            error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
+            shown.append(f"{s.metric} {s.value:.4f}{error}")
+            self.log.write(
+                "task",
+                step,
+                name=s.task,
+                metric=s.metric,
+                value=s.value,
+                stderr=s.stderr,
+                count=s.count,
+                seconds=round(seconds, 3),
+            )
+            self.score(f"{s.task}/{s.metric}", s.value)
+        line = " | ".join([scores[0].task, *shown])
+        time_taken = duration(1000 * seconds)
+        self.view.line(
+            f"[E] step {step:5d} [{self._percent(step):4.1f}%] | time: {time_taken} | {line}",
+            bold=True,
+        )
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """[S]: how the model goes on with a prompt before step `step`."""
+        shown = printable(prompt + text).replace("\n", "\n    ")
+        self.view.line(f"[S] step {step:5d} [{self._percent(step):4.1f}%] | {shown}")
+        self.log.write("sample", step, prompt=prompt, text=text)
 
     def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
         """A record of a rank's monitor, and a line of text for the live view."""

@@ -52,10 +52,11 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
-    patterns = {"--train-file": config.train_file}
+    patterns = [("--train-file", config.train_file)]
     if config.validates and not config.splits:
-        patterns["--eval-file"] = config.eval_file
-    for flag, pattern in patterns.items():
+        patterns.append(("--eval-file", config.eval_pattern))
+    patterns += [("--eval-file", pattern) for pattern in config.eval_sets.values()]
+    for flag, pattern in patterns:
         for path, made in tokenizers_of_files(pattern):
             yield f"{flag}: '{path}'", made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -39,8 +39,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
 from llmq.train.batches import check_batches
-from llmq.train.loaders import open_loaders
-from llmq.train.ranks import Ranks, Rounds
+from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.ranks import Ranks
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -263,18 +263,10 @@ class Trainer:
         The last batch of all may be incomplete: what fills it does not count. stopped is asked
         before every batch; None is returned if it said yes.
         """
-        count = self.eval_loader.batches_per_epoch
-        count = count if max_batches is None else min(count, max_batches)
-        rounds = Rounds(self.world_size, count, stopped or (lambda: False))
-
-        def taken(loader: DataLoader) -> Iterator[Batch]:
-            loader.reset()
-            return (loader.next_batch() for _ in rounds.of(loader.rank))
-
-        result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
-        if rounds.cut:
-            return None
-        self.validated_at = self.steps_done
+        _ = self.eval_loader  # ConfigError without one
+        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped)
+        if result is not None:
+            self.validated_at = self.steps_done
         return result
 
     # -- weights and state -----------------------------------------------------------------------

@@ -1,0 +1,291 @@
+"""What a run does between its steps beside training: validations, tasks and samples.
+
+All of it runs the passes of an evaluation, in the memory and the graphs that the run has for one,
+on all ranks alike. So it works with every way to divide and to offload a model, and changes no bit
+of the training.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.checkpoint.best import Found
+from llmq.config.options import TrainConfig
+from llmq.data import scoring
+from llmq.data.judge import judge
+from llmq.data.loader import DataLoader
+from llmq.data.scoring import Asked, Encoder, make_batches
+from llmq.data.tasks import read_tasks
+from llmq.data.tokenizer import Tokenizer, load_tokenizer
+from llmq.data.tokens import MASKED_TARGET
+from llmq.model.step import Result
+from llmq.train.evaluate import check_ids
+from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.metrics import Reporter
+from llmq.train.ranks import Rank
+from llmq.train.sampling import choose_token, continuation
+from llmq.train.trainer import Trainer
+
+TEMPERATURE = 0.8  # of samples, as of `llmq sample`
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the options ask about, read and checked before the run writes anything.
+
+    sets: loaders of each rank, by name. prompts: texts and their ids. metrics: all that the run
+    will measure, as --keep-best names it.
+    """
+
+    sets: dict[str, list[DataLoader]]
+    asked: list[Asked]
+    prompts: list[tuple[str, list[int]]]
+    tokenizer: Tokenizer | None
+
+    metrics: list[str]
+
+    def close(self) -> None:
+        """Close the token files."""
+        for loaders in self.sets.values():
+            for loader in loaders:
+                loader.close()
+
+
+def read_material(trainer: Trainer) -> Material:
+    """LlmqError names what cannot be read, or does not fit into the run."""
+    config, model = trainer.config, trainer.model
+    shape = (config, model.vocab_size, trainer.world_size)
+    sets = {
+        name: open_loaders(*shape, held_out=True, pattern=pattern)
+        for name, pattern in config.eval_sets.items()
+    }
+    metrics = ["loss"] * config.validates + [f"{name}/loss" for name in sets]
+    if not config.eval_task and not config.sample_prompt:
+        return Material(sets, [], [], None, metrics)
+    tokenizer = _tokenizer(trainer)
+    encoder = Encoder(tokenizer, config.seq_len)
+    asked = [encoder.ask(task) for task in read_tasks(config.eval_task, config.task_limit)]
+    check_ids(asked, model)
+    warn([line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
+    metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
+    prompts = [(text, _prompt(text, tokenizer, trainer)) for text in config.sample_prompt]
+    return Material(sets, asked, prompts, tokenizer, metrics)
+
+
+def _prompt(text: str, tokenizer: Tokenizer, trainer: Trainer) -> list[int]:
+    """The ids of a --sample-prompt."""
+    ids = [*tokenizer.added[0], *tokenizer.encode(text)]
+    if len(ids) >= trainer.config.seq_len:
+        raise ConfigError(
+            f"--sample-prompt: {text[:20]!r} has {len(ids)} tokens, --seq-len is "
+            f"{trainer.config.seq_len}: use a shorter one"
+        )
+    if max(ids) >= trainer.model.vocab_size:
+        raise ConfigError(
+            f"--sample-prompt: token {max(ids)} is outside the model's vocabulary of "
+            f"{trainer.model.vocab_size}: the tokenizer does not belong to the model"
+        )
+    return ids
+
+
+def _tokenizer(trainer: Trainer) -> Tokenizer:
+    if trainer.tokenizer is None:
+        flag = "--eval-task" if trainer.config.eval_task else "--sample-prompt"
+        raise ConfigError(
+            f"{flag}: neither the model nor the training files have a tokenizer beside them: put "
+            f"its files into '{Path(trainer.config.train_file).parent / 'tokenizer'}'"
+        )
+    return load_tokenizer(trainer.tokenizer)
+
+
+class Evaluations:
+    """Those of one run.
+
+    done_at: the step of the last tasks and samples, so that a continued run makes up for what was
+    due when it was stopped, and repeats nothing.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        material: Material,
+        stopped: Callable[[], bool],
+    ):
+        """stopped: whether to end soon; asked before each batch."""
+        self.trainer, self.reporter, self.material = trainer, reporter, material
+        self.config: TrainConfig = trainer.config
+        self.stopped = stopped
+        self.found: Found = {}
+        self.done_at: dict[str, int] = {}
+
+    def take_found(self) -> Found:
+        """The numbers since this was last called."""
+        found, self.found = self.found, {}
+        return found
+
+    # -- validations -----------------------------------------------------------------------------
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation files, with or without a name."""
+        return self.config.validates or bool(self.material.sets)
+
+    def validate(self, max_batches: int | None) -> float:
+        """Report the losses; that of the files without a name, NaN without one.
+
+        max_batches: of each rank; None: all. A signal ends it without a result.
+        """
+        trainer, loss = self.trainer, math.nan
+        before = trainer.validated_at
+        if self.config.validates:
+            start = time.perf_counter()
+            result = trainer.validate(max_batches, self.stopped)
+            if result is None:
+                return math.nan
+            loss = result.loss
+            self._report("", trainer.eval_loader, max_batches, result, start)
+        for name, loaders in self.material.sets.items():
+            start = time.perf_counter()
+            result = mean_loss(trainer.ranks, loaders, max_batches, self.stopped)
+            if result is None:  # all of them again, then
+                trainer.validated_at = before
+                return loss
+            self._report(name, loaders[0], max_batches, result, start)
+        trainer.validated_at = trainer.steps_done if self.validates else before
+        return loss
+
+    def _report(
+        self, name: str, loader: DataLoader, max_batches: int | None, result: Result, start: float
+    ) -> None:
+        """One validation. start: time.perf_counter() when it began."""
+        config, step = self.config, self.trainer.steps_done
+        ms = (time.perf_counter() - start) * 1000
+        batches = loader.batches_per_epoch if max_batches is None else max_batches
+        tokens = loader.sequences(batches) * config.seq_len
+        self.reporter.evaluation(step, result, ms, tokens, name)
+        self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        if result.tokens == 0:
+            files = config.eval_sets.get(name, config.eval_pattern)
+            files = config.train_file if not name and config.splits else files
+            self.reporter.message(
+                f"WARNING: the validation loss is nan: all targets that were read of '{files}' are "
+                "masked",
+                step,
+            )
+
+    # -- tasks and samples -----------------------------------------------------------------------
+
+    def due(self, *, at_end: bool = False) -> list[Callable[[], None]]:
+        """What is to be called now, of tasks and samples."""
+        step, calls = self.trainer.steps_done, []
+        for name, given, every, call in (
+            ("tasks", self.material.asked, self.config.task_every, self.tasks),
+            ("samples", self.material.prompts, self.config.sample_every, self.samples),
+        ):
+            now = at_end or (step > 0 and every > 0 and step % every == 0)
+            if given and now and self.done_at.get(name) != step:
+                calls.append(call)
+        return calls
+
+    def tasks(self) -> None:
+        """Report all tasks; a signal ends them without the results of the rest."""
+        step = self.trainer.steps_done
+        for asked in self.material.asked:
+            start = time.perf_counter()
+            likelihoods = self._likelihoods(asked)
+            if likelihoods is None:
+                return
+            scores = judge(asked, likelihoods)
+            self.reporter.task(step, scores, time.perf_counter() - start)
+            for s in scores:
+                self.found[f"{s.task}/{s.metric}"] = (s.value, s.count)
+        self.done_at["tasks"] = step
+
+    def _likelihoods(self, asked: Asked) -> np.ndarray | None:
+        """Of a task's requests; None after a signal."""
+        B, T = self.config.batch_size, self.config.seq_len
+        batches = make_batches(asked.requests, lambda longest, left: (B, T))
+        passes = [(batch, number) for batch in batches for number in range(batch.count)]
+        out = np.full(len(asked.requests), np.nan)
+
+        def make(batch: scoring.Batch, number: int) -> Batch:
+            return Batch(batch.inputs(), batch.targets(number))
+
+        def work(rank: Rank, index: int, batch: Batch) -> None:
+            losses = rank.step.score(batch)
+            if index >= 0:
+                passes[index][0].add_up(out, passes[index][1], losses)
+
+        made = [partial(make, *of_pass) for of_pass in passes]
+        return out if self.trainer.ranks.share("task", made, work, self.stopped) else None
+
+    def samples(self) -> None:
+        """Report how the model goes on with each prompt; a signal ends them without the rest."""
+        step, tokenizer = self.trainer.steps_done, self.material.tokenizer
+        try:
+            texts = self._continue([ids for _, ids in self.material.prompts])
+        except LlmqError as error:  # predictions that are no numbers: the run itself tells
+            self.reporter.message(f"WARNING: no samples: {error}", step)
+            return
+        if texts is None:
+            return
+        for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
+            self.reporter.sample(step, prompt, continuation(tokenizer, ids, new))
+        self.done_at["samples"] = step
+
+    def _continue(self, prompts: list[list[int]]) -> list[list[int]] | None:
+        """New ids behind each prompt, one at a time for all; None after a signal."""
+        config, step, model = self.config, self.trainer.steps_done, self.trainer.model
+        ends = {self.material.tokenizer.eos_id, *model.eos_token_ids}
+        texts = [list(ids) for ids in prompts]
+        rngs = [np.random.default_rng([config.seed, step, i]) for i in range(len(prompts))]
+        left = list(range(len(prompts)))
+        for _ in range(config.sample_tokens):
+            left = [i for i in left if len(texts[i]) < config.seq_len]
+            logits = self._next_logits([texts[i] for i in left])
+            if logits is None:
+                return None
+            chosen = {
+                i: choose_token(of_text, rngs[i], temperature=TEMPERATURE)
+                for i, of_text in zip(left, logits, strict=True)
+            }
+            left = [i for i in left if chosen[i] not in ends]
+            for i in left:
+                texts[i].append(chosen[i])
+            if not left:
+                break
+        return [text[len(ids) :] for text, ids in zip(texts, prompts, strict=True)]
+
+    def _next_logits(self, texts: list[list[int]]) -> list[np.ndarray] | None:
+        """F32 (V,) behind each text; None after a signal."""
+        B, T = self.config.batch_size, self.config.seq_len
+        groups = [texts[first : first + B] for first in range(0, len(texts), B)]
+        found: dict[int, np.ndarray] = {}
+
+        def make(group: list[list[int]]) -> Batch:
+            inputs = np.zeros((B, T), np.int32)
+            for b, text in enumerate(group):
+                inputs[b, : len(text)] = text
+            return Batch(inputs, np.full((B, T), MASKED_TARGET, np.int32))
+
+        def work(rank: Rank, index: int, batch: Batch) -> None:
+            of_group = groups[index] if index >= 0 else []
+            rows = [b * T + len(text) - 1 for b, text in enumerate(of_group)]
+            logits = rank.step.next_logits(batch, rows)
+            if index >= 0:
+                found[index] = logits
+
+        made = [partial(make, group) for group in groups]
+        if not self.trainer.ranks.share("sample", made, work, self.stopped):
+            return None
+        return [row for index in range(len(groups)) for row in found[index]]
