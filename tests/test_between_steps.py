@@ -137,7 +137,7 @@ def test_several_values_on_all_doors(tmp_path):
     again = command_line(config)
     assert "--eval-file=a.bin" in again and "--eval-file=x=b.bin" in again
     shown = dict(option_rows(config, preset("tiny")))
-    assert (shown["eval-file"], shown["eval-task"]) == ("a.bin, x=b.bin", "none")
+    assert (shown["eval-file"], shown["eval-task"]) == ("a.bin x=b.bin", "none")
     path = tmp_path / "run.yaml"
     path.write_text("eval-file: [a.bin, x=b.bin]\nsample-prompt: one\n")
     assert make_config({}, path).eval_file == config.eval_file

@@ -49,7 +49,7 @@ def test_written_files_feed_the_loader_and_the_tokenizer(tmp_path):
     with DataLoader(
         pattern, seq_len=8, micro_batch=2, seed=0, vocab_size=tokenizer.vocab_size
     ) as loader:
-        inputs, _ = loader.next_batch()
+        inputs = loader.next_batch().inputs
     assert set(tokenizer.decode(inputs[0])) <= set("abc ")
 
 

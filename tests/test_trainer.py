@@ -269,7 +269,8 @@ def test_export_is_what_transformers_loads():
         ours = t.validate()
         t.eval_loader.reset()
         batches = [t.eval_loader.next_batch() for _ in range(2)]  # the second one has 1 sequence
-        parts = [torch.from_numpy(np.concatenate(part)) for part in zip(*batches, strict=True)]
+        pairs = zip(*(batch[:2] for batch in batches), strict=True)
+        parts = [torch.from_numpy(np.concatenate(part)) for part in pairs]
         inputs, targets = (part.long() for part in parts)
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
     with torch.no_grad():

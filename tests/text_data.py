@@ -36,7 +36,9 @@ def encoded(*documents):
 
 
 def contents(out):
-    return {path.name: path.read_bytes() for path in Path(out).glob("*.bin")}
+    """The bytes of every token file, and of the files that say where their documents are."""
+    files = [path for path in Path(out).iterdir() if path.suffix in (".bin", ".docs")]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def write_jsonl(path, texts, field="text"):

@@ -50,7 +50,7 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
         given = {
             OPTIONS[name].flags[0]: value
             for name, value in values.items()
-            if value not in (None, [])
+            if value is not None and value != []
         }
         return command(given, **own_values)
 
@@ -66,12 +66,13 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
     """One option as a parameter whose value is None where it was not given."""
     default = getattr(TrainConfig(), name)
-    is_bool = opt.parse is parse_bool
-    default = default or None if opt.repeats else default
+    is_bool, is_list = opt.parse is parse_bool, opt.repeats
     spellings = [f"--{flag}" for flag in opt.flags]
     if is_bool:
         spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
-        default = "on" if default else "off"
+        default = {True: "on", False: "off"}.get(default)
+    if is_list:
+        default = " ".join(default or ()) or None
     info = typer.Option(
         *spellings,
         help=opt.help if default is None else f"{opt.help} (default: {default})",
@@ -79,7 +80,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
         metavar=None if is_bool else opt.metavar,
         show_default=False,
     )
-    kind = bool if is_bool else list[str] if opt.repeats else str
+    kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

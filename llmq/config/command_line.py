@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from typing import Any
 
 from llmq.config.option_types import parse_bool
@@ -11,6 +12,17 @@ from llmq.config.options import OPTIONS, TrainConfig
 
 def flag(name: str, value: Any) -> str:
     """One option of TrainConfig with a value, as on the command line."""
+    return " ".join(_flags(name, value))
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    """The words of the command line: one, or one for each of several values."""
+    if isinstance(value, tuple):
+        return [_word(name, each) for each in value]
+    return [_word(name, value)]
+
+
+def _word(name: str, value: Any) -> str:
     option = OPTIONS[name]
     if option.parse is parse_bool:
         return option.flag if value else f"--no-{option.flags[0]}"
@@ -36,7 +48,4 @@ def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
         fewer = {other: value for other, value in given.items() if other != name}
         if values(fewer) == wanted:
             given = fewer
-    flags = []
-    for name, value in given.items():
-        flags += [flag(name, v) for v in (value if isinstance(value, tuple) else (value,))]
-    return ["llmq", "train", *flags]
+    return ["llmq", "train", *chain(*(_flags(*pair) for pair in given.items()))]

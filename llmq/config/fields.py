@@ -14,9 +14,9 @@ from llmq.config.option_types import (
     parse_layers,
     parse_name,
     parse_patterns,
+    parse_repeated,
     parse_size,
     parse_switch,
-    parse_texts,
     switch,
 )
 
@@ -86,8 +86,11 @@ class Fields:
         _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
     )
 
-    train_file: str = option(
-        _DATA, f"{SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
+    train_file: tuple[str, ...] = option(
+        _DATA,
+        (f"{SHAKESPEARE}/train.bin",),
+        "Training token files, a glob pattern; may be given several times, also with weights: "
+        "a.bin:0.7 b.bin:0.3",
     )
     eval_file: str | tuple[str, ...] | None = option(
         _DATA,
@@ -99,6 +102,25 @@ class Fields:
     )
     eval_fraction: float = option(
         _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
+    )
+    packing: str = option(
+        _DATA,
+        "concat",
+        "What a sequence is; concat: a window of the files, best-fit: whole documents, as many as "
+        "fit, none: one document",
+        choices=("concat", "best-fit", "none"),
+    )
+    document_mask: bool | None = option(
+        _DATA,
+        None,
+        "Keep attention and positions within a document; on if not given with --packing best-fit "
+        "and none",
+    )
+    document_separator: int | None = option(
+        _DATA,
+        None,
+        "Id of the token that ends a document, for token files that have no .docs file",
+        min=0,
     )
     train_seed: int = option(
         _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
@@ -168,7 +190,7 @@ class Fields:
         _EVALUATION,
         (),
         "Task of llmq eval to evaluate on in the run, FILE or KIND=FILE; may be repeated",
-        parse=parse_texts,
+        parse=parse_repeated,
     )
     task_every: int = option(
         _EVALUATION, -1, "Steps between evaluations on tasks; 0 or less: only at the end"
@@ -180,7 +202,7 @@ class Fields:
         _EVALUATION,
         (),
         "Text to continue in the run, as a sample; may be repeated",
-        parse=parse_texts,
+        parse=parse_repeated,
     )
     sample_every: int = option(_EVALUATION, -1, "Steps between samples; 0 or less: only at the end")
     sample_tokens: int = option(_EVALUATION, 64, "Longest continuation of a sample", min=1)

@@ -44,19 +44,23 @@ class ModelConfig:
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all. Not longer than max_positions."""
+    """Positions that a token sees, itself included; None: all. Shorter than max_positions."""
+    windowed_layers: tuple[bool, ...] | None = None
+    """Whether each layer has the sliding window; None: all have."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
     """Added to the mean square (or variance) before the root."""
     activation: str
-    """'swiglu', or 'gelu': its tanh approximation."""
+    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
     positions: str
     """'rope' or 'learned'."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
@@ -86,7 +90,21 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """The MLP has a gate: its up projection has 2F rows, the second F are the gate's."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What rows of the embedding are multiplied by; ops round it to their format."""
+        return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
+
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
+        """Base and stretching of the rotary frequencies in a layer; None without RoPE."""
+        if self.positions != "rope":
+            return None
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        if windowed and self.local_rope_theta is not None:
+            return self.local_rope_theta, None
+        return self.rope_theta, self.rope_scaling
 
     @property
     def qkv_channels(self) -> int:
@@ -98,10 +116,15 @@ class ModelConfig:
         """Vp: rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in a layer, itself included; None: all."""
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        return self.sliding_window if windowed else None
+
     @property
-    def longest(self) -> int:
-        """Longest sequence for which full attention, which is what there is, is the model's."""
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+    def windows(self) -> set[int | None]:
+        """The windows of all layers."""
+        return {self.window_of(layer) for layer in range(self.num_layers)}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -109,6 +132,14 @@ class ModelConfig:
         return (
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
+
+    def with_layers(self, num_layers: int) -> ModelConfig:
+        """With the first so many layers, the last without a window if not all of them have one."""
+        windows = self.windowed_layers
+        if windows is not None:
+            mixed, windows = not all(windows), windows[:num_layers]
+            windows = (*windows[:-1], False) if mixed and all(windows) else windows
+        return replace(self, num_layers=num_layers, windowed_layers=windows)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
@@ -150,6 +181,11 @@ class ModelConfig:
                     "model rope_scaling: low_freq_factor must be positive and less than "
                     f"high_freq_factor, got {low} and {high}"
                 )
+        windows = self.windowed_layers
+        if windows is not None and len(windows) != self.num_layers:
+            raise ConfigError(
+                f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
+            )
         for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)

@@ -79,6 +79,14 @@ def parse_str(value: Any) -> str:
     return str(value)
 
 
+def parse_texts(value: Any) -> tuple[str, ...]:
+    """One text or a list of them, each not empty. ValueError otherwise."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not texts:
+        raise ValueError(f"expected text, got {value!r}")
+    return tuple(parse_str(text) for text in texts)
+
+
 def parse_name(value: Any) -> str:
     """Text that can be the name of one file. ValueError otherwise."""
     name = parse_str(value)
@@ -95,11 +103,9 @@ def parse_path(value: Any) -> Path:
         raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
 
 
-def parse_texts(value: Any) -> tuple[str, ...]:
-    """Texts, of an option that may be repeated: one, or a list of them. ValueError otherwise."""
-    return tuple(
-        parse_str(text) for text in (value if isinstance(value, list | tuple) else [value])
-    )
+def parse_repeated(value: Any) -> tuple[str, ...]:
+    """As parse_texts, or none at all."""
+    return () if value in ((), []) else parse_texts(value)
 
 
 def parse_patterns(value: Any) -> str | tuple[str, ...]:
@@ -200,7 +206,7 @@ class Option:
     @property
     def repeats(self) -> bool:
         """Whether the command line may give it several times."""
-        return self.parse in (parse_texts, parse_patterns)
+        return self.parse in (parse_texts, parse_repeated, parse_patterns)
 
     @property
     def flag(self) -> str:
@@ -234,9 +240,10 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_int: "INT",
     parse_float: "FLOAT",
     parse_str: "TEXT",
+    parse_texts: "TEXT",
     parse_name: "TEXT",
     parse_path: "PATH",
-    parse_texts: "TEXT",
+    parse_repeated: "TEXT",
     parse_patterns: "[NAME=]TEXT",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",
@@ -251,6 +258,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "float": parse_float,
     "str": parse_str,
     "Path": parse_path,
+    "tuple[str, ...]": parse_texts,
 }
 """By the type of the field, as it is written."""
 

@@ -12,6 +12,7 @@ from llmq.base.layers import layer_set
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE, Fields
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
+from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
@@ -39,8 +40,10 @@ class TrainConfig(Fields):
         for implied, implying, least in _IMPLICATIONS:
             values[implied] = values[implied] or values[implying] >= least
         if values["eval_file"] is None:  # the default one is of the default training data
-            default = values["train_file"] == f"{SHAKESPEARE}/train.bin"
+            default = values["train_file"] == (f"{SHAKESPEARE}/train.bin",)
             values["eval_file"] = f"{SHAKESPEARE}/eval.bin" if default else SPLIT
+        if values["document_mask"] is None:
+            values["document_mask"] = values["packing"] != "concat"
         if values["log_file"] is None:
             start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
@@ -87,6 +90,7 @@ class TrainConfig(Fields):
             if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
                 flag = OPTIONS[name].flag
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
+        split_weights(self.train_file)
         self._validate_matmul()
         self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
@@ -129,6 +133,16 @@ class TrainConfig(Fields):
     def validates(self) -> bool:
         """Whether there are validation files without a name."""
         return self.eval_pattern != NONE
+
+    @property
+    def train_patterns(self) -> list[str]:
+        """The glob patterns of --train-file, without weights."""
+        return split_weights(self.train_file)[0]
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """The weights of these patterns; None if they have none, or there is only one."""
+        return split_weights(self.train_file)[1]
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""
@@ -186,11 +200,6 @@ class TrainConfig(Fields):
         if self.seq_len > model.max_positions:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
-            )
-        if self.seq_len > model.longest:
-            raise ConfigError(
-                f"--seq-len: {self.seq_len} exceeds the sliding_window {model.sliding_window} of "
-                "the model, and only full attention is implemented: use at most as many"
             )
         try:
             layer_set(self.recompute_layers, model.num_layers)

@@ -151,5 +151,5 @@ def _label(row: str, value: Any) -> bool | int | float | str:
     if row.endswith("-dtype"):
         return parse_dtype(value).label
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return " ".join(value) or "none"
     return value if isinstance(value, bool | int | float) else str(value)

@@ -2,21 +2,23 @@
 //
 //   forward    raw = head       rstd = 1 / sqrt(mean(head^2) + eps)
 //              head = T(T(rstd * head) * weight)     weight: q_weight or k_weight, (Hd,)
+//              with OFFSET = 1: head = T(rstd * head * (1 + weight))
 //   backward   x_hat = rstd * raw      d_weight = sum over tokens and heads of d_head * x_hat
 //              d_head = rstd * (d_head * weight - x_hat * mean(d_head * weight * x_hat))
+//              with OFFSET = 1: 1 + weight in place of weight
 //
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not touched. raw: T
 //          and rstd: F32 (tokens, Hq + Hkv[, HEAD_DIM]). 16-byte aligned, HEAD_DIM % 8 == 0.
 //          partial: F32 (gridDim.x, HEAD_DIM), sums of a block for the weight of its kind of head.
 // Launch   256 threads. The first query_blocks blocks loop over the query heads, the others over
-//          the key heads; at least one of each. GROUP lanes (a power of two) share a head, 16
-//          bytes each, HEADS_PER_LANE heads at a time.
+//          the key heads; at least one of each. GROUP lanes (a power of two) share a head, 8
+//          channels each, HEADS_PER_LANE heads at a time.
 // Cost     forward: heads read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31.
 // Same name  llmq/ops/qk_norm.py  llmq/ref/qk_norm.py  tests/ops/test_qk_norm.py
 #include "common.cuh"
 
-constexpr int N = Vec<T>::N;
+constexpr int N = 8;  // channels of a lane: a warp of them is the largest head
 constexpr int THREADS = 256;
 constexpr int GROUPS = THREADS / GROUP;
 constexpr int STEP = GROUPS * HEADS_PER_LANE;  // heads of a block at a time
@@ -54,12 +56,31 @@ __device__ __forceinline__ float group_sum(float x) {
     return x;
 }
 
-// The 16 bytes at p, or zeros.
-__device__ __forceinline__ Vec<T> load_if(const T* p, bool active) {
-    Vec<T> out;
-    *reinterpret_cast<uint4*>(&out) = make_uint4(0, 0, 0, 0);
-    if (active) { out = load_vec(p); }
-    return out;
+// The channels of a lane.
+struct Channels {
+    Vec<T> part[N / Vec<T>::N];
+
+    // Those at p, or zeros.
+    __device__ __forceinline__ Channels(const T* p, bool active) {
+#pragma unroll
+        for (int i = 0; i < N / Vec<T>::N; ++i) {
+            *reinterpret_cast<uint4*>(&part[i]) = make_uint4(0, 0, 0, 0);
+            if (active) { part[i] = load_vec(p + i * Vec<T>::N); }
+        }
+    }
+    Channels() = default;
+    __device__ __forceinline__ T& operator[](int k) {
+        return part[k / Vec<T>::N][k % Vec<T>::N];
+    }
+    __device__ __forceinline__ void store(T* p) const {
+#pragma unroll
+        for (int i = 0; i < N / Vec<T>::N; ++i) { store_vec(p + i * Vec<T>::N, part[i]); }
+    }
+};
+
+// What a channel is multiplied by.
+__device__ __forceinline__ float factor(T weight) {
+    return OFFSET ? 1.0f + to_f32(weight) : to_f32(weight);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -69,14 +90,14 @@ qk_norm_forward(T* qkv, T* __restrict__ raw, f32* __restrict__ rstd,
     const Heads heads(tokens, num_heads, num_kv_heads, query_blocks);
     const int column = threadIdx.x % GROUP * N;
     const bool inside = column < HEAD_DIM;
-    const Vec<T> weight = load_if((heads.query ? q_weight : k_weight) + column, inside);
+    Channels weight((heads.query ? q_weight : k_weight) + column, inside);
     for (u32 start = heads.block * STEP; start < heads.total; start += heads.blocks * STEP) {
-        Vec<T> x[HEADS_PER_LANE];
+        Channels x[HEADS_PER_LANE];
 #pragma unroll
         for (int j = 0; j < HEADS_PER_LANE; ++j) {
             const u32 head = start + j * GROUPS + threadIdx.x / GROUP;
             const bool active = inside && head < heads.total;
-            x[j] = load_if(qkv + heads.packed_place(head) * HEAD_DIM + column, active);
+            x[j] = Channels(qkv + heads.packed_place(head) * HEAD_DIM + column, active);
         }
 #pragma unroll
         for (int j = 0; j < HEADS_PER_LANE; ++j) {
@@ -90,13 +111,14 @@ qk_norm_forward(T* qkv, T* __restrict__ raw, f32* __restrict__ rstd,
             if (inside && head < heads.total) {
                 const i64 place = heads.place(head);
                 if (column == 0) { rstd[place] = scale; }
-                store_vec(raw + place * HEAD_DIM + column, x[j]);
+                x[j].store(raw + place * HEAD_DIM + column);
 #pragma unroll
                 for (int k = 0; k < N; ++k) {
-                    const T normalised = from_f32<T>(to_f32(x[j][k]) * scale);
-                    x[j][k] = from_f32<T>(to_f32(normalised) * to_f32(weight[k]));
+                    const float x_hat = to_f32(x[j][k]) * scale;
+                    const float rounded = OFFSET ? x_hat : to_f32(from_f32<T>(x_hat));
+                    x[j][k] = from_f32<T>(rounded * factor(weight[k]));
                 }
-                store_vec(qkv + heads.packed_place(head) * HEAD_DIM + column, x[j]);
+                x[j].store(qkv + heads.packed_place(head) * HEAD_DIM + column);
             }
         }
     }
@@ -110,17 +132,17 @@ qk_norm_backward(T* d_qkv, f32* __restrict__ partial, const T* __restrict__ raw,
     const Heads heads(tokens, num_heads, num_kv_heads, query_blocks);
     const int column = threadIdx.x % GROUP * N;
     const bool inside = column < HEAD_DIM;
-    const Vec<T> weight = load_if((heads.query ? q_weight : k_weight) + column, inside);
+    Channels weight((heads.query ? q_weight : k_weight) + column, inside);
     float d_weight[N] = {};  // of this thread's columns, over all its heads
     for (u32 start = heads.block * STEP; start < heads.total; start += heads.blocks * STEP) {
-        Vec<T> grad[HEADS_PER_LANE], x[HEADS_PER_LANE];
+        Channels grad[HEADS_PER_LANE], x[HEADS_PER_LANE];
         float scale[HEADS_PER_LANE];
 #pragma unroll
         for (int j = 0; j < HEADS_PER_LANE; ++j) {
             const u32 head = start + j * GROUPS + threadIdx.x / GROUP;
             const bool active = inside && head < heads.total;
-            grad[j] = load_if(d_qkv + heads.packed_place(head) * HEAD_DIM + column, active);
-            x[j] = load_if(raw + heads.place(head) * HEAD_DIM + column, active);
+            grad[j] = Channels(d_qkv + heads.packed_place(head) * HEAD_DIM + column, active);
+            x[j] = Channels(raw + heads.place(head) * HEAD_DIM + column, active);
             scale[j] = active ? rstd[heads.place(head)] : 0.0f;
         }
 #pragma unroll
@@ -129,19 +151,19 @@ qk_norm_backward(T* d_qkv, f32* __restrict__ partial, const T* __restrict__ raw,
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const float product = to_f32(grad[j][k]) * (to_f32(x[j][k]) * scale[j]);
-                dot = fmaf(product, to_f32(weight[k]), dot);
+                dot = fmaf(product, factor(weight[k]), dot);
                 d_weight[k] += product;
             }
             dot = group_sum(dot) / (float)HEAD_DIM;
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                const float direct = to_f32(grad[j][k]) * to_f32(weight[k]);
+                const float direct = to_f32(grad[j][k]) * factor(weight[k]);
                 const float along = to_f32(x[j][k]) * scale[j] * dot;
                 grad[j][k] = from_f32<T>((direct - along) * scale[j]);
             }
             const u32 head = start + j * GROUPS + threadIdx.x / GROUP;
             if (inside && head < heads.total) {
-                store_vec(d_qkv + heads.packed_place(head) * HEAD_DIM + column, grad[j]);
+                grad[j].store(d_qkv + heads.packed_place(head) * HEAD_DIM + column);
             }
         }
     }

@@ -1,6 +1,7 @@
 """The folder that `llmq tokenize` writes: token files filled one after the other, and a manifest.
 
     train-000.bin …    token files of at most `shard_tokens` tokens
+    train-000.docs …   where their documents end
     eval-000.bin …     the same for the evaluation part
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
@@ -16,16 +17,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, write_file
+from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
 from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
-from llmq.data.tokens import TokenFile, TokenWriter, partial_path
+from llmq.data.tokens import TokenFile, TokenWriter
 
 SPLITS = ("train", "eval")
 NO_SPECIAL_TOKENS = {"special_tokens": [[], []]}  # of the options in a manifest
@@ -58,6 +60,16 @@ class TokenizeSummary:
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
+class Ids(NamedTuple):
+    """A part of a split: token ids (n,) int32.
+
+    ends: (k,) int64, how many of them come before each end of a document.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+
 class ShardWriter:
     """Writes one split into files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
 
@@ -70,25 +82,33 @@ class ShardWriter:
         self.tokens = tokens
         number, keep = divmod(tokens, shard_tokens)
         path = self._path(number)
-        if keep and path.exists():  # completed after the state was saved
-            os.replace(path, partial_path(path))
-        for stale in _token_files(out, split):
-            if _shard_number(stale) >= number and not (keep and stale == partial_path(path)):
+        kept = [documents_path(path), path] if keep else []
+        for complete in kept:  # after the state was saved
+            if complete.exists():
+                os.replace(complete, partial_path(complete))
+        for stale in _own_files(out, split):
+            if _shard_number(stale) >= number and stale not in map(partial_path, kept):
                 stale.unlink()
-        self._writer = TokenWriter(path, vocab_size, keep_tokens=keep) if keep else None
+        self._writer = self._open(number, keep) if keep else None
+
+    def _open(self, number: int, keep: int = 0) -> TokenWriter:
+        path = self._path(number)
+        return TokenWriter(path, self.vocab_size, with_documents=True, keep_tokens=keep)
 
     def _path(self, number: int) -> Path:
         return self.out / f"{self.split}-{number:03d}.bin"
 
-    def write(self, ids: np.ndarray) -> None:
-        while len(ids):
+    def write(self, ids: Ids) -> None:
+        tokens, ends = ids
+        while len(tokens):
             number, used = divmod(self.tokens, self.shard_tokens)
             if self._writer is None:
-                self._writer = TokenWriter(self._path(number), self.vocab_size)
-            part = ids[: self.shard_tokens - used]
-            self._writer.write(part)
+                self._writer = self._open(number)
+            part = tokens[: self.shard_tokens - used]
+            inside = int(np.searchsorted(ends, len(part), side="right"))
+            self._writer.write(part, ends=ends[:inside])
             self.tokens += len(part)
-            ids = ids[len(part) :]
+            tokens, ends = tokens[len(part) :], ends[inside:] - len(part)
             if self.tokens % self.shard_tokens == 0:
                 self.finish()
 
@@ -106,10 +126,17 @@ class ShardWriter:
             self._writer.suspend()
 
 
-def _token_files(out: Path, *splits: str) -> list[Path]:
+def _own_files(out: Path, *splits: str) -> list[Path]:
     """Files in `out` that are named like ours, complete or not, sorted."""
     matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
+
+
+def _token_files(out: Path, *splits: str) -> list[Path]:
+    """Those of them that hold tokens."""
+    return [
+        path for path in _own_files(out, *splits) if SHARD_NAME.fullmatch(path.name)[3] == "bin"
+    ]
 
 
 def _shard_number(path: Path) -> int:
@@ -207,7 +234,7 @@ def open_manifest(
         return Manifest(out, earlier, tokenizer)
     if overwrite or earlier is not None:  # the latter of a run that was killed early
         _remove(out)
-    if files := _token_files(out, *SPLITS):
+    if files := _own_files(out, *SPLITS):
         raise DataError(f"'{files[0]}' is of another origin: choose another --out or --overwrite")
     data = {
         "complete": False,
@@ -231,7 +258,7 @@ def _is_empty(data: dict[str, Any]) -> bool:
 
 def _remove(out: Path) -> None:
     """The manifest first: token files alone are never taken for complete."""
-    for path in [out / MANIFEST, *_token_files(out, *SPLITS)]:
+    for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
 

@@ -39,7 +39,14 @@ from llmq.data.documents import (
     having_field,
     read_blocks,
 )
-from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
+from llmq.data.token_shards import (
+    SPLITS,
+    Ids,
+    Manifest,
+    ShardWriter,
+    TokenizeSummary,
+    open_manifest,
+)
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
 
@@ -173,7 +180,26 @@ def _run(
 
 
 # Where a block ends in the input, and its ids for training and for evaluation.
-Encoded = tuple[Position, tuple[np.ndarray, np.ndarray]]
+Encoded = tuple[Position, tuple[Ids, Ids]]
+
+
+class _Parts:
+    """Gathers what becomes `Ids`."""
+
+    def __init__(self) -> None:
+        self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0
+
+    def add(self, ids: np.ndarray) -> None:
+        """More ids."""
+        self._parts.append(ids)
+        self._count += len(ids)
+
+    def end(self) -> None:
+        """A document ends here."""
+        self._ends.append(self._count)
+
+    def joined(self) -> Ids:
+        return Ids(np.concatenate(self._parts), np.array(self._ends, np.int64))
 
 
 class _Encoder:
@@ -190,23 +216,25 @@ class _Encoder:
         end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
         self._before, self._after = np.array(before, np.int32), np.array([*after, *end], np.int32)
 
-    def encode(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids for training and for evaluation, int32 each; an empty document has none."""
+    def encode(self, pieces: list[Piece]) -> tuple[Ids, Ids]:
+        """For training and for evaluation; an empty document has no ids."""
         texts = [
             piece.text
             if isinstance(piece.text, str)
             else _parse_json(piece.text, self.field, piece.where)
             for piece in pieces
         ]
-        parts: tuple[list[np.ndarray], ...] = ([self._after[:0]], [self._after[:0]])
+        parts = _Parts(), _Parts()
         all_ids = self.tokenizer.encode_batch(texts)
         for piece, text, ids in zip(pieces, texts, all_ids, strict=True):
+            of_split = parts[piece.is_eval]
             if piece.is_start and text:
-                parts[piece.is_eval].append(self._before)
-            parts[piece.is_eval].append(ids)
+                of_split.add(self._before)
+            of_split.add(ids)
             if piece.is_end and text:
-                parts[piece.is_eval].append(self._after)
-        return np.concatenate(parts[0]), np.concatenate(parts[1])
+                of_split.add(self._after)
+                of_split.end()
+        return parts[0].joined(), parts[1].joined()
 
     def encode_blocks(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
         """Encode in this process."""
@@ -239,7 +267,7 @@ def _start_worker(tokenizer: str, field: str, added: Sequence[list[int]]) -> Non
     _worker = _Encoder(load_tokenizer(tokenizer), field, added)
 
 
-def _encode_in_worker(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+def _encode_in_worker(pieces: list[Piece]) -> tuple[Ids, Ids]:
     return _worker.encode(pieces)
 
 

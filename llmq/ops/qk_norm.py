@@ -5,7 +5,6 @@ from __future__ import annotations
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    VECTOR_BYTES,
     expect_accumulator,
     expect_head_dim,
     expect_qkv,
@@ -27,16 +26,16 @@ QK_NORM_BACKWARD = Kernel(
     "const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
 )
 
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 128  # vectors of 16 bytes, at most a warp of them a head
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, at most a warp of lanes a head
 THREADS = 256
 HEADS_PER_LANE = 4  # that a thread has loads in flight for
 FORWARD_BLOCKS_PER_SM = 32
 BACKWARD_BLOCKS_PER_SM = 8
 
 
-def group_size(head_dim: int, itemsize: int) -> int:
-    """Lanes that share a head, 16 bytes each: a power of two, so that shuffles stay inside."""
-    return 1 << (head_dim * itemsize // VECTOR_BYTES - 1).bit_length()
+def group_size(head_dim: int) -> int:
+    """Lanes that share a head, 8 channels each: a power of two, so that shuffles stay inside."""
+    return 1 << (head_dim // HEAD_DIM_MULTIPLE - 1).bit_length()
 
 
 def grid(
@@ -54,9 +53,10 @@ def grid(
     )
 
 
-def _consts(head_dim: int, group: int) -> dict[str, int]:
+def _consts(head_dim: int, group: int, offset: bool) -> dict[str, int]:
     """The kernels' compile-time constants."""
-    return {"HEAD_DIM": head_dim, "GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+    sizes = {"HEAD_DIM": head_dim, "GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+    return sizes | {"OFFSET": int(offset)}
 
 
 def _check(
@@ -91,16 +91,19 @@ def forward(
     eps: float,
     num_heads: int,
     num_kv_heads: int,
+    *,
+    offset: bool = False,
 ) -> None:
     """Keep the query and key heads in raw, then normalise them in qkv.
 
         head = T(T(rstd * head) * weight)        rstd = 1 / sqrt(mean(head^2) + eps)
+        with offset: head = T(rstd * head * (1 + weight)), as HF's Gemma3 rounds
 
     Args:
         qkv       inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
         raw       out    T   (B,T,Hq+Hkv,Hd)   heads before the norm, for the backward pass
         rstd      out    F32 (B,T,Hq+Hkv)
-        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
+        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 256 (on a GPU)
         k_weight  in     T   (Hd,)
 
     Cost:    one read and two writes of the query and key heads; one launch.
@@ -109,7 +112,7 @@ def forward(
     op = "qk_norm.forward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
     tokens, head_dim = _check(op, dev, "qkv", qkv, *heads, raw, rstd, weights)
-    group = group_size(head_dim, qkv.dtype.itemsize)
+    group = group_size(head_dim)
     max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
     query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
     sizes = (tokens, num_heads, num_kv_heads, query_blocks)
@@ -118,7 +121,7 @@ def forward(
         query_blocks + key_blocks,
         THREADS,
         (qkv, raw, rstd, q_weight, k_weight, eps, *sizes),
-        consts=_consts(head_dim, group),
+        consts=_consts(head_dim, group, offset),
     )
 
 
@@ -133,11 +136,14 @@ def backward(
     k_weight: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    *,
+    offset: bool = False,
 ) -> None:
     """Turn the gradients of the normalised heads into those of the raw ones, in place.
 
         d_head = T(rstd * (d_head * weight - x_hat * mean(d_head * weight * x_hat)))
         d_weight = or += sum over tokens and heads of d_head * x_hat        x_hat = rstd * raw
+        with offset: 1 + weight in place of weight
 
     Args:
         d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
@@ -145,7 +151,7 @@ def backward(
         d_k_weight  inout  F32, BF16  (Hd,)             or None; added to when accumulating
         raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
         rstd        in     F32        (B,T,Hq+Hkv)
-        q_weight    in     T          (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
+        q_weight    in     T          (Hd,)             Hd a multiple of 8 up to 256 (on a GPU)
         k_weight    in     T          (Hd,)
 
     Cost:    two reads and one write of the query and key heads; three launches; workspace F32
@@ -157,7 +163,7 @@ def backward(
     tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, *heads, raw, rstd, weights)
     expect_accumulator(op, "d_q_weight", d_q_weight, (head_dim,))
     expect_accumulator(op, "d_k_weight", d_k_weight, (head_dim,))
-    group = group_size(head_dim, d_qkv.dtype.itemsize)
+    group = group_size(head_dim)
     max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
     query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
     blocks = query_blocks + key_blocks
@@ -168,7 +174,7 @@ def backward(
             blocks,
             THREADS,
             (d_qkv, partial, raw, rstd, q_weight, k_weight, *sizes),
-            consts=_consts(head_dim, group),
+            consts=_consts(head_dim, group, offset),
         )
         for target, start, stop in (
             (d_q_weight, 0, query_blocks),

@@ -112,7 +112,7 @@ class Planner:
     def _part(self, config: TrainConfig, layers: int, part: str) -> np.ndarray:
         key = (config, layers, part)
         if key not in self._known:
-            few = self.of(replace(self.model, num_layers=layers))
+            few = self.of(self.model.with_layers(layers))
             self._known[key] = self._values(few.plan(config, (part,)))
         return self._known[key]
 

@@ -54,6 +54,16 @@ def option_warnings(config: TrainConfig) -> list[str]:
             given = {n: getattr(config, n) for n in names}
             idle = [flag(n, v) for n, v in given.items() if v != getattr(_DEFAULTS, n)]
             lines += [f"{each} has no effect without {OPTIONS[needed].flag}" for each in idle]
+    needs_documents = config.document_mask or config.packing != "concat"
+    if config.document_separator is not None and not needs_documents:
+        lines.append(
+            f"--document-separator {config.document_separator} has no effect without "
+            "--document-mask or --packing best-fit or none"
+        )
+    if len(config.train_file) == 1 and config.train_patterns != [*config.train_file]:
+        lines.append(
+            f"the weight in {flag('train_file', config.train_file)} has no effect on one file"
+        )
     lines += _memory_warnings(config)
     if config.device != "cpu":
         return lines
@@ -63,7 +73,7 @@ def option_warnings(config: TrainConfig) -> list[str]:
 
 def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:
     """One line for every option that has no effect on this model, else it may have one."""
-    if config.recompute_norm and not config.recompute_block and model.arch.post_norm:
+    if config.recompute_norm and not config.recompute_block and not model.arch.pre_norm:
         return ["--recompute-norm has no effect: this model keeps no norm's output"]
     return []
 

@@ -17,6 +17,7 @@ from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine, installed_attention
 from llmq.plan.cost import StepTime, step_time
+from llmq.plan.data_report import data_record, data_report
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.idle_options import rank_warnings
@@ -126,11 +127,14 @@ def run_plan(
     plan = planner.plan(parts)
     time = step_time(plan, where.card) if where.named else None
     record = plan_record(plan, model, where, time)
+    data = data_record(config, model, where.world_size)
+    record |= {} if data is None else {"data": data}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
         print(json_module.dumps(record, indent=2))
     else:
         lines = plan_report(plan, record, where)
+        lines += [] if data is None else ["", *data_report(data)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)

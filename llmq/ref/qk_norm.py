@@ -13,6 +13,7 @@ CASES = {
     "head_80": (1, 7, 3, 1, 80),
     "head_96": (1, 3, 5, 5, 96),
     "head_128": (3, 7, 4, 2, 128),
+    "head_256": (1, 5, 3, 1, 256),
     "qwen3_06b": (32, 1024, 16, 8, 128),
     "qwen05b": (32, 1024, 14, 2, 64),
     "qwen15b": (32, 1024, 12, 2, 128),
@@ -20,12 +21,14 @@ CASES = {
 
 
 def _head_weights(
-    q_weight: np.ndarray, k_weight: np.ndarray, num_heads: int, num_kv_heads: int
+    q_weight: np.ndarray, k_weight: np.ndarray, num_heads: int, num_kv_heads: int, offset: int
 ) -> np.ndarray:
-    """The weight of each query and key head, (Hq + Hkv, Hd), in the computing precision."""
+    """What multiplies each query and key head, (Hq + Hkv, Hd), in the computing precision."""
     weights = np.empty((num_heads + num_kv_heads, q_weight.size), compute(q_weight).dtype)
     weights[:num_heads] = q_weight
     weights[num_heads:] = k_weight
+    if offset:
+        weights += 1
     return weights
 
 
@@ -40,16 +43,23 @@ def qk_norm_forward(
     num_heads: int,
     num_kv_heads: int,
     query_blocks: int,
+    *,
+    offset: int = 0,
 ) -> None:
-    """raw = the query and key heads of qkv, which become T(T(rstd * head) * weight)."""
+    """raw = the query and key heads of qkv, which become T(T(rstd * head) * weight).
+
+    With offset T(rstd * head * (1 + weight)).
+    """
     heads = qkv[:, :, : num_heads + num_kv_heads]
     raw[...] = heads
     x = compute(raw)
     real = x.dtype.type
     rstd[...] = real(1) / np.sqrt(np.vecdot(x, x) / real(x.shape[-1]) + real(eps))
     normalised = x * rstd[..., None]
-    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads)
-    heads[...] = compute(normalised.astype(qkv.dtype, copy=False)) * weights
+    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads, offset)
+    if not offset:
+        normalised = compute(normalised.astype(qkv.dtype, copy=False))
+    heads[...] = normalised * weights
 
 
 def qk_norm_backward(
@@ -63,6 +73,8 @@ def qk_norm_backward(
     num_heads: int,
     num_kv_heads: int,
     query_blocks: int,
+    *,
+    offset: int = 0,
 ) -> None:
     """Query and key heads of d_qkv in place.
 
@@ -76,7 +88,7 @@ def qk_norm_backward(
     by_head = product.reshape(tokens, -1).sum(0).reshape(num_heads + num_kv_heads, -1)
     np.sum(by_head[:num_heads], axis=0, out=partial[0])
     np.sum(by_head[num_heads:], axis=0, out=partial[query_blocks])
-    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads)
+    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads, offset)
     # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
     slope = np.vecdot(product, weights)
     slope /= slope.dtype.type(x_hat.shape[-1])

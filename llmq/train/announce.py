@@ -39,9 +39,14 @@ def check_data(trainer: Trainer) -> None:
             f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
         )
     _ = trainer.total_steps  # compared with --cooldown
+    separator, layout = trainer.config.document_separator, loader.data.layout
+    loaders = [loader, *trainer.eval_loaders]
+    if layout.needs_documents and separator and not any(one.data.scanned for one in loaders):
+        warn([f"--document-separator {separator} has no effect: all files have a .docs file"])
     if loader.unused_files:
         ranks = trainer.world_size
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
+        packs = loader.data.layout.packs or loader.data.layout.weights is not None
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 and not packs else "one sequence"
         warn(
             [
                 f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
@@ -115,12 +120,17 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
 def announce_data(trainer: Trainer, reporter: Reporter) -> None:
     """[Dataset], and its records."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
-    reporter.dataset({"train": trainer.train_loader} | validation)
+    loaders = {"train": trainer.train_loader} | validation
+    reporter.dataset(loaders)
+    for name, loader in loaders.items():
+        for line in loader.data.lines(name):
+            reporter.message(line)
     if trainer.config.splits:
-        held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
-        reporter.message(
-            f"Validation: {held} sequences at the ends of the training files, never trained on"
-        )
+        loader = trainer.eval_loader
+        held = f"{loader.sequences(loader.batches_per_epoch)} sequences"
+        if loader.data.layout.packs:
+            held = f"{loader.data.documents} documents"
+        reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
 
 
 def announce_memory(

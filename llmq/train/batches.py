@@ -12,10 +12,15 @@ from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
 
 
-def check_batches(
+def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
-) -> None:
-    """ValueError for a wrong number of micro-batches, or for wrong shapes, dtypes or ids in one."""
+) -> list[Batch]:
+    """The batches, of which each may also be a tuple of as many of Batch's fields as are needed.
+
+    ValueError for a wrong number of micro-batches, for wrong shapes, dtypes or ids in one, for
+    starts where documents are not masked, and for none where they are.
+    """
+    batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
         of_ranks = f" for each of {world_size} ranks" if world_size > 1 else ""
@@ -23,7 +28,8 @@ def check_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets, *_ in batches:
+    for inputs, targets, starts, _ in batches:
+        _check_starts(starts, shape, config)
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(
@@ -34,3 +40,19 @@ def check_batches(
             if bad.any():
                 allowed = f"token ids in 0..{model.vocab_size - 1}, targets also {MASKED_TARGET}"
                 raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
+    return batches
+
+
+def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: TrainConfig) -> None:
+    if (starts is not None) != config.document_mask:
+        needed = "starts are needed with" if config.document_mask else "starts need"
+        raise ValueError(f"step: {needed} --document-mask")
+    if starts is None:
+        return
+    if starts.shape != shape or starts.dtype != np.int32:
+        raise ValueError(f"step: starts must be int32 {shape}, got {starts.dtype} {starts.shape}")
+    rises = (np.diff(starts, axis=1) >= 0).all()
+    if not rises or starts.min() < 0 or (starts > np.arange(shape[1])).any():
+        raise ValueError("step: starts must not fall along a row, and be in 0..t at position t")
+    if (np.take_along_axis(starts, starts, axis=1) != starts).any():
+        raise ValueError("step: starts must be the first position of each one's document")

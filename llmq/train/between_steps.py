@@ -21,7 +21,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.best import Found
 from llmq.config.options import TrainConfig
 from llmq.data import scoring
-from llmq.data.judge import judge
+from llmq.data.judge import Score, judge
 from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, make_batches
 from llmq.data.tasks import read_tasks
@@ -30,9 +30,9 @@ from llmq.data.tokens import MASKED_TARGET
 from llmq.model.step import Result
 from llmq.train.evaluate import check_ids
 from llmq.train.loaders import mean_loss, open_loaders
-from llmq.train.metrics import Reporter
+from llmq.train.metrics import Reporter, duration
 from llmq.train.ranks import Rank
-from llmq.train.sampling import choose_token, continuation
+from llmq.train.sampling import choose_token, continuation, printable
 from llmq.train.trainer import Trainer
 
 TEMPERATURE = 0.8  # of samples, as of `llmq sample`
@@ -102,7 +102,7 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
         flag = "--eval-task" if trainer.config.eval_task else "--sample-prompt"
         raise ConfigError(
             f"{flag}: neither the model nor the training files have a tokenizer beside them: put "
-            f"its files into '{Path(trainer.config.train_file).parent / 'tokenizer'}'"
+            f"its files into '{Path(trainer.config.train_patterns[0]).parent / 'tokenizer'}'"
         )
     return load_tokenizer(trainer.tokenizer)
 
@@ -171,12 +171,12 @@ class Evaluations:
         config, step = self.config, self.trainer.steps_done
         ms = (time.perf_counter() - start) * 1000
         batches = loader.batches_per_epoch if max_batches is None else max_batches
-        tokens = loader.sequences(batches) * config.seq_len
+        tokens = loader.tokens(batches)
         self.reporter.evaluation(step, result, ms, tokens, name)
         self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
         if result.tokens == 0:
             files = config.eval_sets.get(name, config.eval_pattern)
-            files = config.train_file if not name and config.splits else files
+            files = " ".join(config.train_file) if not name and config.splits else files
             self.reporter.message(
                 f"WARNING: the validation loss is nan: all targets that were read of '{files}' are "
                 "masked",
@@ -205,11 +205,29 @@ class Evaluations:
             likelihoods = self._likelihoods(asked)
             if likelihoods is None:
                 return
-            scores = judge(asked, likelihoods)
-            self.reporter.task(step, scores, time.perf_counter() - start)
-            for s in scores:
-                self.found[f"{s.task}/{s.metric}"] = (s.value, s.count)
+            self._report_task(judge(asked, likelihoods), time.perf_counter() - start)
         self.done_at["tasks"] = step
+
+    def _report_task(self, scores: list[Score], seconds: float) -> None:
+        """All numbers of one task: [E] and a record of each."""
+        step, shown = self.trainer.steps_done, []
+        for s in scores:
+            error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
+            shown.append(f"{s.metric} {s.value:.4f}{error}")
+            self.reporter.log.write(
+                "task",
+                step,
+                name=s.task,
+                metric=s.metric,
+                value=s.value,
+                stderr=s.stderr,
+                count=s.count,
+                seconds=round(seconds, 3),
+            )
+            self.reporter.score(f"{s.task}/{s.metric}", s.value)
+            self.found[f"{s.task}/{s.metric}"] = (s.value, s.count)
+        line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
+        self.reporter.line("E", step, line, bold=True)
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
         """Of a task's requests; None after a signal."""
@@ -230,7 +248,7 @@ class Evaluations:
         return out if self.trainer.ranks.share("task", made, work, self.stopped) else None
 
     def samples(self) -> None:
-        """Report how the model goes on with each prompt; a signal ends them without the rest."""
+        """Report how the model goes on with each prompt, [S]; after a signal nothing."""
         step, tokenizer = self.trainer.steps_done, self.material.tokenizer
         try:
             texts = self._continue([ids for _, ids in self.material.prompts])
@@ -240,7 +258,10 @@ class Evaluations:
         if texts is None:
             return
         for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
-            self.reporter.sample(step, prompt, continuation(tokenizer, ids, new))
+            text = continuation(tokenizer, ids, new)
+            shown = printable(prompt + text).replace("\n", "\n    ")
+            self.reporter.line("S", step, shown)
+            self.reporter.log.write("sample", step, prompt=prompt, text=text)
         self.done_at["samples"] = step
 
     def _continue(self, prompts: list[list[int]]) -> list[list[int]] | None:

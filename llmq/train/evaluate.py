@@ -101,9 +101,11 @@ def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any
 
 def longest_of(config: ModelConfig, seq_len: int | None) -> int:
     """Inputs of a sequence at most: those of the model, or fewer. ConfigError for more."""
-    if seq_len is not None and seq_len > config.longest:
-        raise ConfigError(f"--seq-len: {seq_len} exceeds the model's {config.longest} positions")
-    return seq_len or config.longest
+    if seq_len is not None and seq_len > config.max_positions:
+        raise ConfigError(
+            f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
+        )
+    return seq_len or config.max_positions
 
 
 def check_ids(asked: list[Asked], config: ModelConfig) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from llmq.base.batch import Batch
 from llmq.config.options import TrainConfig
+from llmq.data.dataset import Layout
 from llmq.data.loader import DataLoader
 from llmq.data.split import Split
 from llmq.model.step import Result
@@ -22,25 +23,23 @@ def open_loaders(
 ) -> list[DataLoader]:
     """A loader for each rank, whose files are checked. held_out: for validation, else training.
 
+    Validation reads every sequence once, whatever the weights of its files are in training.
     pattern: files of a named validation.
     """
     splits = config.splits and pattern is None
     own_files = held_out and not splits
-    pattern = pattern or (config.eval_pattern if own_files else config.train_file)
-    return [
-        DataLoader(
-            pattern,
-            seq_len=config.seq_len,
-            micro_batch=config.batch_size,
-            seed=config.eval_seed if held_out else config.train_seed,
-            vocab_size=vocab_size,
-            rank=rank,
-            world_size=world_size,
-            everything=held_out,
-            split=Split(config.eval_fraction, held_out) if splits else None,
-        )
-        for rank in range(world_size)
-    ]
+    first = DataLoader(
+        (pattern or config.eval_pattern) if own_files else config.train_patterns,
+        seq_len=config.seq_len,
+        micro_batch=config.batch_size,
+        seed=config.eval_seed if held_out else config.train_seed,
+        vocab_size=vocab_size,
+        world_size=world_size,
+        everything=held_out,
+        split=Split(config.eval_fraction, held_out) if splits else None,
+        layout=Layout.of(config, held_out=held_out),
+    )
+    return [first, *(first.of_rank(rank) for rank in range(1, world_size))]
 
 
 def mean_loss(

@@ -285,8 +285,8 @@ class _Run:
         result = self.trainer.result(p.ticket)
         ms = (result.end - (self.last_end or result.begin)) / 1e6
         self.last_end = result.end
-        tokens = self.trainer.plan.tokens
-        sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
+        sol = self.speed_of_light and self.speed_of_light.percent(self.trainer.plan.tokens, ms)
+        tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())

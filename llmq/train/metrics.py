@@ -14,11 +14,9 @@ import numpy as np
 
 from llmq.base.errors import discard, warn
 from llmq.comm.links import LinkTable
-from llmq.data.judge import Score
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
-from llmq.train.sampling import printable
 
 SHOWN_FILES = 10  # in [Dataset], for each split
 
@@ -200,6 +198,7 @@ class Reporter:
                 file_index=state["file_index"],
                 chunk_index=state["chunk_index"],
                 seed=loader.seed,
+                **loader.data.record(),
             )
         self.block("Dataset", lines)
 
@@ -226,7 +225,10 @@ class Reporter:
     def train_step(
         self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
     ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent."""
+        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent.
+
+        The padding of packed sequences is not among the tokens.
+        """
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
@@ -250,6 +252,7 @@ class Reporter:
             "step",
             step,
             step_tokens=tokens,
+            trained_tokens=result.tokens,
             duration_ms=int(ms),
             norm=result.norm,
             loss=result.loss,
@@ -336,35 +339,9 @@ class Reporter:
         self._scores[name] = value
         self.view.progress(scores=self._scores)
 
-    def task(self, step: int, scores: Sequence[Score], seconds: float) -> None:
-        """[E]: all numbers of one task before step `step`."""
-        shown = []
-        for s in scores:
-            error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
-            shown.append(f"{s.metric} {s.value:.4f}{error}")
-            self.log.write(
-                "task",
-                step,
-                name=s.task,
-                metric=s.metric,
-                value=s.value,
-                stderr=s.stderr,
-                count=s.count,
-                seconds=round(seconds, 3),
-            )
-            self.score(f"{s.task}/{s.metric}", s.value)
-        line = " | ".join([scores[0].task, *shown])
-        time_taken = duration(1000 * seconds)
-        self.view.line(
-            f"[E] step {step:5d} [{self._percent(step):4.1f}%] | time: {time_taken} | {line}",
-            bold=True,
-        )
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """[S]: how the model goes on with a prompt before step `step`."""
-        shown = printable(prompt + text).replace("\n", "\n    ")
-        self.view.line(f"[S] step {step:5d} [{self._percent(step):4.1f}%] | {shown}")
-        self.log.write("sample", step, prompt=prompt, text=text)
+    def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
+        """What was found before step `step`, on the console. tag: one letter for its kind."""
+        self.view.line(f"[{tag}] step {step:5d} [{self._percent(step):4.1f}%] | {text}", bold=bold)
 
     def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
         """A record of a rank's monitor, and a line of text for the live view."""

@@ -235,6 +235,10 @@ class Ranks:
         """The micro-batches of each rank in the step with this ticket, one of the last RESULTS."""
         return self._batches[ticket]
 
+    def padding_of(self, ticket: int) -> int:
+        """Positions of all ranks in that step that reports do not count, see Batch."""
+        return sum(batch.padding for batches in self._batches[ticket] for batch in batches)
+
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured on all ranks; waits until it is done."""
         command = self._commands.get(ticket)

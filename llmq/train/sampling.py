@@ -194,7 +194,7 @@ def run_sample(
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
         _check_prompt(ids, config)
-        positions = min(len(ids) + max_new_tokens, config.longest)
+        positions = min(len(ids) + max_new_tokens, config.max_positions)
         dtype = parse_dtype(model_dtype)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
@@ -235,9 +235,9 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 def _check_prompt(ids: list[int], config: ModelConfig) -> None:
-    if len(ids) >= config.longest:
+    if len(ids) >= config.max_positions:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:

@@ -13,7 +13,7 @@ from llmq.config.options import TrainConfig
 from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
-from llmq.data.tokens import TokenFile, expand_pattern
+from llmq.data.tokens import TokenFile, find_token_files
 
 SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
 
@@ -52,7 +52,7 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
-    patterns = [("--train-file", config.train_file)]
+    patterns = [("--train-file", pattern) for pattern in config.train_patterns]
     if config.validates and not config.splits:
         patterns.append(("--eval-file", config.eval_pattern))
     patterns += [("--eval-file", pattern) for pattern in config.eval_sets.values()]
@@ -99,7 +99,8 @@ def tokenizer_source(
     A model directory has its own; `llmq tokenize` leaves a copy beside the token files. One that is
     known not to have made the data is left out.
     """
-    files = expand_pattern(config.train_file) or [Path(config.train_file)]
+    first = config.train_patterns[0]
+    files = find_token_files(first) or [Path(first)]
     for folder in (model_dir, files[0].parent / "tokenizer"):
         if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
             its = made and tokenizer_of_folder(folder)
@@ -116,7 +117,7 @@ def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[s
     transformers, and without a text, nothing is known.
     """
     try:
-        file = TokenFile(expand_pattern(train_file)[0])
+        file = TokenFile(find_token_files(train_file)[0])
         ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))
         tokenizer = HfTokenizer(source)
         text = tokenizer.decode(ids.tolist())

@@ -38,7 +38,7 @@ from llmq.plan.plan import Plan, Usage, fewest_attention_parts
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
-from llmq.train.batches import check_batches
+from llmq.train.batches import checked_batches
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.ranks import Ranks
 from llmq.train.tokenizers import (
@@ -208,11 +208,11 @@ class Trainer:
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
         """One optimizer step; waits for its result.
 
-        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked. With
-        W ranks and A = --grad-accumulation there are W * A of them: batches[i * W + r] is the i-th
-        one of rank r, so that one rank with W * A micro-steps does the same. None takes them from
-        the training files, where such a step has the same sequences for any W. The loss is the mean
-        over all target tokens of the step.
+        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
+        with --document-mask starts (see Batch). With W ranks and A = --grad-accumulation there are
+        W * A of them: batches[i * W + r] is the i-th one of rank r, so that one rank with W * A
+        micro-steps does the same. None takes them from the training files, where such a step has
+        the same sequences for any W. The loss is the mean over all target tokens of the step.
         """
         return self.result(self.enqueue_step(batches))
 
@@ -220,7 +220,7 @@ class Trainer:
         """Like `step`, without waiting: the returned ticket is for `result`."""
         lr = self.learning_rate(self.steps_done)
         if batches is not None:
-            check_batches(batches, self.config, self.model, self.world_size)
+            batches = checked_batches(batches, self.config, self.model, self.world_size)
         taken = self._next_batches() if batches is None else batches
         of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
@@ -357,7 +357,7 @@ class Trainer:
         made = self.tokenizer_id
         export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
-            warn(exported_otherwise(directory, tokenizer, self.config.train_file))
+            warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)

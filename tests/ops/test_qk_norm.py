@@ -13,7 +13,7 @@ from tests.harness import GPU_SPEC, host_device, run, step_scalars
 
 EPS = 1e-6
 SMALL = [name for name in CASES if not name.startswith("qwen")]
-BOTH = ["head_80", "head_128"]
+BOTH = ["head_80", "head_128", "head_256"]
 SHAPES = pytest.mark.parametrize(
     "shape, dtype",
     [(CASES[name], BF16) for name in SMALL] + [(CASES[name], F32) for name in BOTH],
@@ -21,8 +21,8 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-def call_forward(shape):
-    heads = {"num_heads": shape[2], "num_kv_heads": shape[3]}
+def call_forward(shape, offset: bool = False):
+    heads = {"num_heads": shape[2], "num_kv_heads": shape[3], "offset": offset}
     return lambda dev, **t: qk_norm.forward(dev, **t, **heads, eps=EPS)
 
 
@@ -46,13 +46,14 @@ def test_forward(dev, rng, shape, dtype):
     np.testing.assert_array_equal(got["qkv"][:, :, heads:], arrays["qkv"][:, :, heads:])
 
 
-def call_backward(shape, accumulate: bool):
+def call_backward(shape, accumulate: bool, offset: bool = False):
     def call(dev, d_q_weight, d_k_weight, scalars, **t):
         targets = {
             "d_q_weight": Accumulator(d_q_weight, accumulate, scalars, 1),
             "d_k_weight": Accumulator(d_k_weight, accumulate, scalars, 2),
         }
-        qk_norm.backward(dev, **targets, **t, num_heads=shape[2], num_kv_heads=shape[3])
+        heads = {"num_heads": shape[2], "num_kv_heads": shape[3]}
+        qk_norm.backward(dev, **targets, **t, **heads, offset=offset)
 
     return call
 
@@ -79,6 +80,14 @@ def test_backward(dev, rng, shape, dtype):
     got = run_exact(dev, call_backward(shape, False), arrays)
     heads = shape[2] + shape[3]
     np.testing.assert_array_equal(got["d_qkv"][:, :, heads:], arrays["d_qkv"][:, :, heads:])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_offset(dev, rng, dtype):
+    shape = CASES["head_256"]
+    run_exact(dev, call_forward(shape, offset=True), forward_arrays(rng, shape, dtype))
+    arrays = backward_arrays(rng, shape, dtype, F32)
+    run_exact(dev, call_backward(shape, False, offset=True), arrays)
 
 
 @pytest.mark.parametrize("gradient_dtype", [F32, BF16], ids=["f32", "bf16"])
@@ -121,8 +130,7 @@ def test_ordinary_numbers(dev, rng, dtype):
 
 
 def test_grid_gives_each_kind_of_head_its_share():
-    assert [qk_norm.group_size(d, 2) for d in (64, 80, 96, 128)] == [8, 16, 16, 16]
-    assert [qk_norm.group_size(d, 4) for d in (64, 80, 96, 128)] == [16, 32, 32, 32]
+    assert [qk_norm.group_size(d) for d in (64, 80, 96, 128, 256)] == [8, 16, 16, 16, 32]
     assert qk_norm.grid(32768, 14, 2, group=8, max_blocks=528) == (462, 66)
     assert qk_norm.grid(1, 1, 1, group=8, max_blocks=528) == (1, 1)
     assert qk_norm.grid(1000, 64, 1, group=8, max_blocks=8) == (7, 1)

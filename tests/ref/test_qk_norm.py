@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llmq.base.dtypes import BF16
 from llmq.ref import qk_norm as ref
@@ -51,6 +52,36 @@ def test_forward_equals_norm(rng, dtype):
         norm_forward(want, None, want_rstd, rows, weight, None, EPS, len(rows), HD)
         np.testing.assert_array_equal(qkv[:, :, heads].reshape(-1, HD), want)
         np.testing.assert_array_equal(rstd[:, :, heads].reshape(-1), want_rstd)
+
+
+def test_offset_rounds_as_gemma3(rng):
+    qkv, q_weight, k_weight = (a.astype(BF16.numpy) for a in packed(rng))
+    before = torch.tensor(qkv.astype(np.float32)).bfloat16()
+    raw = np.full((B, T, HEADS, HD), np.nan, qkv.dtype)
+    rstd = np.full((B, T, HEADS), np.nan, np.float32)
+    args = (raw, rstd, q_weight, k_weight, EPS, B * T, HQ, HKV, 1)
+    ref.qk_norm_forward(qkv, *args, offset=1)
+    for weight, heads in ((q_weight, slice(HQ)), (k_weight, slice(HQ, HEADS))):
+        norm = Gemma3RMSNorm(HD, EPS).bfloat16()
+        norm.weight.data = torch.tensor(weight.astype(np.float32)).bfloat16()
+        want, got = norm(before[:, :, heads]).detach().float().numpy(), qkv[:, :, heads]
+        # rstd may be one F32 rounding off, which now and then turns the rounding to BF16.
+        np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-7)
+        assert (got.astype(np.float32) != want).mean() < 1e-2
+
+
+def test_gradients_with_an_offset_are_those_of_the_larger_weight(rng):
+    x, q_weight, k_weight = packed(rng)
+    raw, rstd = x[:, :, :HEADS], rng.uniform(0.5, 2, size=(B, T, HEADS))
+    results = []
+    for offset in (0, 1):
+        d_qkv, partial = x.copy(), np.full((2, HD), np.nan)
+        weights = (q_weight + (1 - offset), k_weight + (1 - offset))
+        args = (raw, rstd, *weights, B * T, HQ, HKV, 1)
+        ref.qk_norm_backward(d_qkv, partial, *args, offset=offset)
+        results.append((d_qkv, partial))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_gradients_equal_torch(rng):
