@@ -81,10 +81,15 @@ def test_nothing_of_it_changes_a_bit(options):
     assert steps_of("sample", prompt="Hé") == steps_of("sample", prompt="c") == [3, 4]
 
 
-def test_numbers_are_those_of_the_exported_model(monkeypatch, capsys):
-    """Tasks: of `llmq eval` with sequences as long. Samples: of `llmq sample`."""
+@pytest.mark.parametrize("mask", [[], ["--document-mask", "--document-separator=51"]])
+def test_numbers_are_those_of_the_exported_model(mask, monkeypatch, capsys):
+    """Tasks: of `llmq eval` with sequences as long. Samples: of `llmq sample`.
+
+    With documents that are masked (by token 51, which is in all files), tasks put several sequences
+    into a row.
+    """
     monkeypatch.setattr(between_steps, "TEMPERATURE", 0.0)
-    assert run(*EVERYTHING, steps=3) == 0
+    assert run(*EVERYTHING, *mask, steps=3) == 0
     args = ["--task=questions.jsonl", "--task=words.txt", "--seq-len=32", "--out=eval.json"]
     assert _run(["eval", "out", *args, "--device=cpu", "--model-dtype=fp32"]) == 0
     tasks = json.loads(Path("eval.json").read_text())["tasks"]

@@ -12,7 +12,7 @@ import pytest
 from llmq.base.dtypes import F32
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.data.scoring import Encoder, Request, make_batches
+from llmq.data.scoring import Encoder, Request, make_batches, pack_batches
 from llmq.data.tasks import Task, Text, read_tasks
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.runtime.machine import choose_machine
@@ -154,7 +154,7 @@ def test_requests_with_the_same_inputs_share_a_row():
     requests = [Request(np.array(t, np.int32), 2) for t in tokens]
     (batch,) = make_batches(requests, lambda length, left: (left, 4))
     assert batch.inputs().tolist() == [[1, 2, 3, 6], [1, 2, 3, 0], [9, 2, 3, 0]]
-    assert [[index for index, _ in row.asked] for row in batch.rows] == [[3], [0, 1], [2]]
+    assert [[i for i, _ in sequence.asked] for sequence, _, _ in batch.placed] == [[3], [0, 1], [2]]
     assert batch.targets(0).tolist() == [
         [-100, -100, 6, 7],
         [-100, 3, 4, -100],
@@ -165,6 +165,22 @@ def test_requests_with_the_same_inputs_share_a_row():
     out = np.zeros(4)
     batch.add_up(out, 1, np.arange(12, dtype=np.float32).reshape(3, 4))
     assert out.tolist() == [0, -(5 + 6), 0, 0]
+
+
+def test_several_sequences_in_a_row():
+    requests = [Request(np.arange(n + 1, dtype=np.int32), 2) for n in (3, 5, 2, 4, 3)]
+    one, two = pack_batches(requests, (2, 8))
+    x = -100
+    assert one.inputs().tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 0]]
+    assert one.starts().tolist() == [[0] * 5 + [5] * 3, [0] * 4 + [4] * 3 + [7]]
+    assert one.targets(0).tolist() == [[x, x, x, 4, 5, x, x, x], [x, x, 3, 4, x, 2, 3, x]]
+    # The two of 3 tokens are the same, and both requests are asked in one round each.
+    assert one.count == 2 and one.targets(1).tolist() == [[x] * 8, [x] * 5 + [2, 3, x]]
+    assert two.inputs().tolist() == [[0, 1] + [0] * 6, [0] * 8]
+    assert two.starts().tolist() == [[0, 0] + [2] * 6, [0] * 8]
+    out = np.zeros(5)
+    one.add_up(out, 0, np.arange(16, dtype=np.float32).reshape(2, 8))
+    assert out.tolist() == [-(13 + 14), -(3 + 4), 0, -(10 + 11), 0]
 
 
 def test_shapes_waste_little():

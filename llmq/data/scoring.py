@@ -129,7 +129,7 @@ class Encoder:
 # Batches
 
 
-class _Row(NamedTuple):
+class _Sequence(NamedTuple):
     """inputs: int32 (n,). asked: requests, by their index, whose inputs these are."""
 
     inputs: np.ndarray
@@ -137,58 +137,93 @@ class _Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences that are computed at once, padded on the right. shape: (B, T)."""
+    """Sequences that are computed at once. shape: (B, T).
 
-    rows: list[_Row]
+    placed: each with its row and the position there that it begins at, in the order of these.
+    """
+
+    placed: list[tuple[_Sequence, int, int]]
     shape: tuple[int, int]
 
     @property
     def count(self) -> int:
         """Of the rounds: several where continuations differ in their last token only."""
-        return max(len(row.asked) for row in self.rows)
+        return max(len(sequence.asked) for sequence, _, _ in self.placed)
 
     def inputs(self) -> np.ndarray:
         """int32 (B, T)."""
         inputs = np.zeros(self.shape, np.int32)
-        for b, row in enumerate(self.rows):
-            inputs[b, : len(row.inputs)] = row.inputs
+        for sequence, b, first in self.placed:
+            inputs[b, first : first + len(sequence.inputs)] = sequence.inputs
         return inputs
+
+    def starts(self) -> np.ndarray:
+        """int32 (B, T), as llmq.base.batch.Batch has it: each sequence is a document."""
+        starts = np.zeros(self.shape, np.int32)
+        for sequence, b, first in self.placed:
+            starts[b, first:] = first
+            end = first + len(sequence.inputs)
+            starts[b, end:] = end
+        return starts
 
     def targets(self, number: int) -> np.ndarray:
         """int32 (B, T) of one of the rounds, -100 where nothing is asked."""
         targets = np.full(self.shape, MASKED_TARGET, np.int32)
-        for b, row in enumerate(self.rows):
-            if number < len(row.asked):
-                tokens, count = row.asked[number][1]
-                end = len(tokens) - 1
-                targets[b, end - count : end] = tokens[-count:]
+        for _, request, part in self._asked(number):
+            targets[part] = request.tokens[-request.count :]
         return targets
 
     def add_up(self, out: np.ndarray, number: int, losses: np.ndarray) -> None:
         """Into out (requests,) F64 the log-likelihoods of a round. losses: F32 (B, T)."""
-        for b, row in enumerate(self.rows):
-            if number < len(row.asked):
-                index, (tokens, count) = row.asked[number]
-                end = len(tokens) - 1
-                out[index] = -losses[b, end - count : end].sum(dtype=np.float64)
+        for index, _, part in self._asked(number):
+            out[index] = -losses[part].sum(dtype=np.float64)
+
+    def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
+        """The requests of a round, by index, and where their targets are."""
+        for sequence, b, first in self.placed:
+            if number < len(sequence.asked):
+                index, request = sequence.asked[number]
+                end = first + len(sequence.inputs)
+                yield index, request, (b, slice(end - request.count, end))
+
+
+def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
+    """The longest first. Requests with the same inputs, such as letters behind a question, share
+    one."""
+    found: dict[bytes, _Sequence] = {}
+    for index, request in enumerate(requests):
+        inputs = request.tokens[:-1]
+        found.setdefault(inputs.tobytes(), _Sequence(inputs, [])).asked.append((index, request))
+    return sorted(found.values(), key=lambda sequence: -len(sequence.inputs))
 
 
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """All requests, the longest first. shape: (B, T) for the longest length that is left, and the
-    number of sequences that are.
+    """All requests, the longest first, a row for each sequence.
 
-    Requests that have the same inputs, such as the letters behind a question, share a row.
+    shape: (B, T) for the longest length that is left, and the number of sequences that are.
     """
-    rows: dict[bytes, _Row] = {}
-    for index, request in enumerate(requests):
-        inputs = request.tokens[:-1]
-        rows.setdefault(inputs.tobytes(), _Row(inputs, [])).asked.append((index, request))
-    left = sorted(rows.values(), key=lambda row: -len(row.inputs))
-    batches, first = [], 0
+    left, batches, first = _sequences(requests), [], 0
     while first < len(left):
         B, T = shape(len(left[first].inputs), len(left) - first)
-        batches.append(Batch(left[first : first + B], (B, T)))
+        rows = left[first : first + B]
+        batches.append(Batch([(sequence, b, 0) for b, sequence in enumerate(rows)], (B, T)))
         first += B
+    return batches
+
+
+def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Batch]:
+    """All requests, the longest first, as many in a row as fit; for attention that sees where each
+    begins. shape: (B, T)."""
+    B, T = shape
+    batches: list[Batch] = []
+    row, at = -1, T  # of all batches, and where its next sequence would begin
+    for sequence in _sequences(requests):
+        if at + len(sequence.inputs) > T:
+            row, at = row + 1, 0
+        if row == B * len(batches):
+            batches.append(Batch([], shape))
+        batches[-1].placed.append((sequence, row % B, at))
+        at += len(sequence.inputs)
     return batches

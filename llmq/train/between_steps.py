@@ -23,7 +23,7 @@ from llmq.config.options import TrainConfig
 from llmq.data import scoring
 from llmq.data.judge import Score, judge
 from llmq.data.loader import DataLoader
-from llmq.data.scoring import Asked, Encoder, make_batches
+from llmq.data.scoring import Asked, Encoder, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.data.tokens import MASKED_TARGET
@@ -231,13 +231,18 @@ class Evaluations:
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
         """Of a task's requests; None after a signal."""
-        B, T = self.config.batch_size, self.config.seq_len
-        batches = make_batches(asked.requests, lambda longest, left: (B, T))
+        shape = self.config.batch_size, self.config.seq_len
+        packs = self.config.document_mask
+        if packs:  # attention sees where documents begin
+            batches = pack_batches(asked.requests, shape)
+        else:
+            batches = make_batches(asked.requests, lambda longest, left: shape)
         passes = [(batch, number) for batch in batches for number in range(batch.count)]
         out = np.full(len(asked.requests), np.nan)
 
         def make(batch: scoring.Batch, number: int) -> Batch:
-            return Batch(batch.inputs(), batch.targets(number))
+            starts = batch.starts() if packs else None
+            return Batch(batch.inputs(), batch.targets(number), starts)
 
         def work(rank: Rank, index: int, batch: Batch) -> None:
             losses = rank.step.score(batch)
