@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from llmq.commands.cli import _run
 from llmq.config.command_line import command_line
 from llmq.config.options_io import make_config, option_rows
 from llmq.config.presets import preset
+from llmq.model.step import Step
 from llmq.train import between_steps
 from llmq.train.watch import numbers, text
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
@@ -75,6 +77,7 @@ def test_nothing_of_it_changes_a_bit(options):
     assert [(r["loss"], r["norm"]) for r in records("step")] == plain
     assert [r["loss"] for r in records("eval") if "name" not in r] == validations
     assert steps_of("eval", name="other") == [2, 4]
+    assert [r["split"] for r in records("dataset")] == ["train", "eval", "eval-other"]
     for task, metrics in (("arc", ["acc", "acc_norm"]), ("text", ["perplexity", "bits_per_byte"])):
         for metric in metrics:
             assert steps_of("task", name=task, metric=metric) == [2, 4]
@@ -127,6 +130,24 @@ def test_a_run_that_goes_on_makes_up_for_what_was_due(monkeypatch):
     assert run(*EVERYTHING, "--continue", overwrite=None) == 0
     assert steps_of("task", metric="acc") == [2, 4]
     assert steps_of("eval", name="other") == [2, 4]
+
+
+def test_a_signal_ends_tasks_between_two_batches(monkeypatch):
+    """The run saves and leaves; what was cut short is made up for, from its beginning."""
+    real, calls = Step.score, []
+
+    def score(self, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "score", score)
+        assert run(*EVERYTHING, sample_every=-1) == 128 + signal.SIGINT
+    assert len(calls) == 2 and steps_of("task") == []
+    assert run(*EVERYTHING, "--continue", overwrite=None) == 0
+    assert steps_of("task", metric="acc") == [2, 4]
 
 
 def test_only_named_files():

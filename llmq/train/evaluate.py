@@ -185,6 +185,7 @@ class Fleet:
         for shape in shapes:
             planned.rehearse(*shape)
         self._sizes: MemorySizes = plan.sizes()
+        machine.compile_ahead(plan.sources)
         self.pool = RankPool(machine.world_size)
         self._scorers: dict[int, Scorer] = {}
 

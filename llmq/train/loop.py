@@ -101,7 +101,7 @@ def _run_locked(
             run.announce(argv, moved)
             run.measure_scaling()
             run.load(checkpoint)
-            announce_data(trainer, reporter)
+            announce_data(trainer, reporter, material.sets)
             announce_memory(trainer, reporter, run.monitors, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
