@@ -26,8 +26,8 @@ from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
-from llmq.data.tokens import MASKED_TARGET
 from llmq.model.step import Result
+from llmq.train.continuing import continue_texts
 from llmq.train.evaluate import check_ids
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
@@ -254,9 +254,19 @@ class Evaluations:
 
     def samples(self) -> None:
         """Report how the model goes on with each prompt, [S]; after a signal nothing."""
-        step, tokenizer = self.trainer.steps_done, self.material.tokenizer
+        trainer, tokenizer = self.trainer, self.material.tokenizer
+        step, prompts = trainer.steps_done, range(len(self.material.prompts))
+        rngs = [np.random.default_rng([self.config.seed, step, i]) for i in prompts]
         try:
-            texts = self._continue([ids for _, ids in self.material.prompts])
+            texts = continue_texts(
+                trainer.ranks,
+                (self.config.batch_size, self.config.seq_len),
+                [ids for _, ids in self.material.prompts],
+                self.config.sample_tokens,
+                lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
+                {tokenizer.eos_id, *trainer.model.eos_token_ids},
+                self.stopped,
+            )
         except LlmqError as error:  # predictions that are no numbers: the run itself tells
             self.reporter.message(f"WARNING: no samples: {error}", step)
             return
@@ -268,50 +278,3 @@ class Evaluations:
             self.reporter.line("S", step, shown)
             self.reporter.log.write("sample", step, prompt=prompt, text=text)
         self.done_at["samples"] = step
-
-    def _continue(self, prompts: list[list[int]]) -> list[list[int]] | None:
-        """New ids behind each prompt, one at a time for all; None after a signal."""
-        config, step, model = self.config, self.trainer.steps_done, self.trainer.model
-        ends = {self.material.tokenizer.eos_id, *model.eos_token_ids}
-        texts = [list(ids) for ids in prompts]
-        rngs = [np.random.default_rng([config.seed, step, i]) for i in range(len(prompts))]
-        left = list(range(len(prompts)))
-        for _ in range(config.sample_tokens):
-            left = [i for i in left if len(texts[i]) < config.seq_len]
-            logits = self._next_logits([texts[i] for i in left])
-            if logits is None:
-                return None
-            chosen = {
-                i: choose_token(of_text, rngs[i], temperature=TEMPERATURE)
-                for i, of_text in zip(left, logits, strict=True)
-            }
-            left = [i for i in left if chosen[i] not in ends]
-            for i in left:
-                texts[i].append(chosen[i])
-            if not left:
-                break
-        return [text[len(ids) :] for text, ids in zip(texts, prompts, strict=True)]
-
-    def _next_logits(self, texts: list[list[int]]) -> list[np.ndarray] | None:
-        """F32 (V,) behind each text; None after a signal."""
-        B, T = self.config.batch_size, self.config.seq_len
-        groups = [texts[first : first + B] for first in range(0, len(texts), B)]
-        found: dict[int, np.ndarray] = {}
-
-        def make(group: list[list[int]]) -> Batch:
-            inputs = np.zeros((B, T), np.int32)
-            for b, text in enumerate(group):
-                inputs[b, : len(text)] = text
-            return Batch(inputs, np.full((B, T), MASKED_TARGET, np.int32))
-
-        def work(rank: Rank, index: int, batch: Batch) -> None:
-            of_group = groups[index] if index >= 0 else []
-            rows = [b * T + len(text) - 1 for b, text in enumerate(of_group)]
-            logits = rank.step.next_logits(batch, rows)
-            if index >= 0:
-                found[index] = logits
-
-        made = [partial(make, group) for group in groups]
-        if not self.trainer.ranks.share("sample", made, work, self.stopped):
-            return None
-        return [row for index in range(len(groups)) for row in found[index]]
