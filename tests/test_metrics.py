@@ -20,14 +20,8 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
-from llmq.train.metrics import (
-    Outliers,
-    PlainView,
-    Reporter,
-    count_tokens,
-    duration,
-    tokens_per_second,
-)
+from llmq.train.metrics import Outliers, Reporter, count_tokens, duration, tokens_per_second
+from llmq.train.views import PlainView
 
 RESULT = Result(
     loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmq.train.metrics import optional_console
+from llmq.train.views import optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # columns of the loss curve, at most
@@ -63,7 +63,7 @@ def time_left(seconds: float) -> str:
 
 
 class LiveView:
-    """A metrics.View whose state is drawn below the lines."""
+    """A views.View whose state is drawn below the lines."""
 
     def __init__(self, console: Console, first_step: int, total_steps: int):
         """first_step: steps that are done already, of total_steps."""

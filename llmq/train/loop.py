@@ -31,7 +31,7 @@ from llmq.train.announce import (
 from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
 from llmq.train.live import LiveView
-from llmq.train.metrics import EvaluationProgress, PlainView, Reporter, View
+from llmq.train.metrics import Reporter
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
@@ -44,6 +44,7 @@ from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
+from llmq.train.views import EvaluationProgress, PlainView, View
 from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
