@@ -31,6 +31,7 @@ from llmq.checkpoint.store import (
 )
 from llmq.config.option_types import NEWEST
 from llmq.config.presets import preset
+from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
 
@@ -646,7 +647,8 @@ def test_export_of_any_number_of_ranks(tmp_path, dtype):
 def test_an_export_brings_its_tokenizer(tmp_path):
     ByteTokenizer().save(tmp_path / "model")
     for source in ("bytes", str(tmp_path / "model")):
-        manifest = dataclasses.replace(MANIFEST_VALUES, tokenizer=source)
+        made = TokenizerId.of(ByteTokenizer()).record()
+        manifest = dataclasses.replace(MANIFEST_VALUES, tokenizer=source, tokenizer_id=made)
         path = save(tmp_path / "ckpt", manifest=manifest)
         assert "tokenizer.json" in export_checkpoint(path, tmp_path / "out")
         expected_bytes = (tmp_path / "model" / "tokenizer.json").read_bytes()

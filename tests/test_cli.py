@@ -260,8 +260,12 @@ COMMANDS = [
             },
         ),
     ),
-    ("demo", "train.demo.run_demo", ((Path("demo"), "auto", None), {})),
-    ("demo --out d --device CPU --steps 9", "train.demo.run_demo", ((Path("d"), "cpu", 9), {})),
+    ("demo", "train.demo.run_demo", ((Path("demo"), "auto", None, False), {})),
+    (
+        "demo --out d --device CPU --steps 9 --continue",
+        "train.demo.run_demo",
+        ((Path("d"), "cpu", 9, True), {}),
+    ),
     (
         "sample model --prompt Hi --top-k 5 --model-dtype float32",
         "train.sampling.run_sample",
@@ -286,15 +290,15 @@ COMMANDS = [
         ((Path("c"), Path("o"), "bf16"), {}),
     ),
     (
-        "plot a.json b.json",
+        "plot pyproject.toml README.md --x hours --html",
         "train.plot.run_plot",
-        (([Path("a.json"), Path("b.json")], Path("loss.png")), {}),
+        (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
     ),
     (
-        "watch a.json --tensorboard t --wandb p --interval 0",
+        "watch README.md --tensorboard t --wandb p --interval 0",
         "train.watch.run_watch",
         (
-            (Path("a.json"),),
+            (Path("README.md"),),
             {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
         ),
     ),
@@ -442,7 +446,7 @@ def test_interrupt_exits_130(stub, capsys):
     [
         (["bench"], "bench.bench.run_bench"),
         ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
-        ("watch a.json --wandb p".split(), "train.watch.run_watch"),
+        ("watch README.md --wandb p".split(), "train.watch.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

@@ -14,6 +14,7 @@ from llmq.config.presets import preset
 from llmq.state.params import parameter_count
 from llmq.train import demo
 from llmq.train.demo import PROMPT, demo_config, python_sources
+from tests.runs import records, signal_after
 
 
 @pytest.fixture
@@ -47,7 +48,13 @@ def test_demo(little_text, capsys):
     assert out.count(f":\n{PROMPT}") == 2
     assert "wrote here/loss.png\n" in out
     assert "llmq sample here/model --prompt" in out
-    assert {p.name for p in Path("here").iterdir()} == {"data", "model", "log.json", "loss.png"}
+    assert {p.name for p in Path("here").iterdir()} == {
+        "data",
+        "model",
+        "ckpt",
+        "log.json",
+        "loss.png",
+    }
     assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
     assert (
         len([r for r in json.loads(Path("here/log.json").read_text()) if r["log"] == "step"]) == 3
@@ -57,6 +64,46 @@ def test_demo(little_text, capsys):
         len([r for r in json.loads(Path("here/log.json").read_text()) if r["log"] == "step"]) == 2
     )
     assert _run(["sample", "here/model", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+
+
+def test_demo_goes_on(little_text, monkeypatch, capsys):
+    """It was stopped; and for more steps; --continue of none is a new one."""
+    demo = ["demo", "--out", "here", "--device", "cpu", "--continue"]
+    with monkeypatch.context() as patch:
+        signal_after(patch, 1)
+        assert _run([*demo, "--steps", "3"]) == 130
+    assert "no complete checkpoint in 'here/ckpt', starting from" in capsys.readouterr().err
+    assert _run(demo) == 0
+    out = capsys.readouterr().out
+    assert "Before training" not in out and "2 of these steps are done already" in out
+    assert _run([*demo, "--steps", "4"]) == 0
+    assert "--steps is 4, in the checkpoint's run it was 3" in capsys.readouterr().err
+    assert [r["step"] for r in records("step", "here/log.json")] == [0, 1, 2, 3]
+    first, *others = (r["run"]["id"] for r in records("cmd", "here/log.json"))
+    assert others == [first] * 2
+    assert _run([*demo[:-1], "--steps", "1"]) == 0
+    assert records("cmd", "here/log.json")[0]["run"]["id"] != first
+    assert [path.name for path in Path("here/ckpt").iterdir()] == ["step_00000001"]
+
+
+def test_a_demo_does_not_replace_another_run(little_text, capsys):
+    Path("here/model").mkdir(parents=True)
+    Path("here/model/model.safetensors").write_text("mine")
+    assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 2
+    assert "is of a run without an id" in capsys.readouterr().err
+    assert Path("here/model/model.safetensors").read_text() == "mine"
+
+
+def test_the_last_validation_takes_no_longer_than_it_may(little_text, monkeypatch, capsys):
+    """It shows how far it is, and says that it ended before the end of the data."""
+    monkeypatch.setattr(demo, "VALIDATION_SECONDS", 0.0)
+    monkeypatch.setattr("llmq.train.views.PROGRESS_SECONDS", 0.0)
+    assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "  validation: 0%\n" in out and "Validation ended after 0 seconds\n" in out
+    (evaluation,) = records("eval", "here/log.json")
+    assert evaluation["eval_tokens"] == 8 * 128  # one batch
+    assert demo.VALIDATION_SECONDS <= 8
 
 
 def test_demo_into_a_folder_that_looks_like_a_pattern(little_text, capsys):

@@ -15,7 +15,12 @@ from llmq.checkpoint.manifest import MANIFEST
 from llmq.commands.cli import _run
 from llmq.config.model import ModelConfig
 from llmq.config.presets import PRESETS
-from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
+from llmq.data.identity import (
+    TokenizerId,
+    check_recorded,
+    tokenizer_of_folder,
+    tokenizers_of_files,
+)
 from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.train.trainer import Trainer
 from tests.runs import CONFIG, options
@@ -251,8 +256,8 @@ def test_a_new_model_has_the_special_tokens_of_its_data(place):
             written = json.loads(Path(data, name).read_text())
             ids = {x: written.get(f"{x}_token_id") for x in ("eos", "bos", "pad")}
             assert ids == {"eos": eos, "bos": eos, "pad": None}
-        assert _run(["export", "--checkpoint-dir", "c", "--out-dir", "exported"]) == 0
-        written = json.loads(Path("exported/config.json").read_text())
+        assert _run(["export", "--checkpoint-dir", "c", "--out-dir", f"of-{data}"]) == 0
+        written = json.loads(Path(f"of-{data}/config.json").read_text())
         assert (written["eos_token_id"], written["bos_token_id"]) == (eos, eos)
         shutil.rmtree("c")
 
@@ -315,3 +320,57 @@ def test_generate_of_transformers_stops(stopping):
     ids = net.generate(**prompt, do_sample=False, max_new_tokens=9)[0].tolist()
     assert tokenizer.decode(ids) == f"ab{END_OF_TEXT}"
     assert net.generation_config.eos_token_id == net.config.eos_token_id == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Exporting and sampling later, when the files may be others
+
+
+def test_a_tokenizer_that_was_replaced_is_noticed(trained, capsys):
+    """At the place that a checkpoint names, and beside an exported model."""
+    source = Path(json.loads(Path("ckpt/step_00000002", MANIFEST).read_text())["tokenizer"])
+    shutil.copytree("out", "export-before")
+    shutil.copy("other/tokenizer.json", source / "tokenizer.json")
+    shutil.copy("other/tokenizer.json", "export-before/tokenizer.json")
+    names = [str(TokenizerId.of(HfTokenizer(Path(name)))) for name in ("bpe", "other")]
+    capsys.readouterr()
+    sample = ["--device=cpu", "--prompt=a", "--max-new-tokens=1"]
+    for args in (
+        ["export", "--checkpoint-dir=ckpt", "--out-dir=exported"],
+        ["sample", "ckpt", *sample],
+        ["sample", "export-before", *sample],
+    ):
+        assert _run(args) == 2
+        err = capsys.readouterr().err
+        assert f"was trained with the tokenizer {names[0]}, but '" in err and err.count("\n") == 1
+        assert names[1].split()[1] in err.partition("now holds")[2]
+    assert not Path("exported").exists()
+    shutil.rmtree(source)
+    assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=exported"]) == 0
+    assert not Path("exported/tokenizer.json").exists()
+
+
+def test_ids_outside_the_vocabulary_are_not_exported(tmp_path):
+    """Of a checkpoint that does not say which tokenizer it had."""
+    ByteTokenizer().save(tmp_path)
+    check_recorded(tmp_path, None, 257, "checkpoint 'c'")
+    check_recorded("bytes", None, 257, "checkpoint 'c'")
+    check_recorded(tmp_path / "gone", None, 1, "checkpoint 'c'")
+    for source in (tmp_path, "bytes"):
+        with pytest.raises(DataError, match="has 257 ids, more than the vocabulary of checkpoint"):
+            check_recorded(source, None, 256, "checkpoint 'c'")
+
+
+def test_an_export_does_not_replace_another_runs(trained, capsys):
+    assert command(out_dir="second", checkpoint_dir="c", save_training_state=True) == 0
+    before = Path("second/llmq.json").read_text()
+    capsys.readouterr()
+    assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=second"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --out-dir: 'second' holds the model of run 'llmq' (")
+    assert err.count("\n") == 1 and Path("second/llmq.json").read_text() == before
+    Path("second/llmq.json").unlink()
+    assert _run(["export", "--checkpoint-dir=c", "--out-dir=second"]) == 2
+    assert "holds the model of no run of llmq's" in capsys.readouterr().err
+    for _ in range(2):
+        assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=out"]) == 0

@@ -20,14 +20,8 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
-from llmq.train.metrics import (
-    Outliers,
-    PlainView,
-    Reporter,
-    count_tokens,
-    duration,
-    tokens_per_second,
-)
+from llmq.train.metrics import Outliers, Reporter, count_tokens, duration, tokens_per_second
+from llmq.train.views import PlainView
 
 RESULT = Result(
     loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
@@ -90,6 +84,41 @@ def test_what_is_no_log_is_not_continued(tmp_path, content):
     with pytest.raises(LlmqError, match="is not a complete log"):
         JsonLog(path, append=True)
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize("lost", [1, 3, 40, 200])
+@pytest.mark.parametrize("behind", [b"", b"\0" * 100, b"\n\0\0"])
+def test_a_torn_log_is_continued_behind_its_last_whole_record(tmp_path, capsys, lost, behind):
+    """As a machine that stops leaves it: cut off anywhere, or with zeros for what was not kept."""
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    for step in range(5):
+        log.write("step", step, text="x" * 30)
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-lost] + behind)
+    kept = whole[:-lost].count(b"}")
+    log = JsonLog(path, append=True)
+    log.write("step", 9)
+    log.close()
+    assert [r["step"] for r in json.loads(path.read_text())] == [*range(kept), 9]
+    assert path.read_bytes().startswith(whole[: whole.rindex(b"}", 0, -lost) + 1])
+    err = capsys.readouterr().err
+    said = f"ended in the middle of a record: cut back to its {kept} whole ones"
+    assert (said in err and err.count("\n") == 1) or (lost == 1 and not behind and err == "")
+
+
+def test_a_log_that_is_damaged_in_the_middle_is_not_cut(tmp_path):
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    for step in range(5):
+        log.write("step", step)
+    log.close()
+    content = path.read_bytes().replace(b'"step": 2', b'"step: 2').removesuffix(b"]\n")
+    path.write_bytes(content)
+    with pytest.raises(LlmqError, match="what comes after 2 records is damaged: move it away"):
+        JsonLog(path, append=True)
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("content", ["x", '{"a": 1}\n', "\x93NUMPY"])

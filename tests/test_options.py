@@ -131,6 +131,8 @@ def test_defaults_of_known_flags():
         "watchdog": 300,
         "measure-scaling": False,
         "seed": 42,
+        "tensorboard": None,
+        "wandb": None,
         "memory-limit": None,
         "device": "auto",
         "use-cuda-graphs": True,
@@ -731,10 +733,12 @@ def test_options_that_do_nothing_on_the_cpu():
 FILE_VALUES = {"batch_size": 8, "learning-rate": "1e-3", "recompute_ffn": True, "steps": 20}
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json"])
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json", "run.toml"])
 def test_config_file_lies_under_the_command_line(tmp_path, name):
     file = tmp_path / name
     lines = [f"{key}: {json.dumps(value)}" for key, value in FILE_VALUES.items()]
+    if name.endswith("toml"):
+        lines = [line.replace(": ", " = ") for line in lines]
     is_json = name.endswith("json")
     file.write_text(json.dumps(FILE_VALUES) if is_json else "\n".join(lines))
     config = make_config({"batch": "2", "recompute-ffn": False}, file)
@@ -788,6 +792,10 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
         ("a.json", "lr: 1", "a.json is not valid: "),
         ("a.yaml", b"lr: \xff", "a.yaml is not valid: "),
         ("a.json", b"\xff{}", "a.json is not valid: "),
+        ("a.toml", "lr = 1\nlr = 2", "a.toml is not valid: "),
+        ("a.toml", "lr: 1", "a.toml is not valid: "),
+        ("a.toml", b"lr = '\xff'", "a.toml is not valid: "),
+        ("a.toml", "[optimizer]\nlr = 1", "a.toml: unknown option optimizer"),
         ("a.yaml", "- lr", "a.yaml must hold one mapping"),
         ("missing.yaml", None, "missing.yaml: No such file or directory"),
     ],

@@ -1,9 +1,11 @@
-"""Reading logs, smoothing, and the picture."""
+"""Reading logs, smoothing, and the page of curves: as a picture and in HTML."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,13 +13,37 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from llmq.commands.cli import _run
-from llmq.train.plot import curve, read_log, smoothed
+from llmq.train.curves import LOSS, read_log, series_of, smoothed
+from llmq.train.plot import figure_of, panels_of, read_runs
+from llmq.train.plot_html import MAX_POINTS, thinned
 
 
-def write_log(path, steps, evals=()):
-    records = [{"log": "cmd", "step": 0, "cmd": []}]
+def write_log(path, steps, evals=(), others=(), start=()):
+    records = [{"log": "cmd", "step": 0, "cmd": []}, *start]
     records += [{"log": "step", "step": s, "loss": loss} for s, loss in steps]
     records += [{"log": "eval", "step": s, "loss": loss} for s, loss in evals]
+    path.write_text(json.dumps([*records, *others]))
+    return path
+
+
+def whole_run(path, steps=6, scale=1.0):
+    """With every kind of number that a log may have."""
+    records = [{"log": "cmd", "step": 0, "cmd": [], "resumed_at": 0}]
+    for s in range(steps):
+        if s == 2:
+            for name in (None, "code"):
+                named = {} if name is None else {"name": name}
+                records.append({"log": "eval", "step": s, "loss": 4.0, **named})
+            task = {"log": "task", "step": s, "name": "arc", "metric": "acc", "value": 0.25}
+            records += [task, task | {"name": "piqa", "value": 0.5}]
+            records.append(task | {"metric": "bits per byte", "value": 1.5})
+        records.append(
+            {"log": "step", "step": s, "loss": scale * (5 - s / 10), "norm": 1.0, "lr": 1e-3}
+            | {"step_tokens": 1000, "duration_ms": 1_800_000}
+        )
+        for rank in range(2):
+            gpu = {"log": "gpu", "step": s, "rank": rank, "power": 300_000, "clock": 1980 - rank}
+            records.append(gpu | ({"clock": -1} if rank == 1 else {}))
     path.write_text(json.dumps(records))
     return path
 
@@ -25,10 +51,50 @@ def write_log(path, steps, evals=()):
 def test_curves(tmp_path):
     """Steps that a resumed run did again count once; null is no number."""
     path = write_log(tmp_path / "a.json", [(0, 5.0), (1, 4.0), (2, 3.0), (1, 3.5), (3, None)])
-    steps, losses = curve(read_log(path), "step")
-    np.testing.assert_array_equal(steps, [0, 1, 2, 3])
-    np.testing.assert_array_equal(losses, [5.0, 3.5, 3.0, np.nan])
-    assert [len(part) for part in curve(read_log(path), "eval")] == [0, 0]
+    (series,) = series_of(read_log(path))
+    np.testing.assert_array_equal(series.x["step"], [0, 1, 3])
+    np.testing.assert_array_equal(series.y, [5.0, 3.5, np.nan])
+
+
+def test_everything_that_a_log_has(tmp_path):
+    found = series_of(read_log(whole_run(tmp_path / "a.json")))
+    assert [(s.panel, s.label) for s in found] == [
+        (LOSS, "training"),
+        (LOSS, "evaluation"),
+        (LOSS, "evaluation code"),
+        ("acc", "arc"),
+        ("acc", "piqa"),
+        ("bits per byte", "arc"),
+        ("learning rate", "training"),
+        ("gradient norm", "training"),
+        ("tokens per second", "training"),
+        ("GPU power (W)", "GPU 0"),
+        ("GPU power (W)", "GPU 1"),
+        ("GPU clock (MHz)", "GPU 0"),
+    ]
+    training, evaluation, power = found[0], found[1], found[9]
+    np.testing.assert_array_equal(training.x["tokens"], [1000, 2000, 3000, 4000, 5000, 6000])
+    np.testing.assert_array_equal(training.x["hours"], [0.5, 1, 1.5, 2, 2.5, 3])
+    assert {axis: list(x) for axis, x in evaluation.x.items()} == {
+        "step": [2],
+        "tokens": [2000],  # it comes before step 2
+        "hours": [1.0],
+    }
+    np.testing.assert_array_equal(power.x["tokens"], training.x["tokens"])
+    assert set(power.y) == {300.0}
+    np.testing.assert_allclose(found[8].y, 1000 / 1800)
+
+
+def test_tokens_of_a_fork_begin_where_it_does(tmp_path):
+    steps = [{"log": "step", "step": s, "loss": 1.0, "step_tokens": 10} for s in (5, 6)]
+    path = write_log(tmp_path / "a.json", [], others=steps)
+    np.testing.assert_array_equal(series_of(read_log(path))[0].x["tokens"], [60, 70])
+
+
+def test_a_log_that_is_being_written(tmp_path):
+    path = whole_run(tmp_path / "a.json")
+    path.write_text(path.read_text()[:-30])
+    assert len(series_of(read_log(path))[0].y) == 6
 
 
 def test_smoothing_is_a_mean_over_a_window():
@@ -38,6 +104,10 @@ def test_smoothing_is_a_mean_over_a_window():
     np.testing.assert_allclose(smoothed(values), expected, rtol=1e-12)  # summed in another order
     np.testing.assert_array_equal(smoothed(np.array([2.0])), [2.0])
     assert np.isnan(smoothed(np.full(30, np.nan))).all()
+
+
+# ------------------------------------------------------------------------------------------------
+# The picture
 
 
 def test_picture(tmp_path, capsys):
@@ -50,7 +120,7 @@ def test_picture(tmp_path, capsys):
     assert _run(["plot", str(a), str(b), str(c), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     picture = imread(out)
-    assert picture.shape[:2] == (600, 960)
+    assert picture.shape[:2] == (500, 1000)
     assert picture.std() > 0.05, "something is drawn"
     assert [p.name for p in out.parent.iterdir()] == ["loss.png"]
     for suffix, start in ((".svg", b"<?xml"), (".pdf", b"%PDF")):
@@ -58,11 +128,30 @@ def test_picture(tmp_path, capsys):
         assert out.with_suffix(suffix).read_bytes().startswith(start)
 
 
+@pytest.mark.parametrize("x", ["step", "tokens", "hours"])
+def test_all_panels_on_one_page(tmp_path, x):
+    logs = [whole_run(tmp_path / "a.json"), whole_run(tmp_path / "b.json", steps=3, scale=2.0)]
+    runs = read_runs(logs, x)
+    panels = panels_of(runs)
+    assert panels == list(dict.fromkeys(s.panel for s in runs["a"]))
+    axes = figure_of(runs, x).axes
+    assert [a.get_title() for a in axes] == panels
+    loss, tasks = axes[0], axes[1]
+    labels = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert labels[:3] == ["a: training", "a: evaluation", "a: evaluation code"]
+    assert {"b: training", "b: evaluation"} <= set(labels)
+    assert [t.get_text() for t in tasks.get_legend().get_texts()][:2] == ["a: arc", "a: piqa"]
+    faint, curve = loss.lines[:2]
+    np.testing.assert_array_equal(faint.get_xdata(), runs["a"][0].x[x])
+    np.testing.assert_array_equal(curve.get_ydata(), smoothed(runs["a"][0].y))
+    assert loss.lines[-1].get_color() != faint.get_color()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot read the log"),
-        ("[{", "is not a log of llmq train"),
+        ("[{", "has nothing to plot"),
         ('{"log": "step"}', "is not a log of llmq train: it holds no array"),
         ("[1, 2]", "is not a log of llmq train: it holds no array"),
         ('[{"log": "cmd"}]', "has nothing to plot"),
@@ -90,7 +179,7 @@ def test_names_that_mean_something_to_matplotlib(tmp_path, monkeypatch):
     labels = []
     legend = Axes.legend
 
-    def keep(axes):
+    def keep(axes, **options):
         labels.extend(text.get_text() for text in legend(axes).get_texts())
 
     monkeypatch.setattr(Axes, "legend", keep)
@@ -99,7 +188,121 @@ def test_names_that_mean_something_to_matplotlib(tmp_path, monkeypatch):
     assert labels == [r"a\$_\$b: training", " _c: training"]
 
 
-def test_unknown_kind_of_picture(tmp_path, capsys):
-    log = write_log(tmp_path / "a.json", [(0, 5.0)])
-    assert _run(["plot", str(log), "--out", str(Path("loss.jpgg"))]) == 2
-    assert "--out: 'loss.jpgg' must end in .png, .svg or .pdf" in capsys.readouterr().err
+def test_logs_of_the_same_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    logs = [write_log(tmp_path / folder / "log.json", [(0, 5.0)]) for folder in ("a", "b")]
+    assert list(read_runs(logs, "step")) == [str(log) for log in logs]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--out", "loss.jpgg"], "--out: 'loss.jpgg' must end in .png, .svg, .pdf or .html"),
+        (["--html", "--out", "a.png"], "--html: writes a page, but --out 'a.png' is a picture"),
+        (["--x", "days"], "--x: expected step or tokens or hours, got 'days'"),
+        (["--x", "hours"], "does not say how many hours its steps took"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.json", [(0, 5.0), (1, 4.0)])
+    assert _run(["plot", "a.json", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert _run(["plot", "a.json", "a.json"]) == 2
+    assert "a log is given twice" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A page of two runs, the second with a name that is markup."""
+    monkeypatch.chdir(tmp_path)
+    whole_run(tmp_path / "a.json")
+    whole_run(tmp_path / "<b>&.json", steps=3, scale=2.0)
+    assert _run(["plot", "a.json", "<b>&.json", "--x", "tokens", "--html"]) == 0
+    return tmp_path / "loss.html"
+
+
+def test_a_page_holds_all_and_loads_nothing(page):
+    text = page.read_text()
+    assert re.findall(r"\b(?:src|href)\s*=|@import|url\(|fetch\(|XMLHttp|\bimport\b", text) == []
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    data = json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
+    assert (data["x"], list(data["axes"])) == ("tokens", ["step", "tokens", "hours"])
+    assert list(data["runs"]) == ["a", "<b>&"]
+    assert "<b>" not in text.replace("\\u003cb>", "")
+    training = data["series"][0]
+    assert training["x"]["tokens"] == [1000, 2000, 3000, 4000, 5000, 6000]
+    np.testing.assert_allclose(training["y"], [5 - s / 10 for s in range(6)])
+    assert {s["panel"] for s in data["series"]} == set(data["panels"])
+
+
+def test_long_series_are_thinned_to_their_extremes():
+    values = np.zeros(100_000)
+    values[[12_345, 54_321]] = 9.0, -9.0
+    values[777] = np.nan
+    kept = thinned(values)
+    assert len(kept) <= MAX_POINTS + 2
+    assert {0, 12_345, 54_321, 99_999} <= set(kept) and (np.diff(kept) > 0).all()
+    np.testing.assert_array_equal(thinned(np.zeros(5)), np.arange(5))
+    assert len(thinned(np.full(10_000, np.nan))) == 2
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """
+<script>
+const errors = [];
+window.addEventListener("error", (e) => errors.push(e.message));
+window.addEventListener("load", () => {
+  const result = { errors, before: document.querySelectorAll("path.curve").length };
+  const svg = document.querySelector("section svg"), box = svg.getBoundingClientRect();
+  const at = { clientX: box.left + box.width / 2, clientY: box.top + 50, bubbles: true };
+  svg.dispatchEvent(new MouseEvent("mousemove", at));
+  const tip = document.getElementById("tip");
+  result.tip = [tip.style.display, [...tip.children].map((row) => row.textContent)];
+  svg.dispatchEvent(new MouseEvent("mouseleave"));
+  result.hidden = tip.style.display;
+  const first = () => [...document.querySelectorAll("section svg")][0].textContent;
+  const tokens = first();
+  document.querySelector("button[data-axis=step]").click();
+  result.axes = [tokens, first()];
+  document.querySelectorAll("input")[1].click();
+  result.after = document.querySelectorAll("path.curve").length;
+  result.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
+  result.labels = [...document.querySelectorAll("label")].map((h) => h.textContent);
+  document.body.textContent = "RESULT" + JSON.stringify(result) + "END";
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser")
+def test_a_page_in_a_browser(page, tmp_path):
+    """Curves, tooltip, choice of the axis and of the runs."""
+    probed = tmp_path / "probed.html"
+    probed.write_text(
+        page.read_text().replace('<div id="controls">', PROBE + '<div id="controls">')
+    )
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", probed.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    content = re.search("RESULT(.*)END", done.stdout, re.DOTALL)
+    assert content, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(content[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert found["errors"] == []
+    assert (found["before"], found["after"]) == (24, 12)
+    shown, rows = found["tip"]
+    assert shown == "block" and found["hidden"] == "none"
+    tokens, steps = found["axes"]
+    assert tokens.endswith("tokens") and "6000" in tokens
+    assert steps.endswith("step") and "6000" not in steps
+    assert len(rows) == 6
+    assert rows[0].endswith(" a: training at 3000: 4.8 (mean 4.75)")
+    assert any("<b>&: evaluation code at 2000: 4" in row for row in rows)
+    assert found["titles"][0] == LOSS and len(found["titles"]) == 8
+    assert [label.strip(" ■") for label in found["labels"]] == ["a", "<b>&"]

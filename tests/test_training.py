@@ -516,7 +516,7 @@ def test_a_trainer_without_validation():
 
 
 FIELDS = {
-    "cmd": "run cmd",
+    "cmd": "run cmd resumed_at",
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",

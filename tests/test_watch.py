@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
 
 from llmq.base.errors import DataError, LlmqError
 from llmq.commands.cli import _run
@@ -47,9 +47,9 @@ def write_run(log: JsonLog, steps, done: bool = True, **fields) -> None:
 
 
 def events(folder: Path) -> EventAccumulator:
-    """All events of the one event file in a folder."""
-    (file,) = folder.iterdir()
-    return EventAccumulator(str(file), size_guidance={TENSORS: 0}).Reload()
+    """What TensorBoard shows of the event files in a folder."""
+    assert any(folder.iterdir())
+    return EventAccumulator(str(folder), size_guidance={TENSORS: 0}).Reload()
 
 
 def series(found: EventAccumulator, name: str) -> list[tuple[float, int, float]]:
@@ -342,8 +342,14 @@ def test_a_record_that_is_written_in_the_middle_of_a_read(log, monkeypatch):
 
 
 def test_following_until_the_run_is_done(log, tmp_path, wandb, after):
-    """It is killed and continued, and makes two steps again, before it is done."""
-    write_run(log, range(5), done=False)
+    """It is killed and continued, and makes two steps again, before it is done.
+
+    TensorBoard shows those that count; W&B takes no step after a later one.
+    """
+    write_run(log, range(3), done=False)
+    for step in (3, 4):
+        log.write("eval", step, eval_tokens=9, duration_ms=1, loss=10.0 * step)  # before the step
+        log.write("step", step, **step_fields(5 - step / 10))
 
     def write_half():
         with open(log.path, "r+b") as file:
@@ -356,19 +362,77 @@ def test_following_until_the_run_is_done(log, tmp_path, wandb, after):
             file.write(b"\n]\n")
             file.truncate()
         again = JsonLog(log.path, append=True)
-        write_run(again, range(3, 7))
+        again.write("cmd", 0, cmd=["again"], resumed_at=3)
+        for step in range(3, 7):
+            again.write("step", step, **step_fields(50 + step))
+        again.write("info", 7, type="message", message="Done. No validation")
         again.close()
 
     left = after(lambda: None, write_half, go_on)
     runs = tmp_path / "runs"
-    assert _run(["watch", str(log.path), "--tensorboard", str(runs), "--wandb", "p"]) == 0
+    args = ["watch", str(log.path), "--tensorboard", str(runs)]
+    assert _run([*args, "--wandb", "p"]) == 0
     assert left == []
     found = events(runs / "log")
-    expected = [(step, float(np.float32(5 - step / 10))) for step in range(7)]
-    assert [point[1:] for point in series(found, "train/loss")] == expected
-    assert [step for step, _ in wandb.logged] == list(range(7))
-    assert wandb.config["steps"] == 5, "the options are those of the first run"
+    first = [(step, float(np.float32(5 - step / 10))) for step in range(5)]
+    again = [(step, 50 + step) for step in range(7)]
+    assert [point[1:] for point in series(found, "train/loss")] == first[:3] + again[3:]
+    assert [point[1:] for point in series(found, "eval/loss")] == [(3, 30.0)]
+    losses = [(s, v["train/loss"]) for s, v in wandb.logged if "train/loss" in v]
+    assert losses == [(s, pytest.approx(loss)) for s, loss in first + again[5:]]
+    assert wandb.config["steps"] == 3, "the options are those of the first run"
     assert len(found.Tensors("cmd")) == 1
+    assert _run([*args, "--name", "afterwards", "--interval", "0"]) == 0
+    afterwards = events(runs / "afterwards")
+    for name in ("train/loss", "eval/loss"):
+        assert series(afterwards, name) == series(found, name)
+
+
+def test_one_run_in_tensorboard_and_wandb_through_continuations(log, tmp_path, wandb, capsys):
+    """Of a run with an identity: `watch` once more goes on in the same places."""
+    runs = tmp_path / "runs"
+    args = ["watch", str(log.path), "--interval", "0", "--tensorboard", str(runs), "--wandb", "p"]
+    run = {"id": "0123456789ab", "name": "mine"}
+    log.write("cmd", 0, cmd=["llmq"], run=run, resumed_at=0)
+    for step in range(5):
+        log.write("step", step, **step_fields(step))
+    assert _run(args) == 0
+    assert wandb.started["id"] == run["id"] and wandb.started["resume"] == "allow"
+    log.write("cmd", 0, cmd=["llmq"], run=run, resumed_at=2)
+    log.write("step", 2, **step_fields(20))
+    start, logged = wandb.init, wandb.logged
+    wandb.init = lambda **options: SimpleNamespace(**vars(start(**options)), starting_step=5)
+    logged.clear()
+    assert _run(args) == 0
+    assert [point[1:] for point in series(events(runs / "log"), "train/loss")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+    ]
+    assert logged == []
+    log.write("step", 3, **step_fields(30))
+    log.write("step", 4, **step_fields(40))
+    log.write("step", 5, **step_fields(50))
+    assert _run(args) == 0
+    assert [step for step, _ in logged] == [5]
+    assert len(series(events(runs / "log"), "train/loss")) == 6
+    other = JsonLog(log.path)
+    other.write("cmd", 0, cmd=["llmq"], run=run | {"id": "another"}, resumed_at=0)
+    other.write("step", 0, **step_fields(7))
+    other.close()
+    assert _run(args) == 0, "another run whose log has the same name gets a directory of its own"
+    assert series(events(runs / "log-another"), "train/loss")[0][1:] == (0, 7.0)
+    capsys.readouterr()
+    assert _run([*args, "--name", "log"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("message", ["Done. validation loss   4.0", "Done. No validation"])
+def test_a_run_is_done_with_and_without_validation(log, tmp_path, after, message):
+    write_run(log, range(2), done=False)
+    log.write("info", 2, type="message", message=message)
+    after()  # a wait would fail
+    assert _run(["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]) == 0
 
 
 def test_a_log_with_several_runs_ends_with_the_last_one(log, tmp_path, after):

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Parent(NamedTuple):
+    """The run that another one forked from, and the step of the checkpoint that it began with."""
+
+    id: str
+    name: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"run '{self.name}' ({self.id}) at step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunId:
-    """A run's random id, which it keeps over --continue; the name is for people.
+    """A run's random id, which it keeps over --continue under the same name.
 
+    Under another name it is another run, a fork, which knows its parent.
     adopts: what has no id counts as this run's, because it went on from a checkpoint without one.
     """
 
     id: str
     name: str
     adopts: bool = False
+    parent: Parent | None = None
 
     @classmethod
     def new(cls, name: str) -> RunId:
@@ -28,17 +41,28 @@ class RunId:
         """What `record` gave, read back from JSON; None if there is no id in it."""
         if not isinstance(record, dict) or not isinstance(record.get("id"), str):
             return None
-        return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True)
+        try:
+            parent = Parent(**record["parent"])
+        except (LookupError, TypeError):
+            parent = None
+        return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True, parent)
 
-    def continuing(self, owner: RunId | None) -> RunId:
-        """This run as the one that `owner` is, under its own name; None: of a run without an id."""
+    def continuing(self, owner: RunId | None, step: int) -> RunId:
+        """Which run goes on from a checkpoint of `owner` under the name of this one.
+
+        The owner under its own name, under another one a fork of it with the id of this run.
+        owner None: a run without an id, which gets this one. step: of the checkpoint.
+        """
         if owner is None:
             return replace(self, adopts=True)
-        return replace(owner, name=self.name)
+        if owner.name == self.name:
+            return owner
+        return replace(self, adopts=False, parent=Parent(owner.id, owner.name, step))
 
     def record(self) -> dict[str, Any]:
         """In JSON's types."""
-        return {"id": self.id, "name": self.name, "adopts": self.adopts}
+        parent = {} if self.parent is None else {"parent": self.parent._asdict()}
+        return {"id": self.id, "name": self.name, "adopts": self.adopts} | parent
 
     def owns(self, owner: RunId | None) -> bool:
         """Whether what belongs to `owner` is this run's. None: of a run without an id."""

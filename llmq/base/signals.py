@@ -22,6 +22,32 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+class FirstSignal:
+    """Keeps the first ending signal, for whoever looks; a second one acts as usual.
+
+    But not SIGHUP: when a terminal goes, its shell and the system send one each.
+    signum: of the signal, None as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        for signum in ending_signals():
+            self._before[signum] = signal.signal(signum, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.signum = signum
+        self.__exit__()
+        if signal.SIGHUP in self._before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @contextmanager
 def ending_children() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, so that no child outlives this process."""

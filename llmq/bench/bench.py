@@ -80,6 +80,14 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
     return expanded
 
 
+def one_run(given: dict[str, Any], file: Path | None) -> TrainConfig:
+    """The only run of these options, as for read_runs. ConfigError if there are several."""
+    runs = read_runs(given, file)
+    if len(runs) > 1:
+        raise ConfigError(f"--save-config: holds the options of one run, but these are {len(runs)}")
+    return make_config(runs[0])
+
+
 def _by_flag(options: dict[str, Any]) -> dict[str, Any]:
     """The same options under each one's first flag; unknown ones are left to make_config."""
     found: dict[str, Any] = {}

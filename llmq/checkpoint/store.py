@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -16,13 +15,11 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import export_model
-from llmq.checkpoint.manifest import MANIFEST
-from llmq.config.command_line import flag
+from llmq.checkpoint.hf import export_model, export_owner, exported_files
+from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
-from llmq.config.options import OPTIONS, TrainConfig
-from llmq.data.identity import TokenizerId
+from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
 
@@ -70,6 +67,21 @@ def _recorded(path: Path) -> dict[str, Any]:
 def checkpoint_owner(path: Path) -> RunId | None:
     """Whose checkpoint it is; None before runs had ids, and where it is damaged."""
     return RunId.of(_recorded(path))
+
+
+def checkpoint_step(path: Path) -> int:
+    """Of a complete checkpoint, whatever it is called; 0 where it is damaged."""
+    return _recorded(path).get("step", 0)
+
+
+def saved_options(path: Path) -> dict[str, Any]:
+    """The options of a complete checkpoint's run, by field, with the seed its data really has.
+
+    LlmqError if it is damaged.
+    """
+    document = read_manifest(path / MANIFEST)
+    seed = document["data-loader"].get("seed")
+    return document["options"] | ({} if seed is None else {"train_seed": seed})
 
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
@@ -131,68 +143,6 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
         )
 
 
-# Options that have nothing to do with what is computed, beside paths and the length of the run.
-_ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps epochs"
-_ELSEWHERE += " eval_every_n_steps eval_num_steps allow_other_tokenizer"
-
-# Options that change nothing but the order in which numbers are added up.
-_ROUNDING = ("lmhead_chunks", "attention", "tune")
-_ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
-
-
-def changed_options(
-    config: TrainConfig,
-    world_size: int,
-    saved: dict[str, Any],
-    saved_world_size: int,
-    *,
-    new_data: bool = False,
-) -> list[str]:
-    """One line for each option that makes other numbers than those of a checkpoint's run.
-
-    One more for all that change them by rounding only.
-
-    saved: Manifest.options; what it lacks is not compared. new_data: whether the data starts anew.
-    """
-    groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
-    names = [n for n, option in OPTIONS.items() if option.group in groups]
-    names = [n for n in names if n not in _ELSEWHERE.split()]
-    if config.final_lr_fraction != 1 or config.cooldown > 0:
-        names += ["steps", "epochs"]  # the learning rate depends on when the run ends
-    if not new_data:
-        names.remove("train_seed")  # the order is the checkpoint's, see below
-    sizes = ("batch_size", "seq_len", "grad_accumulation")
-    tokens, before = world_size, saved_world_size
-    for name in sizes:
-        tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
-    if tokens == before:  # more ranks with fewer micro-steps each take the same step
-        names.remove("grad_accumulation")
-    lines = [
-        f"{OPTIONS[name].flag} is {_shown(name, getattr(config, name))}, in the checkpoint's run "
-        f"it was {_shown(name, saved[name])}"
-        for name in names
-        if name in saved and saved[name] != getattr(config, name)
-    ]
-    if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
-        lines.append(
-            f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "
-            f"of the checkpoint's run ({saved['train_seed']}); --new-data starts it anew"
-        )
-    if not math.isnan(before) and tokens != before:
-        lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
-    rounding = [*_ROUNDING, *(_ROUNDING_OF_RANKS if max(world_size, saved_world_size) > 1 else ())]
-    other = [n for n in rounding if n in saved and saved[n] != getattr(config, n)]
-    if other:
-        flags = ", ".join(f"{flag(n, getattr(config, n))} (was {flag(n, saved[n])})" for n in other)
-        lines.append(f"numbers may be rounded otherwise than in the checkpoint's run: {flags}")
-    return lines
-
-
-def _shown(name: str, value: Any) -> Any:
-    no_limit = value is None or (name == "steps" and value < 0)
-    return "not given" if no_limit else value
-
-
 def clean_old(
     directory: Path,
     keep_n: int,
@@ -234,17 +184,34 @@ def _may_go(path: Path, step: int, run: RunId | None) -> bool:
     return mine and recorded.get("step") in (step, None)
 
 
+def _check_free(out_dir: Path, run: RunId | None) -> None:
+    """LlmqError if a directory holds a model of another run than this one."""
+    owner = export_owner(out_dir)
+    mine = owner is None if run is None else run.owns(owner)
+    if exported_files(out_dir) and not mine:
+        whose = "no run of llmq's" if owner is None else str(owner)
+        raise LlmqError(
+            f"--out-dir: '{out_dir}' holds the model of {whose}, not of the checkpoint's "
+            f"{run or 'run'}: choose another directory, or move it away"
+        )
+
+
 def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
     """Write the model of a checkpoint for Hugging Face; returns the names of the files.
 
     checkpoint: as for checkpoint_at.
     model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists.
+    LlmqError if the directory holds the model of another run, or that source another tokenizer.
     """
     path = checkpoint_at(checkpoint)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
     with CheckpointReader(path) as reader:
         config, source = reader.manifest.model, reader.manifest.tokenizer
+        made = TokenizerId.from_record(reader.manifest.tokenizer_id)
+        _check_free(out_dir, reader.manifest.run)
+        if source is not None:
+            check_recorded(source, made, config.vocab_size, f"checkpoint '{path}'")
         reader.check(weight_table(config))
         return export_model(
             out_dir,
@@ -252,6 +219,6 @@ def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16"
             lambda param: reader.read("weights", param).reshape(param.shape),
             OPTION_DTYPES[model_dtype],
             ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
-            TokenizerId.from_record(reader.manifest.tokenizer_id),
+            made,
             run=reader.manifest.run,
         )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.base.signals import ending_children
-from llmq.commands.common import train_options
+from llmq.commands.common import SaveConfig, save_config, train_options
 
 
 @train_options
@@ -20,9 +20,10 @@ def bench(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="YAML or JSON with these options as keys, lists of values, and a list `runs`.",
+            help="File with these options as keys, lists of values, and a list `runs`.",
         ),
     ] = None,
+    save: SaveConfig = None,
     out: Annotated[Path, typer.Option(help="Report to write, without .md and .json.")] = Path(
         "bench"
     ),
@@ -36,6 +37,10 @@ def bench(
     """Measure the speed of one or many configurations on random tokens."""
     from llmq.bench.bench import run_bench
 
+    if save is not None:
+        from llmq.bench.bench import one_run
+
+        save_config(save, one_run(given, config_file), given)
     with ending_children():
         run_bench(
             given,

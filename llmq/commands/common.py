@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +22,19 @@ from llmq.config.option_types import (
     parse_size,
 )
 from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.config.options_io import given_values, make_config
 from llmq.config.presets import model_warnings, resolve_model
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="YAML or JSON with these options as keys."),
+    typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON with these options as keys."),
+]
+
+SaveConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-config", metavar="FILE", help="Write the options as YAML, for --config, and go on."
+    ),
 ]
 
 _BY_PARSER = {
@@ -130,14 +137,31 @@ def size_of(flag: str, value: str | None) -> int | None:
     return size
 
 
+def save_config(file: Path | None, config: TrainConfig, fields: Container[str]) -> None:
+    """--save-config. fields: of `config` that the user has set."""
+    if file is not None:
+        from llmq.config.option_file import save_options  # here: --help does not wait for YAML
+
+        save_options(file, config, log_file="log_file" in fields)
+
+
 def load_run(
     given: dict[str, Any], file: Path | None
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options and model of a run, checked; prints warnings."""
+    """Options and model of a run, checked; prints warnings.
+
+    With --continue, options that were not given are those of the checkpoint.
+    """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
 
-    config = make_config(given, file)
+    values = given_values(given, file)
+    inherited = {}
+    if values.get("continue_from") is not None:
+        from llmq.train.resume import inherited_options
+
+        inherited = inherited_options(values)
+    config = make_config(given, file, inherited)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)

@@ -14,8 +14,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--continue", help="Go on where the last demo was stopped.")
+    ] = False,
 ) -> None:
     """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
     from llmq.train.demo import run_demo
 
-    run_demo(out, checked("device", device), steps)
+    run_demo(out, checked("device", device), steps, resume)

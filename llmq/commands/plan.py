@@ -6,7 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, load_run, size_of, train_options
+from llmq.commands.common import (
+    ConfigFile,
+    SaveConfig,
+    load_run,
+    save_config,
+    size_of,
+    train_options,
+)
 from llmq.config.options_io import given_fields
 
 
@@ -14,6 +21,7 @@ from llmq.config.options_io import given_fields
 def plan(
     given: dict[str, Any],
     config_file: ConfigFile = None,
+    save: SaveConfig = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
@@ -52,5 +60,7 @@ def plan(
     }
     from llmq.plan.report import run_plan
 
-    fields = given_fields(given, config_file) if fit else None
-    run_plan(config, model, **sizes, card=card, fit=fields, placement=placement, json=json)
+    fields = given_fields(given, config_file)
+    kept = fields if fit else None
+    best = run_plan(config, model, **sizes, card=card, fit=kept, placement=placement, json=json)
+    save_config(save, best, fields)

@@ -1,4 +1,4 @@
-"""`llmq plot`: the loss curves of runs."""
+"""`llmq plot`: the curves of runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ import typer
 
 
 def plot(
-    logs: Annotated[list[Path], typer.Argument(help="JSON logs of training runs.")],
-    out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("loss.png"),
+    logs: Annotated[list[str], typer.Argument(help="Names of runs, or their JSON logs.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write: .png, .svg, .pdf or .html (default: loss.png)."),
+    ] = None,
+    x: Annotated[
+        str, typer.Option("--x", metavar="step|tokens|hours", help="What the x-axis counts.")
+    ] = "step",
+    html: Annotated[
+        bool, typer.Option("--html", help="Write a page with tooltips (default: loss.html).")
+    ] = False,
 ) -> None:
-    """Draw the losses of training runs."""
+    """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
+    from llmq.train.find_log import find_log
     from llmq.train.plot import run_plot
 
-    run_plot(logs, out)
+    run_plot([find_log(log) for log in logs], out, x, html)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, load_run, train_options
+from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
 from llmq.config.command_line import command_line
 from llmq.config.options_io import given_fields
 
@@ -16,6 +16,7 @@ from llmq.config.options_io import given_fields
 def train(
     given: dict[str, Any],
     config_file: ConfigFile = None,
+    save: SaveConfig = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Plan the memory, print it and exit.")
     ] = False,
@@ -30,13 +31,13 @@ def train(
 ) -> None:
     """Train a model, or continue to."""
     config, model, model_dir = load_run(given, config_file)
-    argv = sys.argv
+    argv, fields = sys.argv, given_fields(given, config_file)
     if auto:
         from llmq.plan.report import choose
 
-        fields = given_fields(given, config_file)
         config = choose(config, model, fields)
         argv = command_line(config, log_file="log_file" in fields)
+    save_config(save, config, fields)
     if dry_run:
         from llmq.plan.report import run_plan
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, load_run, train_options
+from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
 from llmq.config.options_io import given_fields
 
 
@@ -14,6 +14,7 @@ from llmq.config.options_io import given_fields
 def verify(
     given: dict[str, Any],
     config_file: ConfigFile = None,
+    save: SaveConfig = None,
     verify_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
@@ -22,6 +23,7 @@ def verify(
 ) -> int:
     """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
     config, model, model_dir = load_run(given, config_file)
+    save_config(save, config, given_fields(given, config_file))
     from llmq.bench.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}

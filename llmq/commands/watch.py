@@ -11,7 +11,7 @@ from llmq.base.signals import ending_children
 
 
 def watch(
-    log: Annotated[Path, typer.Argument(help="JSON log of a training run.")],
+    log: Annotated[str, typer.Argument(help="Name of a run, or its JSON log.")],
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write event files into DIR/NAME.")
     ] = None,
@@ -24,7 +24,8 @@ def watch(
     ] = 10,
 ) -> None:
     """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
+    from llmq.train.find_log import find_log
     from llmq.train.watch import run_watch
 
     with ending_children():
-        run_watch(log, tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)
+        run_watch(find_log(log), tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)

@@ -29,10 +29,11 @@ def _word(name: str, value: Any) -> str:
     return f"{option.flag}={value}"
 
 
-def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
-    """`llmq train` with the flags without which it would be another configuration.
+def fewest_values(config: TrainConfig, *, log_file: bool = False) -> dict[str, Any]:
+    """The values, by field, without which it would be another configuration.
 
-    config: normalized. log_file: name it too; it was given, not made from the time of the start.
+    What is as by default is left out, and so is what others imply. config: normalized. log_file:
+    compare it too; it was given, not made from the time of the start.
     """
     names = [field.name for field in dataclasses.fields(config)]
     if not log_file:
@@ -48,4 +49,13 @@ def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
         fewer = {other: value for other, value in given.items() if other != name}
         if values(fewer) == wanted:
             given = fewer
+    return given
+
+
+def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
+    """`llmq train` with the flags without which it would be another configuration.
+
+    Arguments as of fewest_values.
+    """
+    given = fewest_values(config, log_file=log_file)
     return ["llmq", "train", *chain(*(_flags(*pair) for pair in given.items()))]

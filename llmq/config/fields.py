@@ -242,6 +242,12 @@ class Fields:
     log_file: Path | None = option(
         _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
     )
+    tensorboard: Path | None = option(
+        _OUTPUT, None, "Directory into which the log is written for TensorBoard, as the run goes"
+    )
+    wandb: str | None = option(
+        _OUTPUT, None, "Project of Weights & Biases to which the log is sent, as the run goes"
+    )
     log_gpu_util: int = option(_OUTPUT, 25, "Steps between GPU records; 0: none", min=0)
     debug_log_allocations: int = option(
         _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1

@@ -1,8 +1,10 @@
-"""Files of options, in YAML or JSON. Imported when one is given: --help does not wait for YAML."""
+"""Files of options. Imported when one is given or to be written: --help does not wait for YAML."""
 
 from __future__ import annotations
 
 import json
+import textwrap
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,17 @@ from typing import Any
 import yaml
 
 from llmq.base.errors import ConfigError
+from llmq.base.files import disk_errors, write_file
+from llmq.config.command_line import fewest_values
+from llmq.config.options import ONCE, OPTIONS, TrainConfig
+
+YAML_SUFFIXES = (".yaml", ".yml")
+_WIDTH = 98  # of a comment
+_HEAD = """\
+# Options of `llmq train`, as --save-config writes them: `--config FILE` reads them, and what the
+# command line gives wins. Lines behind a # are not set; they say what each option is, and what it
+# is if nobody gives it.
+"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,7 +50,7 @@ def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_option_file(file: Path) -> dict[str, Any]:
-    """The one mapping in a file: JSON by its suffix, else YAML. An empty file has no options.
+    """The one mapping in a file: JSON or TOML by its suffix, else YAML; {} if it is empty.
 
     Raises ConfigError, also where a mapping has a key twice.
     """
@@ -45,6 +58,8 @@ def read_option_file(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             content = json.loads(text, object_pairs_hook=_json_object)
+        elif file.suffix == ".toml":
+            content = tomllib.loads(text)
         else:
             content = yaml.load(text, _Loader)
     except OSError as error:
@@ -57,3 +72,51 @@ def read_option_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {file} must hold one mapping of options")
     return content
+
+
+def save_options(file: Path, config: TrainConfig, *, log_file: bool = False) -> None:
+    """Write a configuration as YAML, with a comment for each option, also for those not set.
+
+    Set are those without which it would be another configuration; options of one command, such as
+    --continue, are left out. log_file: as of fewest_values. ConfigError for another kind of file,
+    and where one is there that says something else: it may have been edited.
+    """
+    if file.suffix not in YAML_SUFFIXES:
+        raise ConfigError(f"--save-config: writes YAML, so '{file}' must end in .yaml or .yml")
+    content = _as_yaml(config, log_file)
+    if file.exists():
+        with disk_errors(file):
+            same = file.read_bytes() == content.encode()
+        if same:
+            return
+        raise ConfigError(
+            f"--save-config: '{file}' holds other options: delete it, or choose another name"
+        )
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(file, content)
+
+
+def _as_yaml(config: TrainConfig, log_file: bool) -> str:
+    given, defaults = fewest_values(config, log_file=log_file), TrainConfig()
+    lines, group = [_HEAD], None
+    for name, option in OPTIONS.items():
+        if name in ONCE:
+            continue
+        if option.group != group:
+            group = option.group
+            lines.append(f"# {f' {group} ':-^{_WIDTH - 2}}\n")
+        choices = f" ({', '.join(option.choices)})" if option.choices else ""
+        lines += [f"# {line}" for line in textwrap.wrap(option.help + choices, _WIDTH - 2)]
+        value, mark = (given[name], "") if name in given else (getattr(defaults, name), "#")
+        lines.append(f"{mark}{option.flags[0]}:{_scalar(value)}\n")
+    return "\n".join(lines)
+
+
+def _scalar(value: Any) -> str:
+    """A value behind its key; nothing for None, which is no value."""
+    if value is None:
+        return ""
+    plain = str(value) if isinstance(value, Path) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**9)
+    return f" {text.removesuffix('...' + chr(10)).strip()}"

@@ -40,19 +40,24 @@ _BEFORE_MODEL = (
 _AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
 
 
-def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
+def make_config(
+    given: Mapping[str, Any],
+    file: Path | None = None,
+    inherited: Mapping[str, Any] | None = None,
+) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
 
-    given: values by flag name without dashes. file: YAML, or JSON by its suffix; one mapping with
-    the same keys, - or _ alike. Raises ConfigError for an unknown key, a value that is not valid,
-    and an option that is given as off though another one implies it.
+    given: values by flag name without dashes. file: YAML, or JSON or TOML by its suffix; one
+    mapping with the same keys, - or _ alike. inherited: values by field name that are used instead
+    of defaults. Raises ConfigError for an unknown key, a value that is not valid, and an option
+    that is given as off though another one implies it.
     """
-    own = _by_field(given, "")
-    inherited = _of_file(file)
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in own:  # they exclude each other, and the command line wins
-            inherited.pop(other, None)
-    values = inherited | own
+    values = dict(inherited or {})
+    for layer in (_of_file(file), _by_field(given, "")):
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if one in layer:  # they exclude each other, and the later one wins
+                values.pop(other, None)
+        values |= layer
     config = TrainConfig(**values).normalized().validate()
     for name, value in values.items():
         implying = implied_by(name, config) if value is False else None
@@ -64,9 +69,14 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
     return config
 
 
+def given_values(given: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
+    """What the user has set, by field of TrainConfig; arguments and errors as of make_config."""
+    return _of_file(file) | _by_field(given, "")
+
+
 def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:
-    """Fields of TrainConfig that the user has set: as for make_config, which has accepted them."""
-    return frozenset(_by_field(given, "") | _of_file(file))
+    """Fields of TrainConfig that the user has set."""
+    return frozenset(given_values(given, file))
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.files import write_shared
-from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.data.tokens import find_token_files
 from llmq.runtime.compile import cache_dir
 
@@ -79,13 +79,46 @@ def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
     The name is the one that a run of ours has noted, else the folder's. Without tokenizer files it
     is what the run noted.
     """
-    noted = TokenizerId.from_record(_read(folder / RUN_FILE).get("tokenizer"))
+    noted = noted_tokenizer(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return noted
     fingerprint = _fingerprint_of_files(folder)
     if noted is not None and noted.fingerprint == fingerprint:
         return noted
     return fingerprint and TokenizerId(_folder_name(folder), fingerprint)
+
+
+def noted_tokenizer(folder: Path) -> TokenizerId | None:
+    """What a run of ours has noted in a model directory; None if it is of somebody else."""
+    return TokenizerId.from_record(_read(folder / RUN_FILE).get("tokenizer"))
+
+
+def check_recorded(
+    source: str | Path, made: TokenizerId | None, vocab_size: int, model: str
+) -> None:
+    """DataError unless the tokenizer that is there now is the one that a model was trained with.
+
+    source: "bytes" or a folder; without a tokenizer in it nothing is checked. made: what is noted
+    of the training's; None: then the ids must at least be in the vocabulary. model: for messages.
+    """
+    if source == "bytes":
+        now, size = TokenizerId.of(ByteTokenizer()), ByteTokenizer.vocab_size
+    else:
+        now, size = tokenizer_of_folder(Path(source)), None
+    if now is None:
+        return
+    if made is not None and made.fingerprint != now.fingerprint:
+        raise DataError(
+            f"{model} was trained with the tokenizer {made}, but '{source}' now holds {now}: put "
+            "the files of the first one back there"
+        )
+    if made is None:
+        size = HfTokenizer(Path(source)).vocab_size if size is None else size
+        if size > vocab_size:
+            raise DataError(
+                f"the tokenizer '{source}' has {size} ids, more than the vocabulary of {model}, "
+                f"which has {vocab_size}: they do not belong together"
+            )
 
 
 def _fingerprint_of_files(folder: Path) -> str | None:

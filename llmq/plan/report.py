@@ -99,8 +99,8 @@ def run_plan(
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
-) -> None:
-    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit.
+) -> TrainConfig:
+    """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
     fit: options that keep their values in a search. placement: print, too, where everything lies.
@@ -122,7 +122,7 @@ def run_plan(
             print(json_module.dumps(fit_record(found, where, log_file), indent=2))
         else:
             print("\n".join(fit_report(found, where, log_file)))
-        return
+        return found[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
     time = step_time(plan, where.card) if where.named else None
@@ -138,6 +138,7 @@ def run_plan(
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
+    return config
 
 
 def plan_report(plan: Plan, record: dict[str, Any], where: Target) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import DataError, warn
+from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
@@ -56,10 +58,13 @@ def check_data(trainer: Trainer) -> None:
         )
 
 
-def announce_options(trainer: Trainer, reporter: Reporter, argv: list[str]) -> None:
-    """[Options], and their records."""
-    run = {"id": trainer.run.id, "name": trainer.run.name}
-    reporter.log.write("cmd", 0, run=run, cmd=argv)
+def announce_options(
+    trainer: Trainer, reporter: Reporter, argv: list[str], checkpoint: Path | None
+) -> None:
+    """[Options], and their records. checkpoint: that the run goes on from."""
+    resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    run = trainer.run.record()
+    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at)
     reporter.options(
         option_rows(
             trainer.config,

@@ -34,6 +34,7 @@ from llmq.train.metrics import Reporter, duration
 from llmq.train.ranks import Rank
 from llmq.train.sampling import choose_token, continuation, printable
 from llmq.train.trainer import Trainer
+from llmq.train.views import EvaluationProgress
 
 TEMPERATURE = 0.8  # of samples, as of `llmq sample`
 
@@ -140,48 +141,61 @@ class Evaluations:
         """Whether there are validation files, with or without a name."""
         return self.config.validates or bool(self.material.sets)
 
-    def validate(self, max_batches: int | None) -> float:
+    def validate(self, max_batches: int | None, seconds: float = math.inf) -> float:
         """Report the losses; that of the files without a name, NaN without one.
 
-        max_batches: of each rank; None: all. A signal ends it without a result.
+        max_batches: of each rank; None: all. seconds: after which a loss is that of the sequences
+        so far. A signal ends it without a result.
         """
         trainer, loss = self.trainer, math.nan
-        before = trainer.validated_at
+        before, limits = trainer.validated_at, (max_batches, seconds)
         if self.config.validates:
-            start = time.perf_counter()
-            result = trainer.validate(max_batches, self.stopped)
+            result = self._timed("", trainer.eval_loader, trainer.validate, limits)
             if result is None:
                 return math.nan
             loss = result.loss
-            self._report("", trainer.eval_loader, max_batches, result, start)
         for name, loaders in self.material.sets.items():
-            start = time.perf_counter()
-            result = mean_loss(trainer.ranks, loaders, max_batches, self.stopped)
-            if result is None:  # all of them again, then
+            call = partial(mean_loss, trainer.ranks, loaders)
+            if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
                 trainer.validated_at = before
                 return loss
-            self._report(name, loaders[0], max_batches, result, start)
         trainer.validated_at = trainer.steps_done if self.validates else before
         return loss
 
-    def _report(
-        self, name: str, loader: DataLoader, max_batches: int | None, result: Result, start: float
-    ) -> None:
-        """One validation. start: time.perf_counter() when it began."""
-        config, step = self.config, self.trainer.steps_done
+    def _timed(
+        self,
+        name: str,
+        loader: DataLoader,
+        call: Callable[..., Result | None],
+        limits: tuple[int | None, float],
+    ) -> Result | None:
+        """One validation: call(max_batches, stopped, seconds), and its report."""
+        trainer, step, (max_batches, seconds) = self.trainer, self.trainer.steps_done, limits
+        whole = loader.batches_per_epoch
+        batches = whole if max_batches is None else min(max_batches, whole)
+        start = time.perf_counter()
+        progress = EvaluationProgress(self.reporter.view, batches, trainer.world_size)
+        result = call(max_batches, progress.before_batch(self.stopped), seconds)
+        progress.close()
+        if result is None:
+            return None
         ms = (time.perf_counter() - start) * 1000
-        batches = loader.batches_per_epoch if max_batches is None else max_batches
         tokens = loader.tokens(batches)
+        if not progress.complete:
+            self.reporter.message(f"Validation ended after {ms / 1000:.0f} seconds", step)
+            tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
         self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
         if result.tokens == 0:
-            files = config.eval_sets.get(name, config.eval_pattern)
-            files = " ".join(config.train_file) if not name and config.splits else files
+            files = self.config.eval_sets.get(name, self.config.eval_pattern)
+            if not name and self.config.splits:
+                files = " ".join(self.config.train_file)
             self.reporter.message(
                 f"WARNING: the validation loss is nan: all targets that were read of '{files}' are "
                 "masked",
                 step,
             )
+        return result
 
     # -- tasks and samples -----------------------------------------------------------------------
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.run_id import RunId
+from llmq.base.files import disk_errors
+from llmq.checkpoint.store import checkpoint_at
+from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
+from llmq.config.options_io import given_values, make_config
 from llmq.config.presets import resolve_model
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.runtime.machine import choose_machine
 from llmq.train.loop import run_training
+from llmq.train.places import everything_there, locked_places
 from llmq.train.plot import run_plot
+from llmq.train.resume import inherited_options
 from llmq.train.sampling import Sampler, open_model, printable
 
 PROMPT = "def __init__(self"
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has
-DEMO = RunId("demo", "demo", adopts=True)  # all are one run: the next one replaces the last
+VALIDATION_SECONDS = 8  # of the last validation: with what comes before and after, at most 10
 STEPS = {"host": 450, "cuda": 4000}
 
 
@@ -57,8 +63,8 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
             "learning-rate": 2e-3,
             "warmup": 40,
             "final-lr-fraction": 0.05,
-            "ckpt-interval": 0,
-            "save-training-state": False,
+            "ckpt-interval": 100,
+            "ckpt-keep-n": 1,
             "checkpoint-dir": out / "ckpt",
             "out-dir": out / "model",
             "log-file": out / "log.json",
@@ -68,21 +74,30 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
     )
 
 
-def run_demo(out: Path, device: str, steps: int | None) -> None:
+def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) -> None:
     """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
 
-    device: "auto", "cpu" or "cuda". steps: of training, None for STEPS.
+    device: "auto", "cpu" or "cuda". steps: of training, None for STEPS. resume: go on where the
+    last demo was stopped, or for more steps; else the last one's results are replaced.
     """
     start = time.perf_counter()
     machine = choose_machine(device, 1)
     text = tokenize(python_sources(), tokenizer="bytes", out=out / "data", eval_fraction=0.02)
     print(text.describe())
     config = demo_config(out, device, machine.kind, steps)
+    if resume:
+        config = _continued(config, steps)
+    else:
+        with locked_places(config):
+            _remove_last(config)
     model, _ = resolve_model(config.model, config.from_scratch)
     positions = len(PROMPT) + NEW_TOKENS
-    with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
-        _show("Before training", sampler)
-    run_training(config.validate_with(model), model, None, sys.argv, DEMO)
+    if not resume:
+        with Sampler(machine, model, lambda w: w.init(model, config.seed), positions) as sampler:
+            _show("Before training", sampler)
+    run_training(
+        config.validate_with(model), model, None, sys.argv, final_seconds=VALIDATION_SECONDS
+    )
     run_plot([config.log_file], out / "loss.png")
     with open_model(str(config.out_dir)) as (model, read, _):
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)
@@ -90,6 +105,27 @@ def run_demo(out: Path, device: str, steps: int | None) -> None:
         _show("After training", sampler)
     print(f"The demo took {time.perf_counter() - start:.0f} seconds. To have the model write more:")
     print(f"  llmq sample {config.out_dir} --prompt 'import '")
+
+
+def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
+    """The options of the demo that was stopped, with other steps if they are given.
+
+    Those of a new one where none has left a checkpoint.
+    """
+    own = {"name": config.name, "checkpoint-dir": config.checkpoint_dir, "device": config.device}
+    own |= {"continue": True} | ({} if steps is None else {"steps": steps})
+    if checkpoint_at(config.checkpoint_dir) is None:
+        return replace(config, continue_from=NEWEST)
+    return make_config(own, None, inherited_options(given_values(own)))
+
+
+def _remove_last(config: TrainConfig) -> None:
+    """Delete what the last demo has left; other runs' files stay, and are in the way."""
+    for found in everything_there(config):
+        if found.owner is not None and found.owner.name == config.name:
+            for path in found.paths:
+                with disk_errors(path):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _show(title: str, sampler: Sampler) -> None:

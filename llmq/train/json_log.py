@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -56,8 +57,9 @@ class JsonLog:
     def __init__(self, path: Path, *, append: bool = False):
         """append: go on with the log that is there, if there is one; else it is replaced.
 
-        LlmqError where it cannot be written, or is to be continued and is no log, or is to be
-        replaced and does not even begin as one: a slip of the user's would cost another file.
+        What a machine that stopped has left behind the last whole record is cut off, with a
+        warning. LlmqError where it cannot be written, or is to be continued and is no log, or is to
+        be replaced and does not even begin as one: a slip of the user's would cost another file.
         """
         self.path = path
         self._waiting: list[bytes] = []
@@ -76,14 +78,39 @@ class JsonLog:
                 raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
             self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
             if keep and self._tail() != _LOG_END:
-                raise LlmqError(
-                    f"'{path}' is not a complete log that could be continued: move it away, or "
-                    "choose another --log-file"
-                )
+                self._mend()
 
     def _tail(self) -> bytes:
         self._file.seek(max(self._end - len(_LOG_END), 0))
         return self._file.read()
+
+    def _mend(self) -> None:
+        """Cut a log that does not end as one back to its last whole record."""
+        with open(self.path, "rb") as file:
+            end = count = 0
+            with suppress(DataError):
+                for text, after in elements(str(self.path), file, 0, growing=True):
+                    _parsed(text)
+                    end, count = after, count + 1
+            file.seek(end)
+            rest = file.read()
+        if count == 0 or any(_is_record(line) for line in rest.splitlines()[1:]):
+            where = f": what comes after {count} records is damaged" if count else ""
+            raise LlmqError(
+                f"'{self.path}' is not a complete log that could be continued{where}: move it "
+                "away, or choose another --log-file"
+            )
+        self._end = end + len(_LOG_END)
+        self._file.seek(end)
+        self._file.write(_LOG_END)
+        self._file.truncate()
+        if rest.strip() != b"]":
+            warn(
+                [
+                    f"'{self.path}' ended in the middle of a record: cut back to its {count} whole "
+                    f"ones ({len(rest)} bytes less)"
+                ]
+            )
 
     def write(self, log: str, step: int, **fields: Any) -> None:
         """Add one record; every record has `log`, `time` (UTC) and `step`."""
@@ -191,6 +218,13 @@ class LogReader:
             record = _parsed(text)
             self._offset, self.count, self._head = end, self.count + 1, head[:end]
             yield record
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return bool(_parsed(line.strip(b" ,\r\t")))
+    except DataError:
+        return False
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from llmq.base.batch import Batch
@@ -47,11 +48,12 @@ def mean_loss(
     loaders: Sequence[DataLoader],
     max_batches: int | None,
     stopped: Callable[[], bool] | None,
+    seconds: float = math.inf,
 ) -> Result | None:
     """The loss on the loaders' files from their start. Arguments and result: Trainer.validate."""
     count = loaders[0].batches_per_epoch
     count = count if max_batches is None else min(count, max_batches)
-    rounds = Rounds(ranks.world_size, count, stopped or (lambda: False))
+    rounds = Rounds(ranks.world_size, count, stopped or (lambda: False), seconds)
 
     def taken(loader: DataLoader) -> Iterator[Batch]:
         loader.reset()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
-from llmq.base.signals import Interrupted, ending_signals
+from llmq.base.signals import FirstSignal, Interrupted
 from llmq.checkpoint.best import Best
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -34,7 +34,7 @@ from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
 from llmq.train.keeping import Keeping
 from llmq.train.live import LiveView
-from llmq.train.metrics import PlainView, Reporter, View
+from llmq.train.metrics import Reporter
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
@@ -43,9 +43,12 @@ from llmq.train.places import (
     run_id,
     things_in_the_way,
 )
+from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
+from llmq.train.views import PlainView, View
+from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
 
@@ -56,19 +59,21 @@ def run_training(
     model_dir: Path | None,
     argv: list[str],
     run: RunId | None = None,
+    final_seconds: float = math.inf,
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    run: who writes; None: a new run, or the one that --continue names. What cannot work is found
-    before the first step: LlmqError for paths that cannot be written or belong to another run, a
-    checkpoint that is not there, data that does not fit, too little memory.
+    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the
+    last validation, which may end before it has seen all. What cannot work is found before the
+    first step: LlmqError for paths that cannot be written or belong to another run, a checkpoint
+    that is not there, data that does not fit, too little memory.
     """
     check_writable("--out-dir", config.out_dir)
     check_writable("--checkpoint-dir", config.checkpoint_dir)
     with locked_places(config):
         checkpoint = checkpoint_to_continue(config)
         run = run or run_id(config, checkpoint)
-        _run_locked(config, model, model_dir, argv, run, checkpoint)
+        _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
 def _run_locked(
@@ -78,10 +83,11 @@ def _run_locked(
     argv: list[str],
     identity: RunId,
     checkpoint: Path | None,
+    final_seconds: float,
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    strangers = things_in_the_way(config, identity, model_dir)
+    strangers = things_in_the_way(config, identity, model_dir, checkpoint)
     host_memory_before = available_host_memory()
     tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
     with ExitStack() as run_end:
@@ -96,9 +102,9 @@ def _run_locked(
         moved = move_aside(strangers)
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, material, best)
+        run = _Run(trainer, reporter, material, best, final_seconds)
         try:
-            run.announce(argv, moved)
+            run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
@@ -106,7 +112,7 @@ def _run_locked(
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
             try:
-                with run.signals():
+                with run.signals:
                     run.loop()
                     run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
@@ -140,10 +146,18 @@ class _Run:
     last_end: of the step before, as Result.end; None where something else came between.
     """
 
-    def __init__(self, trainer: Trainer, reporter: Reporter, material: Material, best: Best):
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        material: Material,
+        best: Best,
+        final_seconds: float,
+    ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         self.evaluations = Evaluations(trainer, reporter, material, lambda: self.signum is not None)
         self.keeping = Keeping(trainer, reporter, best, self._history)
+        self.final_seconds = final_seconds
         self.monitors = [
             open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
         ]
@@ -155,7 +169,13 @@ class _Run:
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
-        self.signum: int | None = None
+        self.signals = FirstSignal()
+        self.watchers: list[Watcher] = []
+
+    @property
+    def signum(self) -> int | None:
+        """The signal that asks the run to end, if one came."""
+        return self.signals.signum
 
     def close(self) -> None:
         """Stop the monitors and close the reports."""
@@ -163,14 +183,17 @@ class _Run:
             if monitor is not None:
                 monitor.close()
         self.reporter.close()
+        for watcher in self.watchers:
+            watcher.close()
 
     # -- before the first step -------------------------------------------------------------------
 
-    def announce(self, argv: list[str], moved: list[str]) -> None:
-        """What runs, and on what. moved: lines about what was moved aside."""
-        announce_options(self.trainer, self.reporter, argv)
-        for line in moved:
+    def announce(self, argv: list[str], checkpoint: Path | None, notes: list[str]) -> None:
+        """What runs, and on what. notes: lines about its places."""
+        announce_options(self.trainer, self.reporter, argv, checkpoint)
+        for line in notes:
             self.reporter.message(line)
+        self.watchers = start_watchers(self.config)
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -187,7 +210,9 @@ class _Run:
             name = checkpoint.name.removeprefix("step_").removesuffix(".old")
             name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
             with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
-                trainer.load(checkpoint, new_data=self.config.new_data)
+                changed = trainer.load(checkpoint, new_data=self.config.new_data)
+            for line in changed:
+                reporter.message(line, trainer.steps_done)
             reporter.total_steps = trainer.total_steps
             self.keeping.saved_at = trainer.steps_done
             if trainer.history:
@@ -297,6 +322,8 @@ class _Run:
                 self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
+        for watcher in self.watchers:
+            watcher.report(self.reporter, p.step)
         self.update_check.check(p.step, p.ticket, result)
         return result
 
@@ -305,10 +332,10 @@ class _Run:
         self.collect()
         self.last_end = None
 
-    def evaluate(self, max_batches: int | None) -> float:
+    def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> float:
         """As Evaluations.validate."""
         self._pause()
-        loss = self.evaluations.validate(max_batches)
+        loss = self.evaluations.validate(max_batches, seconds)
         self.keeping.keep_best(self.evaluations.take_found())
         return loss
 
@@ -327,7 +354,7 @@ class _Run:
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
-        loss = self.evaluate(None)
+        loss = self.evaluate(None, self.final_seconds)
         self._judge(at_end=True)
         if self.signum is not None:
             self._leave()
@@ -341,31 +368,6 @@ class _Run:
             self.save(required=True)
 
     # -- signals ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Turn the first ending signal into `self.signum`; a second one acts as usual.
-
-        But not SIGHUP: when a terminal goes, its shell and the system send one each.
-        """
-
-        def note(signum: int, frame: object) -> None:
-            self.signum = signum
-            restore()
-            if signal.SIGHUP in before:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-        def restore() -> None:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-        before = {}
-        for signum in ending_signals():
-            before[signum] = signal.signal(signum, note)
-        try:
-            yield
-        finally:
-            restore()
 
     def _leave(self) -> None:
         self.save(required=True)

@@ -3,66 +3,21 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from llmq.base.errors import discard, warn
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
+from llmq.train.views import View
 
 SHOWN_FILES = 10  # in [Dataset], for each split
-
-
-class View(Protocol):
-    """Where lines go: plain output, or the live view of a terminal."""
-
-    def line(self, text: str, *, bold: bool = False) -> None:
-        """Show one line of the log."""
-
-    def progress(self, **state: Any) -> None:
-        """Update what is shown beside the log; keys as in live.LiveView."""
-
-    def close(self) -> None:
-        """Stop showing."""
-
-
-@contextmanager
-def optional_console() -> Iterator[None]:
-    """Where standard output cannot be written inside the block, training goes on without it.
-
-    The reader has gone (Ctrl-C ends tee, too), the disk under it is full, the terminal was closed.
-    """
-    try:
-        yield
-    except OSError as error:
-        discard(sys.stdout)
-        try:
-            warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
-        except OSError:  # the same pipe
-            discard(sys.stderr)
-
-
-class PlainView:
-    """Lines to standard output, as they come."""
-
-    def line(self, text: str, *, bold: bool = False) -> None:
-        with optional_console():
-            bold = bold and sys.stdout.isatty()
-            print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
-
-    def progress(self, **state: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Outliers:

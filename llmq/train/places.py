@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,12 @@ from llmq.base.files import disk_errors, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.hf import export_owner, exported_files
-from llmq.checkpoint.store import checkpoint_owner, checkpoints_by_name, find_checkpoint
+from llmq.checkpoint.store import (
+    checkpoint_owner,
+    checkpoint_step,
+    checkpoints_by_name,
+    find_checkpoint,
+)
 from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
 from llmq.train.json_log import has_records, log_owner
@@ -55,15 +61,24 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
     """Of the run that these options begin or continue.
 
-    A continued run keeps its id, or gets one and adopts what has none. Without a checkpoint,
-    --continue begins the run again that the log is of: it ended before its first checkpoint.
+    A continued run keeps its id, or gets one and adopts what has none; under another name it is a
+    fork. What ended before its first checkpoint has left its log: --continue, which then begins
+    anew or forks anew, goes on in it as the same run.
     """
     new = RunId.new(config.name)
-    if checkpoint is not None:
-        return new.continuing(checkpoint_owner(checkpoint))
-    if config.continue_from is not None and has_records(config.log_file):
-        return new.continuing(log_owner(config.log_file))
-    return new
+    if config.continue_from is None:
+        return new
+    logged = has_records(config.log_file)
+    before = log_owner(config.log_file) if logged else None
+    same_name = before is not None and before.name == config.name
+    if checkpoint is None:
+        if same_name:
+            return before
+        return replace(new, adopts=True) if logged and before is None else new
+    run = new.continuing(checkpoint_owner(checkpoint), checkpoint_step(checkpoint))
+    if run.parent is not None and run.id == new.id and same_name and before.parent == run.parent:
+        return before
+    return run
 
 
 class Found(NamedTuple):
@@ -75,7 +90,8 @@ class Found(NamedTuple):
     owner: RunId | None
 
 
-def _all_found(config: TrainConfig) -> Iterator[Found]:
+def everything_there(config: TrainConfig) -> Iterator[Found]:
+    """What lies in the places of a run, whoever wrote it."""
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
     best = config.checkpoint_dir / NOTE
@@ -89,17 +105,24 @@ def _all_found(config: TrainConfig) -> Iterator[Found]:
         yield Found("--log-file", [log], f"log '{log}'", log_owner(log))
 
 
-def things_in_the_way(config: TrainConfig, run: RunId, model_dir: Path | None) -> list[Found]:
+def things_in_the_way(
+    config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
+) -> list[Found]:
     """What another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
-    from cannot be moved: ConfigError if it is one of them.
+    from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them.
     """
-    strangers = [found for found in _all_found(config) if not run.owns(found.owner)]
+    strangers = [found for found in everything_there(config) if not run.owns(found.owner)]
     if strangers and not config.overwrite:
         flag, _, what, owner = strangers[0]
         whose = "a run without an id" if owner is None else owner
         instead = "another step" if config.continue_from is not None else "--continue"
+        if run.parent is not None and owner is not None and owner.id == run.parent.id:
+            raise ConfigError(
+                f"{flag}: {what} is of {owner}, from which this {run} forks: give another "
+                f"{flag}, or leave --name out to go on with that run"
+            )
         raise ConfigError(
             f"{flag}: {what} is of {whose}, not of this {run}: give another --name, go on with "
             f"{instead}, or move it aside with --overwrite"
@@ -107,6 +130,8 @@ def things_in_the_way(config: TrainConfig, run: RunId, model_dir: Path | None) -
     for flag, paths, what, _ in strangers:
         if model_dir is not None and paths[0].parent.resolve() == model_dir.resolve():
             raise ConfigError(f"{flag}: {what} is the one of --model: choose another directory")
+        if checkpoint is not None and any(p.resolve() == checkpoint.resolve() for p in paths):
+            raise ConfigError(f"{flag}: {what} is the one of --continue: choose another directory")
     return strangers
 
 

@@ -1,91 +1,124 @@
-"""`llmq plot`: the loss curves of one or more JSON logs as a picture."""
+"""`llmq plot`: the curves of one or more logs on one page, as a picture or in HTML."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, replacing
+from llmq.train.curves import AXES, LOSS, Series, read_log, series_of, smoothed
+from llmq.train.plot_html import page
 
-SMOOTHING = 10  # steps to each side
-FORMATS = (".png", ".svg", ".pdf")
+FORMATS = (".png", ".svg", ".pdf", ".html")
+COLUMNS = 2  # of the panels below the loss
+MARKERS = "os^Dv*"
 
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; DataError where it cannot be read or has nothing to plot."""
-    try:
-        records = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise DataError(f"cannot read the log '{path}': {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not a log of llmq train: {error}") from None
-    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
-        raise DataError(f"'{path}' is not a log of llmq train: it holds no array of records")
-    points = [r for r in records if r.get("log") in ("step", "eval")]
-    if not points:
-        raise DataError(f"'{path}' has nothing to plot: no step was made")
-    for r in points:
-        # A loss of null was not finite; one that is missing is an error.
-        if type(r.get("step")) is not int or not isinstance(r.get("loss", ""), float | int | None):
-            raise DataError(
-                f"'{path}' is not a log of llmq train: a record of {r['log']} has step "
-                f"{r.get('step')!r} and loss {r.get('loss')!r}, not numbers"
-            )
-    return records
+Runs = dict[str, list[Series]]
+"""What is drawn, by the name of the run."""
 
 
-def curve(records: list[dict[str, Any]], log: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and losses of the records of one kind, F64; a loss that was not finite is NaN.
-
-    Where a resumed run repeated steps, the later record counts.
-    """
-    losses = {r["step"]: r["loss"] for r in records if r.get("log") == log}
-    values = [np.nan if losses[s] is None else losses[s] for s in sorted(losses)]
-    return np.array(sorted(losses), float), np.array(values, float)
+def _names(logs: list[Path]) -> Iterator[str]:
+    """A name for each log: that of the file, with its folder where two are the same."""
+    stems = [path.stem for path in logs]
+    for path, stem in zip(logs, stems, strict=True):
+        yield stem if stems.count(stem) == 1 else str(path)
 
 
-def smoothed(values: np.ndarray, reach: int = SMOOTHING) -> np.ndarray:
-    """The mean over a window of `reach` values to each side, fewer at the ends, NaN left out."""
-    finite = np.isfinite(values)
-    window = np.ones(2 * reach + 1)
-    inside = slice(reach, reach + len(values))
-    total = np.convolve(np.where(finite, values, 0.0), window)[inside]
-    count = np.convolve(finite.astype(float), window)[inside].round()
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+def read_runs(logs: list[Path], x: str) -> Runs:
+    """The series of each log. DataError if one cannot be read, or does not have this axis."""
+    if len(set(logs)) < len(logs):
+        raise ConfigError("a log is given twice")
+    runs = {}
+    for name, path in zip(_names(logs), logs, strict=True):
+        runs[name] = series_of(read_log(path))
+        if not any(series.x[x].any() for series in runs[name] if len(series.y) > 1) and x != "step":
+            raise DataError(f"--x {x}: '{path}' does not say how many {x} its steps took")
+    return runs
 
 
-def _name(path: Path) -> str:
-    """The name of a log as a label, in which matplotlib gives `$` and a first `_` a meaning."""
-    name = path.stem.replace("$", r"\$")
+def panels_of(runs: Runs) -> list[str]:
+    """Their titles, the loss first; each kind of number that a log has brings its own."""
+    orders = [list(dict.fromkeys(s.panel for s in series)) for series in runs.values()]
+    most = max(orders, key=len)
+    return [*most, *dict.fromkeys(p for order in orders for p in order if p not in most)]
+
+
+def _escaped(name: str) -> str:
+    """A label in which matplotlib gives `$` and a first `_` no meaning."""
+    name = name.replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 
 
-def run_plot(logs: list[Path], out: Path) -> None:
-    """Draw training losses (faint), their smoothed curves, and evaluation losses."""
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out: '{out}' must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+def _draw(axes: Any, runs: Runs, panel: str, x: str) -> None:
+    """One panel: what is smoothed also faintly as it was."""
+    for number, (name, all_series) in enumerate(runs.items()):
+        color = f"C{number % 10}"  # matplotlib's names of its ten colours
+        for nth, series in enumerate(s for s in all_series if s.panel == panel):
+            label = _escaped(name)
+            if series.points or panel == LOSS:
+                label = _escaped(f"{name}: {series.label}")
+            if series.points:
+                style = f"{MARKERS[nth % len(MARKERS)]}--"
+                axes.plot(series.x[x], series.y, style, color=color, label=label, markersize=4)
+                continue
+            if series.smooth:
+                axes.plot(series.x[x], series.y, color=color, alpha=0.25, linewidth=0.8)
+            drawn = smoothed(series.y) if series.smooth else series.y
+            axes.plot(series.x[x], drawn, color=color, label=label if nth == 0 else None)
+    axes.set_title(_escaped(panel), fontsize="medium")
+    axes.grid(alpha=0.3)
+
+
+def figure_of(runs: Runs, x: str) -> Any:
+    """All panels on one page: the loss over the whole width, the others below it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), dpi=120, layout="tight")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for number, path in enumerate(logs):
-        records = read_log(path)
-        color = f"C{number % 10}"  # matplotlib's names of its ten colours
-        steps, losses = curve(records, "step")
-        if len(steps):
-            axes.plot(steps, smoothed(losses), color=color, label=f"{_name(path)}: training")
-            axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        steps, losses = curve(records, "eval")
-        if len(steps):
-            axes.plot(steps, losses, "o--", color=color, label=f"{_name(path)}: evaluation")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    first, *others = panels_of(runs)
+    rows = -(-len(others) // COLUMNS)
+    figure = Figure(figsize=(10, 5 + 2.5 * rows), dpi=100, layout="constrained")
+    grid = figure.add_gridspec(1 + rows, COLUMNS, height_ratios=[2, *[1] * rows])
+    places = [grid[0, :], *(grid[1 + n // COLUMNS, n % COLUMNS] for n in range(len(others)))]
+    for panel, place in zip((first, *others), places, strict=True):
+        axes = figure.add_subplot(place)
+        _draw(axes, runs, panel, x)
+        axes.set_xlabel(AXES[x], fontsize="small")
+        labels = axes.get_legend_handles_labels()[1]
+        if panel == first or any(": " in label for label in labels):
+            axes.legend(fontsize="small")
+    return figure
+
+
+def output(out: Path | None, html: bool) -> Path:
+    """The file to write. ConfigError for an unknown kind, or a picture where a page is wanted."""
+    if out is None:
+        return Path("loss.html" if html else "loss.png")
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--out: '{out}' must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if html and out.suffix.lower() != ".html":
+        raise ConfigError(f"--html: writes a page, but --out '{out}' is a picture: leave one out")
+    return out
+
+
+def run_plot(
+    logs: list[Path], out: Path | None = None, x: str = "step", html: bool = False
+) -> None:
+    """Draw what the logs have: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
+
+    out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`. x: of AXES.
+    """
+    if x not in AXES:
+        raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")
+    out = output(out, html)
+    runs = read_runs(logs, x)
+    kind = out.suffix[1:].lower()
+    figure = None if kind == "html" else figure_of(runs, x)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as file:
-        figure.savefig(file, format=out.suffix[1:].lower())
+        if figure is None:
+            file.write(page(runs, panels_of(runs), x).encode())
+        else:
+            figure.savefig(file, format=kind)
     print(f"wrote {out}")

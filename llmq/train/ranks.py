@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -121,10 +123,19 @@ class Rounds:
     Otherwise those with fewer would miss the collectives of the others.
     """
 
-    def __init__(self, world_size: int, count: int, stopped: Callable[[], bool]):
-        """stopped: asked before each batch. Once it says yes, ranks only catch up."""
-        self.cut = False
+    def __init__(
+        self,
+        world_size: int,
+        count: int,
+        stopped: Callable[[], bool],
+        seconds: float = math.inf,
+    ):
+        """stopped: asked before each batch. Once it says yes, ranks only catch up; then `cut` is
+        true. After so many seconds they do so too, but not before the first batch.
+        """
+        self.cut, self._short = False, False
         self._count, self._stopped = count, stopped
+        self._end = time.monotonic() + seconds
         self._taken = [0] * world_size
         self._lock = threading.Lock()
 
@@ -135,8 +146,12 @@ class Rounds:
 
     def _another(self, rank: int) -> bool:
         with self._lock:
-            if not self.cut and self._stopped():
-                self.cut, self._count = True, max(self._taken)
+            if not self._short:
+                self.cut = self._stopped()
+                most = max(self._taken)
+                late = time.monotonic() > self._end
+                self._short = self.cut or (late and 0 < most < self._count)
+                self._count = most if self._short else self._count
             if self._taken[rank] == self._count:
                 return False
             self._taken[rank] += 1

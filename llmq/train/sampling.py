@@ -16,6 +16,7 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model
+from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.decode import Decoder
 from llmq.plan.checks import check_sizes
@@ -134,6 +135,9 @@ def open_model(
     if step is None:
         _check_model(model)
         config, directory = resolve_model(model, from_scratch=False)
+        made = noted_tokenizer(directory)
+        if made is not None:  # of other makers nothing is known, and some have fewer embeddings
+            check_recorded(directory, made, config.vocab_size, f"the model in '{directory}'")
         with HfWeights(directory) as weights:
             weights.check(weight_table(config))
             yield config, weights.read, directory
@@ -146,6 +150,8 @@ def open_model(
                 f"checkpoint '{step}' does not know its tokenizer: `llmq export` it, and copy the "
                 "tokenizer's files into that directory"
             )
+        made = TokenizerId.from_record(reader.manifest.tokenizer_id)
+        check_recorded(tokenizer, made, config.vocab_size, f"checkpoint '{step}'")
         yield config, lambda p: reader.read("weights", p).reshape(p.shape), tokenizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -16,11 +17,12 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.base.schedule import learning_rate
+from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
-from llmq.checkpoint.store import changed_options, check_model, checkpoint_at
+from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -66,8 +68,8 @@ class Trainer:
     world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
     of the run, resumed ones included. validated_at: how many they were at the last validation.
     history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
-    checkpoints and exports; that of the checkpoint after `load`. tokenizer_id: what made the data,
-    None if that is not known.
+    checkpoints and exports; after `load` that of the checkpoint, or of a fork under another name.
+    tokenizer_id: what made the data, None if that is not known.
     """
 
     def __init__(self, **options: Any):
@@ -256,15 +258,18 @@ class Trainer:
         return True
 
     def validate(
-        self, max_batches: int | None = None, stopped: Callable[[], bool] | None = None
+        self,
+        max_batches: int | None = None,
+        stopped: Callable[[], bool] | None = None,
+        seconds: float = math.inf,
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
 
         The last batch of all may be incomplete: what fills it does not count. stopped is asked
-        before every batch; None is returned if it said yes.
+        before every batch; None is returned if it said yes. seconds: after which no more are taken.
         """
         _ = self.eval_loader  # ConfigError without one
-        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped)
+        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
         if result is not None:
             self.validated_at = self.steps_done
         return result
@@ -309,12 +314,12 @@ class Trainer:
         )
         return writer.commit(manifest, files)
 
-    def load(self, path: str | Path, *, new_data: bool = False) -> None:
+    def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
 
         new_data: leave the training data where it is instead of going to where it was.
-        Warns of options that were others then and make other numbers. LlmqError, and nothing has
-        changed, if it is damaged, of another model, or (without new_data) of other data.
+        Warns of changed options that make other numbers, returns a line for each other changed one.
+        LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
         """
         found = checkpoint_at(Path(path))
         if found is None:
@@ -328,16 +333,16 @@ class Trainer:
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
                 self._set_loaders(reader.manifest.loader)
-            loader, saved = reader.manifest.loader, reader.manifest.options
-            saved = saved | {"train_seed": loader["seed"]} if loader else saved
-            runs = (self.config, self.world_size, saved, reader.world)
-            warn(changed_options(*runs, new_data=new_data))
+            runs = (self.config, self.world_size, reader.manifest, reader.world)
+            changes = changed_options(*runs, new_data=new_data)
+            warn(changes.numbers)
             self.ranks.read(reader)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
             self.history = reader.manifest.state.get("history", {})
-            self.run = self.run.continuing(reader.manifest.run)
+            self.run = self.run.continuing(reader.manifest.run, reader.step)
+            return changes.others
 
     def _set_loaders(self, state: dict[str, Any]) -> None:
         """Go to where the training data was. {}: no file had been opened, so to its start."""

@@ -21,6 +21,8 @@ from typing import Any
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.base.files import check_writable, disk_errors
+from llmq.base.run_id import RunId
+from llmq.train.course import Course, is_undone, without_undone
 from llmq.train.json_log import LogReader
 
 DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
@@ -113,7 +115,10 @@ class TensorBoard:
     numbers, and its thread prints a traceback where the disk is full.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, run: RunId | None = None, first: int = 0):
+        """run: whose events these are. Those that the directory holds of the same run are
+        replaced from the step `first` on; ConfigError if it holds others.
+        """
         library = functools.partial(_library, "tensorboard")
         self._scalar = library("tensorboard.plugins.scalar.summary_v2").scalar_pb
         self._text = library("tensorboard.plugins.text.summary_v2").text_pb
@@ -121,9 +126,14 @@ class TensorBoard:
         self._event = library("tensorboard.compat.proto.event_pb2").Event
         self._writer_of = library("tensorboard.summary.writer.record_writer").RecordWriter
         check_writable("--tensorboard", directory)
-        if any(directory.glob("*tfevents*")):
+        before = sorted(directory.glob("*tfevents*"))
+        own = "" if run is None else f".run-{run.id}"
+        if not all(own and path.name.endswith(own) for path in before):
             raise ConfigError(f"'{directory}' holds a run already: delete it or change --name")
-        self._path = directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        # TensorBoard reads files in the order of their names.
+        start = f"{int(time.time())}.{len(before):04d}.{socket.gethostname()}{own}"
+        self._path = directory / f"events.out.tfevents.{start}"
+        self._first = first
 
     @functools.cached_property
     def _writer(self) -> Any:
@@ -131,7 +141,21 @@ class TensorBoard:
         writer = self._writer_of(open(self._path, "xb"))  # noqa: SIM115
         start = self._event(wall_time=time.time(), file_version="brain.Event:2")
         writer.write(start.SerializeToString())
+        # TensorBoard takes the first of these in a directory for the beginning.
+        writer.write(self._restart(time.time(), self._first).SerializeToString())
         return writer
+
+    def _restart(self, at: float, step: int) -> Any:
+        """What makes TensorBoard forget all numbers from a step on."""
+        event = self._event(wall_time=at, step=step)
+        event.session_log.status = event.session_log.START
+        return event
+
+    def rewind(self, at: float, step: int) -> bool:
+        """Take back the numbers of this step and of later ones; returns whether that can be."""
+        with disk_errors(self._path):
+            self._writer.write(self._restart(at, step).SerializeToString())
+        return True
 
     def _write(self, at: float, summary: Any, step: int = 0) -> None:
         event = self._event(wall_time=at, step=step, summary=summary)
@@ -164,9 +188,22 @@ def _markdown(content: Any) -> str:
 class WeightsAndBiases:
     """A run there. Whether it is online is for the library's own settings to say."""
 
-    def __init__(self, project: str, name: str):
+    def __init__(self, project: str, name: str, run: RunId | None = None):
+        """run: whose numbers these are; it goes on if the project has it already."""
         wandb = _library("wandb", "wandb")
-        self._run = self._call(wandb.init, project=project, name=name)
+        same = {} if run is None else {"id": run.id, "resume": "allow"}
+        self._run = self._call(wandb.init, project=project, name=name, **same)
+        # Steps before are there already, and of this one these names.
+        self._step, self._names = getattr(self._run, "starting_step", 0) or 0, set()
+
+    @property
+    def url(self) -> str | None:
+        """Where the run can be seen; None where it stays on this machine."""
+        return getattr(self._run, "url", None)
+
+    def rewind(self, at: float, step: int) -> bool:
+        """No: this library takes no step after a later one."""
+        return False
 
     def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -175,7 +212,12 @@ class WeightsAndBiases:
             raise LlmqError(f"--wandb: {error or type(error).__name__}") from error
 
     def numbers(self, at: float, step: int, values: dict[str, float]) -> None:
-        self._call(self._run.log, {**values, "_timestamp": at}, step=step)
+        if step > self._step:
+            self._step, self._names = step, set()
+        new = {name: value for name, value in values.items() if name not in self._names}
+        if step == self._step and new:
+            self._names |= new.keys()
+            self._call(self._run.log, {**new, "_timestamp": at}, step=step)
 
     def text(self, at: float, name: str, content: Any) -> None:
         values = content if name == "options" else {name: content}
@@ -186,15 +228,17 @@ class WeightsAndBiases:
 
 
 class Replay:
-    """Sends records. Of steps that a continued run makes again, the first time counts: what was
-    sent stays, and Weights & Biases takes no step after a later one. So do options and texts.
+    """Sends records. Where a continued run undoes steps, those that it makes then count, unless a
+    sink cannot take back what was sent. Of options and texts the first count.
     """
 
     def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):
         self.log, self.sinks = log, sinks
         self.done = False  # the run has made all its steps, and no other has begun
+        self._course = Course()
         self._newest = 0  # step
         self._sent: set[str] = set()  # names of the numbers of that step
+        self._between: dict[int, list[tuple[float, dict[str, float]]]] = {}  # by step: of no step
         self._options: dict[str, Any] = {}
 
     def send(self, record: dict[str, Any]) -> None:
@@ -207,11 +251,14 @@ class Replay:
             ends = str(record.get("message")).startswith(DONE)
             self.done = kind != "cmd" and (self.done or ends)
             values, about = numbers(record), text(record)
+            back = self._course.back_to(record)
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"'{self.log}' is not a log of llmq train: its record of {kind} at step {step} is "
                 f"not as it should be ({error!r})"
             ) from error
+        if back is not None:
+            self._go_back(at, back)
         options, self._options = self._options, {}
         if step < self._newest:
             return
@@ -219,6 +266,8 @@ class Replay:
             self._newest, self._sent = step, set()
         values = {name: value for name, value in values.items() if name not in self._sent}
         self._sent |= values.keys()
+        if values and not is_undone(record, step):
+            self._between.setdefault(step, []).append((at, values))
         for sink in self.sinks:
             if options:
                 sink.text(at, "options", options)
@@ -227,35 +276,81 @@ class Replay:
             if values:
                 sink.numbers(at, step, values)
 
+    def _go_back(self, at: float, step: int) -> None:
+        """Take back the numbers of undone steps, but none that come before this step."""
+        kept = self._between.get(step, [])
+        self._between = {s: of for s, of in self._between.items() if s <= step}
+        self._newest, self._sent = step, {name for _, values in kept for name in values}
+        for sink in self.sinks:
+            if sink.rewind(at, step):
+                for then, values in kept:
+                    sink.numbers(then, step, values)
+
+
+def _identity(records: list[dict[str, Any]]) -> tuple[RunId | None, int]:
+    """Whose log it is, and the step that it begins with."""
+    started = [r for r in records if r["log"] == "cmd"]
+    run = RunId.of(started[0].get("run")) if started else None
+    begins = [r.get("resumed_at", 0) for r in started]
+    return run, min([*begins, *(r["step"] for r in records if r["log"] == "step")], default=0)
+
+
+def _tensorboard(
+    directory: Path, log: Path, name: str | None, run: RunId | None, first: int
+) -> TensorBoard:
+    """Under the name of the log; where that is another run's there, with the run's id behind it."""
+    try:
+        return TensorBoard(directory / (name or log.stem), run, first)
+    except ConfigError:
+        if name is not None or run is None or not any((directory / log.stem).glob("*tfevents*")):
+            raise
+        return TensorBoard(directory / f"{log.stem}-{run.id}", run, first)
+
 
 def run_watch(
-    log: Path, *, tensorboard: Path | None, wandb: str | None, name: str | None, interval: int
+    log: Path,
+    *,
+    tensorboard: Path | None,
+    wandb: str | None,
+    name: str | None,
+    interval: int,
+    until: Callable[[float], bool] | None = None,
 ) -> None:
     """Send a log's records, and every `interval` seconds what is new until the run is done.
 
-    interval: 0 sends what is there. name: of the run there, that of the log if not given.
+    interval: 0 sends what is there. name: of the run there, that of the log if not given. until:
+    waits so many seconds at most, and says whether the run has ended, however it did.
     """
     if tensorboard is None and wandb is None:
         raise ConfigError("nowhere to send the log to: give --tensorboard DIR or --wandb PROJECT")
-    name = name or log.stem
     reader = LogReader(log)
     records = list(reader.new_records())  # before anything is made
     if interval == 0 and not records:
         raise DataError(f"'{log}' has no records yet")
+    while until is not None and not records and not until(interval):
+        records = list(reader.new_records())
+    run, first = _identity(records)
     with ExitStack() as stack:
         sinks: list[TensorBoard | WeightsAndBiases] = []
         if tensorboard is not None:
-            sinks.append(TensorBoard(tensorboard / name))
+            sinks.append(_tensorboard(tensorboard, log, name, run, first))
         if wandb is not None:
-            sinks.append(WeightsAndBiases(wandb, name))
+            sinks.append(WeightsAndBiases(wandb, name or log.stem, run))
         for sink in sinks:
             stack.callback(sink.close)
-        replay = Replay(log, sinks)
+        if until is not None and wandb is not None and sinks[-1].url:
+            print(f"Weights & Biases: {sinks[-1].url}", flush=True)
+        replay, ended = Replay(log, sinks), False
+        records = without_undone(records)
         while True:
             for record in records:
                 replay.send(record)
-            if replay.done or interval == 0:
+            if interval == 0 or ended or (replay.done and until is None):
                 break
-            time.sleep(interval)
+            if until is None:
+                time.sleep(interval)
+            else:
+                ended = until(interval)
             records = reader.new_records()
-    print(f"sent {reader.count} records of '{log}'")
+    if until is None:
+        print(f"sent {reader.count} records of '{log}'")

@@ -1,0 +1,99 @@
+"""How the options of a run differ from those of the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from llmq.base.errors import ConfigError
+from llmq.checkpoint.manifest import Manifest
+from llmq.config.command_line import flag
+from llmq.config.options import ONCE, OPTIONS, TrainConfig
+
+# Options that have nothing to do with what is computed, beside paths and the length of the run.
+_ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps epochs"
+_ELSEWHERE += " eval_every_n_steps eval_num_steps allow_other_tokenizer"
+
+# Options that change nothing but the order in which numbers are added up.
+_ROUNDING = ("lmhead_chunks", "attention", "tune")
+_ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
+
+
+class Changes(NamedTuple):
+    """One line for each option that was another one in the checkpoint's run."""
+
+    numbers: list[str]
+    """Of those that make other numbers."""
+    others: list[str]
+
+
+def changed_options(
+    config: TrainConfig,
+    world_size: int,
+    manifest: Manifest,
+    saved_world_size: int,
+    *,
+    new_data: bool = False,
+) -> Changes:
+    """What was changed. Options that change numbers by rounding only have one line together.
+
+    manifest: what its options lack is not compared. new_data: whether the data starts anew.
+    """
+    seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
+    saved = manifest.options | seed
+    groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
+    names = [n for n, option in OPTIONS.items() if option.group in groups]
+    names = [n for n in names if n not in _ELSEWHERE.split()]
+    if config.final_lr_fraction != 1 or config.cooldown > 0:
+        names += ["steps", "epochs"]  # the learning rate depends on when the run ends
+    if not new_data:
+        names.remove("train_seed")  # the order is the checkpoint's, see below
+    sizes = ("batch_size", "seq_len", "grad_accumulation")
+    tokens, before = world_size, saved_world_size
+    for name in sizes:
+        tokens, before = tokens * getattr(config, name), before * saved.get(name, math.nan)
+    if tokens == before:  # more ranks with fewer micro-steps each take the same step
+        names.remove("grad_accumulation")
+    every = [name for name in OPTIONS if _differs(name, config, saved)]
+    told = [name for name in names if name in every]
+    lines = [_change(name, config, saved) for name in told]
+    if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
+        lines.append(
+            f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "
+            f"of the checkpoint's run ({saved['train_seed']}); --new-data starts it anew"
+        )
+    if not math.isnan(before) and tokens != before:
+        lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
+    rounding = [*_ROUNDING, *(_ROUNDING_OF_RANKS if max(world_size, saved_world_size) > 1 else ())]
+    rounded = [n for n in rounding if n in every]
+    if rounded:
+        flags = [f"{flag(n, getattr(config, n))} (was {flag(n, saved[n])})" for n in rounded]
+        lines.append(
+            f"numbers may be rounded otherwise than in the checkpoint's run: {', '.join(flags)}"
+        )
+    told += [*rounded, *(() if new_data else ("train_seed",))]
+    left = [name for name in every if name not in told]
+    return Changes(lines, [_change(name, config, saved) for name in left])
+
+
+def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
+    """Whether an option was another one; what an older version did not have is not compared."""
+    if name not in saved or name in ONCE:
+        return False
+    try:
+        then = None if saved[name] is None else OPTIONS[name].convert(saved[name])
+    except ConfigError:  # of another version
+        return True
+    return then != getattr(config, name)
+
+
+def _change(name: str, config: TrainConfig, saved: dict[str, Any]) -> str:
+    now, then = _shown(name, getattr(config, name)), _shown(name, saved[name])
+    return f"{OPTIONS[name].flag} is {now}, in the checkpoint's run it was {then}"
+
+
+def _shown(name: str, value: Any) -> Any:
+    no_limit = value is None or (name == "steps" and value < 0)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "not given" if no_limit else value

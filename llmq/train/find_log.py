@@ -1,0 +1,86 @@
+"""Which file is the log of a run: found by the run's identity, or by its name."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from llmq.base.errors import DataError, LlmqError
+from llmq.base.run_id import RunId
+from llmq.checkpoint.store import checkpoint_at, checkpoint_owner, saved_options
+from llmq.config.options import TrainConfig
+from llmq.train.json_log import has_records, log_owner
+
+_DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
+
+
+def log_of_run(run: RunId, last: Path) -> Path | None:
+    """Where a run that goes on finds its log: the file it wrote last, else its newest beside it.
+
+    The file it wrote last, too, if there is none any more. None if all that is there is of others.
+    """
+    there = os.path.lexists(last)
+    if there and (not has_records(last) or run.owns(log_owner(last))):
+        return last
+    beside = [path for path in _logs_in(last.parent) if _is_of(path, run)]
+    return max(beside, key=_modified, default=None if there else last)
+
+
+def _is_of(path: Path, run: RunId) -> bool:
+    owner = log_owner(path)
+    return owner is not None and owner.id == run.id
+
+
+def find_log(text: str) -> Path:
+    """A log, by its path or by the name of its run, of which the newest log is meant.
+
+    Those in logs/ are looked through, and the one that the newest checkpoint in ckpt/NAME names.
+    DataError if there is none.
+    """
+    path = Path(text).expanduser()
+    if os.path.lexists(path) and not path.is_dir():
+        return path
+    defaults = TrainConfig().normalized()
+    if path.name == text and path.suffix != ".json":
+        found = set(_logs_called(text, defaults.log_file.parent))
+        found |= set(_log_of_checkpoint(text))
+        if found:
+            return max(found, key=_modified)
+        problem = f"no log in '{defaults.log_file.parent}' is of a run of this name"
+    else:
+        problem = "No such file or directory"
+    raise DataError(f"cannot read the log '{text}': {problem}")
+
+
+def _logs_called(name: str, folder: Path) -> Iterator[Path]:
+    for path in _logs_in(folder):
+        owner = log_owner(path)
+        called = _DATED.sub("", path.stem) if owner is None else owner.name
+        if called == name:
+            yield path
+
+
+def _log_of_checkpoint(name: str) -> Iterator[Path]:
+    with suppress(LlmqError):  # of a checkpoint that is damaged
+        checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
+        if checkpoint is not None:
+            log = Path(saved_options(checkpoint).get("log_file") or "")
+            owner = checkpoint_owner(checkpoint)
+            if owner is not None and has_records(log) and _is_of(log, owner):
+                yield log
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    paths = (Path(path) for path in glob.glob(f"{glob.escape(str(folder))}/*.json"))
+    return [path for path in paths if has_records(path)]
+
+
+def _modified(path: Path) -> tuple[float, str]:
+    try:
+        return path.stat().st_mtime, path.name
+    except OSError:
+        return 0.0, path.name

@@ -1,0 +1,81 @@
+"""What a run that goes on takes over from its checkpoint: its options, and which log is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError, warn
+from llmq.base.run_id import RunId
+from llmq.checkpoint.store import checkpoint_owner, find_checkpoint, saved_options
+from llmq.config.command_line import fewest_values, flag
+from llmq.config.option_types import NEWEST
+from llmq.config.options import ONCE, OPTIONS, TrainConfig
+from llmq.train.find_log import log_of_run
+
+_PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
+_FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begins with
+
+
+def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the checkpoint that --continue names, by field, in place of the defaults.
+
+    Only those that are not as by default, or are implied by others; {} without --continue or where
+    no checkpoint is. given: what the user has set, by field. ConfigError for what cannot be
+    changed, and for --continue with nothing to begin with.
+    """
+    spec = given.get("continue_from")
+    if spec is None:
+        return {}
+    where = {name: given[name] for name in ("name", "checkpoint_dir") if name in given}
+    directory = TrainConfig(**where).normalized().checkpoint_dir
+    checkpoint = find_checkpoint(directory, spec)
+    if checkpoint is None:
+        if spec == NEWEST and given.keys() <= set(_PLACES):
+            raise ConfigError(
+                f"--continue: no complete checkpoint in '{directory}' to take the options from: "
+                "give the --name or the --checkpoint-dir of a run, or all options of a new one"
+            )
+        return {}
+    saved = _known(saved_options(checkpoint), checkpoint)
+    for name in _FIXED:
+        if name in given and given[name] != saved.get(name, given[name]):
+            raise ConfigError(
+                f"{flag(name, given[name])}: cannot be changed, because the weights are those of "
+                f"the checkpoint '{checkpoint}'"
+            )
+    inherited = fewest_values(TrainConfig(**saved).normalized())
+    owner = checkpoint_owner(checkpoint)
+    if owner is not None and given.get("name", owner.name) != owner.name:
+        _check_fork(given, inherited, owner)
+    elif "log_file" not in given and saved.get("log_file"):
+        run = owner or RunId("", "", adopts=True)
+        log = log_of_run(run, Path(saved["log_file"]))
+        inherited |= {} if log is None else {"log_file": log}
+    return inherited
+
+
+def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Those that this version has, without those of a single command."""
+    unknown = sorted(saved.keys() - OPTIONS.keys())
+    if unknown:
+        warn([f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}"])
+    return {name: saved[name] for name in OPTIONS if name in saved and name not in ONCE}
+
+
+def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: RunId) -> None:
+    """ConfigError if the fork would write to a place of its parent's that has no name in it."""
+    for name in ("out_dir", "checkpoint_dir"):
+        if name in inherited and name not in given:
+            raise ConfigError(
+                f"{OPTIONS[name].flag}: '{inherited[name]}' is that of {parent}, from which "
+                f"'{given['name']}' forks: give another one"
+            )
+
+
+def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
+    """What to say of a run that begins as a fork of another one now."""
+    if checkpoint is None or run.parent is None or run.owns(checkpoint_owner(checkpoint)):
+        return []
+    return [f"This is {run}, a fork of {run.parent}"]
