@@ -20,14 +20,8 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
-from llmq.train.metrics import (
-    Outliers,
-    PlainView,
-    Reporter,
-    count_tokens,
-    duration,
-    tokens_per_second,
-)
+from llmq.train.metrics import Outliers, Reporter, count_tokens, duration, tokens_per_second
+from llmq.train.views import PlainView
 
 RESULT = Result(
     loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
@@ -381,7 +375,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
     assert reporter.view.bold == [line]
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     assert reporter.view.lines[-1] == line.replace("| train  1.500000 ", "")  # without steps
-    assert reporter.view.states[-1] == {"eval_loss": 3.25}
+    assert reporter.view.states[-1] == {"scores": {"eval": 3.25}}
     assert logged(reporter)[-1]["eval_tokens"] == 5000
 
 

@@ -174,6 +174,19 @@ def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Ite
         raise DataError(f"cannot read '{path}': {error}") from error
 
 
+def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of Parquet as JSON's types, each with where it is, for messages."""
+    arrow_error = _pyarrow(path, "pyarrow").ArrowException
+    row = 0
+    try:
+        for batch in _pyarrow(path, "pyarrow.parquet").ParquetFile(path).iter_batches(BATCH_ROWS):
+            for record in batch.to_pylist():
+                row += 1
+                yield record, f"{path}: row {row}"
+    except arrow_error as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+
+
 def _pyarrow(path: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)

@@ -30,6 +30,7 @@ from llmq.commands import (
     verify,
     watch,
 )
+from llmq.commands import eval as evaluation
 from llmq.commands.common import TrainCommand
 from llmq.commands.help import Command, Group
 
@@ -68,6 +69,7 @@ app.command(cls=Command)(train_tokenizer.train_tokenizer)
 app.command(cls=Command)(show.show)
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
+app.command("eval", cls=Command)(evaluation.evaluate)
 app.command(cls=Command)(export.export)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)

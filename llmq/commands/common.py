@@ -20,7 +20,6 @@ from llmq.config.option_types import (
     parse_continue,
     parse_every,
     parse_size,
-    parse_texts,
 )
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import given_values, make_config
@@ -74,13 +73,13 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
     """One option as a parameter whose value is None where it was not given."""
     default = getattr(TrainConfig(), name)
-    is_bool, is_list = opt.parse is parse_bool, opt.parse is parse_texts
+    is_bool, is_list = opt.parse is parse_bool, opt.repeats
     spellings = [f"--{flag}" for flag in opt.flags]
     if is_bool:
         spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
         default = {True: "on", False: "off"}.get(default)
     if is_list:
-        default = " ".join(default)
+        default = " ".join(default or ()) or None
     info = typer.Option(
         *spellings,
         help=opt.help if default is None else f"{opt.help} (default: {default})",

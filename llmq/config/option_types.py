@@ -106,6 +106,31 @@ def parse_path(value: Any) -> Path:
         raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
 
 
+def parse_repeated(value: Any) -> tuple[str, ...]:
+    """As parse_texts, or none at all."""
+    return () if value in ((), []) else parse_texts(value)
+
+
+def parse_patterns(value: Any) -> str | tuple[str, ...]:
+    """One pattern of files as it is, or several; those with a name are NAME=PATTERN. ValueError
+    where two have the same name, or none."""
+    patterns = parse_texts(value)
+    names = [named_pattern(pattern)[0] for pattern in patterns]
+    for name, pattern in map(named_pattern, patterns):
+        if names.count(name) > 1:
+            what = f"two patterns are called {name}" if name else "only one may be without a name"
+            raise ValueError(f"{what}: write NAME=PATTERN with names that differ")
+        if name and pattern in (NONE, SPLIT):
+            raise ValueError(f"{name} needs files of its own, got {pattern}")
+    return patterns[0] if len(patterns) == 1 else patterns
+
+
+def named_pattern(text: str) -> tuple[str, str]:
+    """Name and pattern of NAME=PATTERN; the name is "" where there is none."""
+    named = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
+    return (named[1], named[2]) if named else ("", text)
+
+
 def parse_word(value: Any) -> str:
     """One of a few words; case does not matter. ValueError otherwise."""
     return parse_str(value).lower()
@@ -195,6 +220,11 @@ class Option:
     max: float | None = None
 
     @property
+    def repeats(self) -> bool:
+        """Whether the command line may give it several times."""
+        return self.parse in (parse_texts, parse_repeated, parse_patterns)
+
+    @property
     def flag(self) -> str:
         """The name that messages use, with dashes."""
         return f"--{self.flags[0]}"
@@ -229,6 +259,8 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_texts: "TEXT",
     parse_name: "TEXT",
     parse_path: "PATH",
+    parse_repeated: "TEXT",
+    parse_patterns: "[NAME=]TEXT",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",

@@ -11,7 +11,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import NONE, SPLIT, Option, options_of
+from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
 from llmq.config.sizes import SizeFields, check_from_scratch
 from llmq.config.train_files import split_weights
 
@@ -114,12 +114,27 @@ class TrainConfig(SizeFields):
     @property
     def splits(self) -> bool:
         """Whether the validation data are a part of the training files."""
-        return self.eval_file == SPLIT
+        return self.eval_pattern == SPLIT
+
+    @property
+    def eval_pattern(self) -> str:
+        """What --eval-file says without a name; NONE where all its patterns have one."""
+        return self._eval_patterns.get("", NONE)
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Named patterns of validation files beside it."""
+        return {name: pattern for name, pattern in self._eval_patterns.items() if name}
+
+    @property
+    def _eval_patterns(self) -> dict[str, str]:
+        given = self.eval_file if isinstance(self.eval_file, tuple) else (self.eval_file,)
+        return dict(map(named_pattern, given))
 
     @property
     def validates(self) -> bool:
-        """Whether there are validation files."""
-        return self.eval_file != NONE
+        """Whether there are validation files without a name."""
+        return self.eval_pattern != NONE
 
     @property
     def train_patterns(self) -> list[str]:

@@ -164,5 +164,5 @@ def _label(row: str, value: Any) -> bool | int | float | str:
     if row.endswith("-dtype"):
         return parse_dtype(value).label
     if isinstance(value, tuple):
-        return " ".join(value)
+        return " ".join(value) or "none"
     return value if isinstance(value, bool | int | float) else str(value)

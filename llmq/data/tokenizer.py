@@ -48,6 +48,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id: int | None = 256
     bos_id: int | None = 256
+    prefix_id: int | None = 256
     fingerprint = "bytes"
     added: Added = ([], [])
 
@@ -154,6 +155,8 @@ class HfTokenizer:
     """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
 
     added: what transformers' AutoTokenizer puts before and behind a text.
+    prefix_id: of the token behind which a text is predicted from its first token on: what the files
+    name as BOS or, without one, as EOS; a BOS of the model's config is often another thing.
     """
 
     # What transformers may look for beside the weights.
@@ -182,6 +185,8 @@ class HfTokenizer:
         self.vocab_size = max(ids) + 1  # there may be gaps in the ids
         self.eos_id = self._special_id("eos")
         self.bos_id = self._special_id("bos")
+        named = self._named_id("bos"), self._named_id("eos"), self.bos_id, self.eos_id
+        self.prefix_id = next((i for i in named if i is not None), None)
         self.added = self._added_ids()
 
     @cached_property

@@ -8,7 +8,7 @@ the target's -1. Its elements are bounded, so the scale is a constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -85,6 +85,22 @@ class Head:
                         targets.rows(start, stop),
                         self.config.vocab_size,
                     )
+
+    def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> np.ndarray:
+        """F32 (len(rows), V) of these rows, which rise, after `loss`; waits for the device.
+
+        Their chunks' products are made once more, so that nothing needs memory of its own.
+        """
+        found = [np.zeros((0, self.config.padded_vocab), np.float32)]
+        for start, stop in self._chunks():
+            inside = [row - start for row in rows if start <= row < stop]
+            if not inside:
+                continue
+            with ExitStack() as temps:
+                x = self._input(temps, start, stop, transposed=False)
+                with self._logits(start, stop, x, lm_head) as logits:
+                    found += [self.dev.download(logits.rows(r, r + 1)) for r in inside]
+        return np.concatenate(found, dtype=np.float32)[:, : self.config.vocab_size]
 
     def loss_and_backward(
         self,

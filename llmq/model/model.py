@@ -35,18 +35,24 @@ class Model:
         weights: Weights,
         backend: str,
         starts: Tensor | None = None,
+        *,
+        trains: bool = True,
     ):
-        """backend: "native" or "cudnn" attention. starts: I32 (B,T), see Batch; None: all are 0."""
+        """backend: "native" or "cudnn" attention. starts: I32 (B,T), see Batch; None: all are 0.
+
+        trains: False without backward passes.
+        """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         dtype = parse_dtype(options.model_dtype)
         shape = (options.batch_size * options.seq_len, config.hidden_size)
         offload, layers = options.offload_residual, config.num_layers
-        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload)
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         self.operands = make_operands(dev, options, layers, shape)
         self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend, starts)
         self.head = Head(dev, config, self.operands, options)
-        self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
-        self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
+        if trains:
+            self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
+            self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
 
     @property
     def _layers(self) -> range:

@@ -6,7 +6,7 @@ pinned slots (scalars, tokens, targets), and comes back through another (losses,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -255,6 +255,20 @@ class Step:
         stale = self.weights.take_stale()
         key = ("evaluate", stale, self.model.operands.scales.ready)
         self.dev.graph(key, lambda: self._evaluate(stale))
+
+    def score(self, batch: Batch) -> np.ndarray:
+        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
+
+        As an evaluation it changes nothing of the training; all ranks do as many.
+        """
+        self._goes_on = False
+        self.evaluate_batch(batch)
+        return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
+
+    def next_logits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+        """F32 (len(rows), V): what is predicted behind these of the B*T tokens. As `score`."""
+        self.score(batch)
+        return self.model.head.logits_of(self.weights.lm_head(), rows)
 
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; waits until it is done.

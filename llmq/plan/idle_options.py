@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
+from llmq.config.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
@@ -15,6 +15,10 @@ from llmq.state.placement import (
 )
 
 _DEFAULTS = TrainConfig()
+_NEEDING = {
+    "eval_task": ("task_every", "task_limit"),
+    "sample_prompt": ("sample_every", "sample_tokens"),
+}
 
 
 def option_warnings(config: TrainConfig) -> list[str]:
@@ -49,6 +53,11 @@ def option_warnings(config: TrainConfig) -> list[str]:
             f"--warmup {config.warmup} and --cooldown {config.cooldown} do not fit into "
             f"--steps {config.steps}"
         )
+    for needed, names in _NEEDING.items():
+        if not getattr(config, needed):
+            given = {n: getattr(config, n) for n in names}
+            idle = [flag(n, v) for n, v in given.items() if v != getattr(_DEFAULTS, n)]
+            lines += [f"{each} has no effect without {OPTIONS[needed].flag}" for each in idle]
     needs_documents = config.document_mask or config.packing != "concat"
     if config.document_separator is not None and not needs_documents:
         lines.append(
@@ -187,8 +196,8 @@ def run_warnings(
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
     if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
         given = flag("eval_fraction", config.eval_fraction)
-        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_file)}")
-    if not config.validates:
+        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_pattern)}")
+    if not config.validates and not config.eval_sets:
         names = ("eval_every_n_steps", "eval_num_steps", "eval_seed")
         given = {n: getattr(config, n) for n in names}
         idle = [flag(n, v) for n, v in given.items() if v > 0 and v != getattr(_DEFAULTS, n)]

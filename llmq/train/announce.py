@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmq.base.dtypes import MIB
@@ -11,6 +11,7 @@ from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
+from llmq.data.loader import DataLoader
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
@@ -122,10 +123,13 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
     return [system_record(i, *pair) for i, pair in enumerate(zip(infos, monitors, strict=True))]
 
 
-def announce_data(trainer: Trainer, reporter: Reporter) -> None:
-    """[Dataset], and its records."""
+def announce_data(
+    trainer: Trainer, reporter: Reporter, named: Mapping[str, Sequence[DataLoader]]
+) -> None:
+    """[Dataset], and its records. named: validations with a name, by rank."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
     loaders = {"train": trainer.train_loader} | validation
+    loaders |= {f"eval-{name}": of_ranks[0] for name, of_ranks in named.items()}
     reporter.dataset(loaders)
     for name, loader in loaders.items():
         for line in loader.data.lines(name):

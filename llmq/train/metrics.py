@@ -3,102 +3,21 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from llmq.base.errors import discard, warn
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
+from llmq.train.views import View
 
-PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
 SHOWN_FILES = 10  # in [Dataset], for each split
-
-
-class View(Protocol):
-    """Where lines go: plain output, or the live view of a terminal."""
-
-    def line(self, text: str, *, bold: bool = False) -> None:
-        """Show one line of the log."""
-
-    def progress(self, **state: Any) -> None:
-        """Update what is shown beside the log; keys as in live.LiveView."""
-
-    def close(self) -> None:
-        """Stop showing."""
-
-
-@contextmanager
-def optional_console() -> Iterator[None]:
-    """Where standard output cannot be written inside the block, training goes on without it.
-
-    The reader has gone (Ctrl-C ends tee, too), the disk under it is full, the terminal was closed.
-    """
-    try:
-        yield
-    except OSError as error:
-        discard(sys.stdout)
-        try:
-            warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
-        except OSError:  # the same pipe
-            discard(sys.stderr)
-
-
-class PlainView:
-    """Lines to standard output, as they come; of a long validation now and then how far it is."""
-
-    def __init__(self) -> None:
-        self._next = 0.0  # time of the next line about a validation
-
-    def line(self, text: str, *, bold: bool = False) -> None:
-        with optional_console():
-            bold = bold and sys.stdout.isatty()
-            print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
-
-    def progress(self, **state: Any) -> None:
-        part, now = state.get("validated"), time.monotonic()
-        if part == 0.0:
-            self._next = now + PROGRESS_SECONDS
-        if part is not None and now >= self._next:
-            self._next = now + PROGRESS_SECONDS
-            self.line(f"  validation: {part:.0%}")
-
-    def close(self) -> None:
-        pass
-
-
-class EvaluationProgress:
-    """Shows how far an evaluation is, from the questions whether to stop it."""
-
-    def __init__(self, view: View, batches: int, ranks: int):
-        """batches: of each rank."""
-        self._view, self._batches, self._ranks, self._asked = view, batches, ranks, 0
-
-    def before_batch(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """`stopped`, asked under a lock before each batch of each rank and after its last one."""
-
-        def asked() -> bool:
-            self._view.progress(validated=min(self._asked / (self._batches * self._ranks), 1.0))
-            self._asked += 1
-            return stopped()
-
-        return asked
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has come to the end."""
-        return self._asked >= (self._batches + 1) * self._ranks
-
-    def close(self) -> None:
-        """The evaluation has ended."""
-        self._view.progress(validated=None)
 
 
 class Outliers:
@@ -181,6 +100,7 @@ class Reporter:
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
         self._gpu_lines: dict[int, str] = {}
+        self._scores: dict[str, float] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -342,14 +262,17 @@ class Reporter:
         named = [{"name": name, "value": value} for name, value in values.items()]
         self.log.write("abs-maxes", step, abs_maxes=named)
 
-    def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
+    def evaluation(self, step: int, result: Result, ms: float, tokens: int, name: str = "") -> None:
         """[V]: the evaluation before step `step`. tokens: that were run.
 
-        With the mean training loss since the last one, if there were steps.
+        With the mean training loss since the last one, if there were steps. name: of a named set.
         """
         count = self._loss_count
         train = f"train {self._loss_sum / count:9f} | " if count else ""
-        self._loss_sum, self._loss_count = 0.0, 0
+        if name:
+            train = f"{name} | "
+        else:
+            self._loss_sum, self._loss_count = 0.0, 0
         self.view.line(
             f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
             f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
@@ -362,8 +285,18 @@ class Reporter:
             duration_ms=int(ms),
             loss=result.loss,
             loss_1k=result.loss_1k,
+            **({"name": name} if name else {}),
         )
-        self.view.progress(eval_loss=result.loss)
+        self.score(f"{name}/loss" if name else "eval", result.loss)
+
+    def score(self, name: str, value: float) -> None:
+        """A number that the live view shows until there is a newer one."""
+        self._scores[name] = value
+        self.view.progress(scores=self._scores)
+
+    def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
+        """What was found before step `step`, on the console. tag: one letter for its kind."""
+        self.view.line(f"[{tag}] step {step:5d} [{self._percent(step):4.1f}%] | {text}", bold=bold)
 
     def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
         """A record of a rank's monitor, and a line of text for the live view."""

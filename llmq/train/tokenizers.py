@@ -60,7 +60,8 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
     patterns = [("--train-file", pattern) for pattern in config.train_patterns]
     if config.validates and not config.splits:
-        patterns.append(("--eval-file", config.eval_file))
+        patterns.append(("--eval-file", config.eval_pattern))
+    patterns += [("--eval-file", pattern) for pattern in config.eval_sets.values()]
     for flag, pattern in patterns:
         for path, made in tokenizers_of_files(pattern):
             yield f"{flag}: '{path}'", made

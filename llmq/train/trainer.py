@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,9 +36,9 @@ from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
 from llmq.train.batches import checked_batches
-from llmq.train.loaders import open_loaders
+from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.model_of_run import model_of_run
-from llmq.train.ranks import Ranks, Rounds
+from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice, sample_once
 from llmq.train.tokenizers import (
     agreed_tokenizer,
@@ -259,18 +259,10 @@ class Trainer:
         The last batch of all may be incomplete: what fills it does not count. stopped is asked
         before every batch; None is returned if it said yes. seconds: after which no more are taken.
         """
-        count = self.eval_loader.batches_per_epoch
-        count = count if max_batches is None else min(count, max_batches)
-        rounds = Rounds(self.world_size, count, stopped or (lambda: False), seconds)
-
-        def taken(loader: DataLoader) -> Iterator[Batch]:
-            loader.reset()
-            return (loader.next_batch() for _ in rounds.of(loader.rank))
-
-        result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
-        if rounds.cut:
-            return None
-        self.validated_at = self.steps_done
+        _ = self.eval_loader  # ConfigError without one
+        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
+        if result is not None:
+            self.validated_at = self.steps_done
         return result
 
     # -- weights and state -----------------------------------------------------------------------
@@ -366,10 +358,9 @@ class Trainer:
     def sample(self, prompt: str = "", **how: Any) -> str:
         """The prompt and its continuation by the weights of this moment, in --model-dtype.
 
-        how: fields of `sampling.Choice`; the text is that of `llmq sample` of an export. The
-        weights go to a device of their own, the CPU or GPU 0, whole and one after the other, so
-        nothing of the training changes. LlmqError where there is no room for them, the prompt is
-        too long, or the run's tokenizer is not known.
+        how: fields of `sampling.Choice`; the text is that of `llmq sample` of an export. A copy of
+        the weights goes to the CPU or GPU 0, and nothing of the training changes. LlmqError where
+        there is no room for it, the prompt is too long, or the run's tokenizer is not known.
         """
         return sample_once(
             replace(self.machine, world_size=1),
