@@ -288,11 +288,11 @@ def test_random_batches_cover_the_vocabulary():
     with open_trainer(TINY | {"batch-size": 8, "seq-len": 512}, 1) as trainer:
         batches = random_batches(trainer)
     assert len(batches) == 2
-    for batch in batches:
+    for batch in (batch[:2] for batch in batches):
         assert [a.shape for a in batch] == [(8, 512)] * 2
         assert [a.dtype for a in batch] == [np.int32] * 2
         assert all((a.min(), a.max()) == (0, 256) for a in batch)
-    assert not np.array_equal(*batches[0])
+    assert not np.array_equal(*batches[0][:2])
 
 
 def test_launches_of_a_step_are_timed_without_changing_it():

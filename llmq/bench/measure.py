@@ -37,6 +37,7 @@ from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
+from llmq.train.batches import random_batch
 from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
 from llmq.train.trainer import Trainer
 
@@ -63,13 +64,10 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
 
 def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
-    """The micro-batches of one step: int32 inputs and targets (B, T), all tokens equally likely."""
+    """The micro-batches of one step, random ones."""
     rng = np.random.default_rng(seed)
-    shape = (2, trainer.config.batch_size, trainer.config.seq_len)
-    return [
-        Batch(*rng.integers(0, trainer.model.vocab_size, shape, np.int32))
-        for _ in range(trainer.micro_batches)
-    ]
+    vocab_size, count = trainer.model.vocab_size, trainer.micro_batches
+    return [random_batch(rng, trainer.config, vocab_size) for _ in range(count)]
 
 
 def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:

@@ -1,4 +1,4 @@
-"""Whether batches that a caller of Trainer.step made are what a step takes."""
+"""Batches that come from no file: a caller's, which are checked, and random ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from llmq.base.batch import Batch
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
+
+DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
+
+
+def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int) -> Batch:
+    """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS."""
+    shape = (config.batch_size, config.seq_len)
+    inputs, targets = rng.integers(0, vocab_size, (2, *shape), np.int32)
+    if not config.document_mask:
+        return Batch(inputs, targets)
+    shortest, longest = DOCUMENT_TOKENS
+    starts = np.zeros(shape, np.int32)
+    for row in starts:
+        at = np.cumsum(rng.integers(shortest, longest + 1, config.seq_len // shortest + 1))
+        at = at[at < config.seq_len]
+        row[at] = at
+    np.maximum.accumulate(starts, axis=1, out=starts)
+    targets[:, :-1][np.diff(starts, axis=1) > 0] = MASKED_TARGET
+    return Batch(inputs, targets, starts)
 
 
 def checked_batches(
