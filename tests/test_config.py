@@ -296,7 +296,7 @@ MODELS = {
         rope_scaling=RopeScaling(kind="linear", factor=2.0),
     ),
     "qwen3_biased": replace(preset("tiny-qwen3"), qkv_bias=True, o_bias=True, rope_theta=1e6),
-    "gemma3_4b": preset("gemma-3-4b"),
+    "gemma3_27b": preset("gemma-3-27b"),
     "gemma3_full": replace(preset("tiny-gemma3"), windowed_layers=(False,) * 6),
     "gpt2_narrow_mlp": replace(preset("tiny-gpt2"), intermediate_size=256, pad_token_id=0),
 }
@@ -353,7 +353,7 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
 def test_weights_of_transformers_have_our_shapes(name):
     """A model that transformers builds from our config.json has our biases, norms and sizes."""
     transformers = pytest.importorskip("transformers")
-    model = preset(name).with_layers(1)
+    model = preset(name).with_layers([0])
     hf = model.to_hf()
     built = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "dtype"})
@@ -434,7 +434,7 @@ def test_weights_of_transformers_have_our_shapes(name):
         (GEMMA3_1B, {"hidden_activation": "gelu"}, "hidden_activation: 'gelu' is not supported"),
         (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
         (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
-        (GEMMA3_1B, {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar: 168 is not supported"),
+        (GEMMA3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be positive"),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, "layer_types: expected 26 of"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern: must be positive"),
         (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type: 'yarn'"),
@@ -510,7 +510,7 @@ def test_layers_of_gemma3():
     """Files of transformers 4 say which layers have a window in two ways, 5 has RoPE by kind."""
     model = ModelConfig.from_hf(GEMMA3_1B)
     assert [i for i, window in enumerate(model.windowed_layers) if not window] == [5, 11, 17, 23]
-    assert model.rope_of(0) == (1e4, None) and model.rope_of(5) == (1e6, None)
+    assert model.rope_of(0) == (1e4, None, 1) and model.rope_of(5) == (1e6, None, 1)
     kinds = ["sliding_attention"] * 25 + ["full_attention"]
     uneven = ModelConfig.from_hf(GEMMA3_1B | {"layer_types": kinds})
     assert uneven.windowed_layers == (True,) * 25 + (False,)
@@ -525,9 +525,9 @@ def test_layers_of_gemma3():
     new = {name: value for name, value in GEMMA3_1B.items() if name not in old}
     model = ModelConfig.from_hf(new | {"rope_parameters": rope})
     stretched = RopeScaling(kind="linear", factor=8.0)
-    assert model.rope_of(0) == (3e4, None) and model.rope_of(5) == (2e6, stretched)
-    assert model.with_layers(8).windowed_layers == (True,) * 5 + (False,) + (True,) * 2
-    assert model.with_layers(2).windowed_layers == (True, False)
+    assert model.rope_of(0) == (3e4, None, 1) and model.rope_of(5) == (2e6, stretched, 1)
+    assert model.layer_kinds == {0: 22, 5: 4}
+    assert model.with_layers([0, 5, 0]).windowed_layers == (True, False, True)
     bare = ModelConfig.from_hf(new)
     assert bare == ModelConfig.from_hf(GEMMA3_1B)
 

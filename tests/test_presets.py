@@ -14,7 +14,7 @@ QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
 GPT2 = {**preset("gpt2").to_hf(), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
-# Parameters of the released models of these names, of Gemma-3 4b and 12b of their text part.
+# Parameters of the released models of these names, of Gemma-3 4b to 27b of their text part.
 PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -41,6 +41,7 @@ PARAMETERS = {
     "gemma-3-1b": 999_885_952,
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

@@ -49,7 +49,7 @@ def make_tokenizer(folder, config):
 
 def export(out, preset, tokenizer, vocab_size=512):
     eos = {512: 0, 257: 256}[vocab_size]
-    model = PRESETS[preset].with_layers(1)
+    model = PRESETS[preset].with_layers([0])
     model = dataclasses.replace(model, vocab_size=vocab_size, eos_token_id=eos)
     export_model(out, model, lambda param: np.zeros(param.shape, np.float32), F32, tokenizer)
     return out
@@ -122,7 +122,7 @@ def test_gemmas_tokenizer_makes_the_same_ids(tmp_path, named):
     text, ours = "the cat\n\nthat \u4e16 caf\u00e9  x", HfTokenizer(tmp_path / "t")
     assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.decode(ours.encode(text)) == text
-    model = dataclasses.replace(PRESETS["tiny-gemma3"].with_layers(1), vocab_size=len(vocab))
+    model = dataclasses.replace(PRESETS["tiny-gemma3"].with_layers([0]), vocab_size=len(vocab))
     model = dataclasses.replace(model, bos_token_id=2, eos_token_id=1, pad_token_id=0)
     out = tmp_path / "out"
     export_model(out, model, lambda param: np.zeros(param.shape, np.float32), F32, tmp_path / "t")

@@ -151,7 +151,7 @@ def all_launches(capability: int) -> Launches:
         name="", capability=capability, num_sms=num_sms, memory=0, library_workspace=1 << 20
     )
     noted: Launches = {}
-    presets = [model.with_layers(1) for model in PRESETS.values()]
+    presets = [model.with_layers(model.layer_kinds) for model in PRESETS.values()]
     for model in presets:
         for dtype in (BF16, F32):
             note_sampling(spec, model, dtype, noted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class ModelConfig:
     """Stretching of the rotary frequencies, None: none."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by its root; None: by that of Hd. RoPE's tables have the difference."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
@@ -97,14 +99,17 @@ class ModelConfig:
         """What rows of the embedding are multiplied by; ops round it to their format."""
         return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
 
-    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
-        """Base and stretching of the rotary frequencies in a layer; None without RoPE."""
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None, float] | None:
+        """Base and stretching of the rotary frequencies in a layer, and the length of its table's
+        rows, which makes scores what query_pre_attn_scalar says; None without RoPE.
+        """
         if self.positions != "rope":
             return None
+        length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         if windowed and self.local_rope_theta is not None:
-            return self.local_rope_theta, None
-        return self.rope_theta, self.rope_scaling
+            return self.local_rope_theta, None, length
+        return self.rope_theta, self.rope_scaling, length
 
     @property
     def qkv_channels(self) -> int:
@@ -133,13 +138,18 @@ class ModelConfig:
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
-    def with_layers(self, num_layers: int) -> ModelConfig:
-        """With the first so many layers, the last without a window if not all of them have one."""
-        windows = self.windowed_layers
+    @property
+    def layer_kinds(self) -> dict[int, int]:
+        """The first layer of each kind, with and without a window, and how many are like it."""
+        windows = self.windowed_layers or (True,) * self.num_layers
+        return {windows.index(kind): windows.count(kind) for kind in dict.fromkeys(windows)}
+
+    def with_layers(self, layers: Iterable[int]) -> ModelConfig:
+        """With a layer like each of these, which may be the same."""
+        layers, windows = tuple(layers), self.windowed_layers
         if windows is not None:
-            mixed, windows = not all(windows), windows[:num_layers]
-            windows = (*windows[:-1], False) if mixed and all(windows) else windows
-        return replace(self, num_layers=num_layers, windowed_layers=windows)
+            windows = tuple(windows[layer] for layer in layers)
+        return replace(self, num_layers=len(layers), windowed_layers=windows)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
@@ -169,6 +179,9 @@ class ModelConfig:
             raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
+        scalar = self.query_pre_attn_scalar
+        if scalar is not None and scalar <= 0:
+            raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
         scaling = self.rope_scaling
         if scaling is not None:
             if scaling.kind not in ("llama3", "linear"):

@@ -63,6 +63,7 @@ _GEMMA3 = {
 _GEMMA3_LARGE = {
     "gemma-3-4b": (2560, 10240, 8, 4, 34, 1e-6, True),
     "gemma-3-12b": (3840, 15360, 16, 8, 48, 1e-6, True),
+    "gemma-3-27b": (5376, 21504, 32, 16, 62, 1e-6, True),
 }
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
@@ -106,19 +107,23 @@ _FAMILIES = (
 )
 
 
-def _windows(num_layers: int, window: int | None) -> dict[str, Any]:
+def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
     windowed = windowed_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
 
 
+_STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
 # What single models have besides.
 _MORE = {
     "gemma-3-270m": _windows(18, 512),
     "gemma-3-1b": _windows(26, 512),
-    "gemma-3-4b": _windows(34, 1024) | {"rope_scaling": RopeScaling(kind="linear", factor=8.0)},
-    "gemma-3-12b": _windows(48, 1024) | {"rope_scaling": RopeScaling(kind="linear", factor=8.0)},
-    "tiny-gemma3": _windows(6, None),
+    "gemma-3-4b": _windows(34, 1024) | _STRETCHED,
+    "gemma-3-12b": _windows(48, 1024) | _STRETCHED,
+    "gemma-3-27b": _windows(62, 1024)
+    | _STRETCHED
+    | {"head_dim": 128, "query_pre_attn_scalar": 168},
+    "tiny-gemma3": _windows(6, 256),
 }
 
 

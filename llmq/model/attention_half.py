@@ -22,7 +22,7 @@ from llmq.model.activations import Layer
 from llmq.model.linear import Linear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, qk_norm, rope, wide_qk_norm
+from llmq.ops import attention, qk_norm, rope
 from llmq.runtime.device import Device
 
 
@@ -63,10 +63,8 @@ def alloc_rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[
 
 def qk_normalization(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
     """The calls of the model's norm of queries and keys: forward, backward."""
-    if config.arch.wide_qk_norm:
-        return wide_qk_norm.forward, wide_qk_norm.backward
-    offset = config.arch.norm_offset
-    return partial(qk_norm.forward, offset=offset), partial(qk_norm.backward, offset=offset)
+    kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
+    return partial(qk_norm.forward, **kind), partial(qk_norm.backward, **kind)
 
 
 class AttentionHalf:

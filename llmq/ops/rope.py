@@ -95,16 +95,20 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None) ->
 
 @lru_cache(maxsize=4)  # a search plans hundreds of steps, and long tables take longer than these
 def make_table(
-    num_positions: int, head_dim: int, theta: float, scaling: Scaling | None
+    num_positions: int,
+    head_dim: int,
+    theta: float,
+    scaling: Scaling | None,
+    length: float = 1.0,
 ) -> np.ndarray:
-    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency.
+    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length.
 
     The angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
-    Read-only.
+    length: of what a query or key of length 1 becomes. Read-only.
     """
     inv_freq = inverse_frequencies(head_dim, theta, scaling)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
-    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    table = (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * length).astype(np.float32)
     table.setflags(write=False)
     return table
 

@@ -194,8 +194,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        alike = {"windowed_layers": None, "local_rope_theta": None}
-        return self.kinds(model.qkv_bias, model.mlp_bias) | alike
+        none = dict.fromkeys(("windowed_layers", "local_rope_theta", "query_pre_attn_scalar"))
+        return self.kinds(model.qkv_bias, model.mlp_bias) | none
 
     def parts(
         self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None

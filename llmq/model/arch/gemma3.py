@@ -66,16 +66,12 @@ class Gemma3(RopeFamily):
         own = ("hidden_act", "layer_types", "rope_parameters")
         shared = {name: value for name, value in hf.items() if name not in own}
         fields = super().read_sizes(defaults | shared | {"rope_parameters": rope.get(FULL)})
-        scalar = get(hf, "query_pre_attn_scalar", float, 256.0)
-        if scalar != fields["head_dim"]:
-            raise ConfigError(
-                f"config.json: query_pre_attn_scalar: {scalar:g} is not supported where head_dim "
-                f"is {fields['head_dim']}"
-            )
+        scalar = get(hf, "query_pre_attn_scalar", int, 256)
         theta = get(hf, "rope_local_base_freq", float, 1e4)
         return fields | {
             "windowed_layers": self._windowed_layers(hf, fields["num_layers"]),
             "local_rope_theta": get(local, "rope_theta", float, theta),
+            "query_pre_attn_scalar": None if scalar == fields["head_dim"] else scalar,
         }
 
     def _windowed_layers(self, hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -88,7 +84,7 @@ class Gemma3(RopeFamily):
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """What layers have a window, and their angles, is up to the model."""
-        own = ("windowed_layers", "local_rope_theta")
+        own = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
         return {name: value for name, value in super().fixed(model).items() if name not in own}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
@@ -101,7 +97,7 @@ class Gemma3(RopeFamily):
             fields["sliding_window_pattern"] = every
         return fields | {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": model.head_dim,
+            "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "sliding_window": model.sliding_window or model.max_positions,
