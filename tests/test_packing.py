@@ -474,6 +474,22 @@ def test_nothing_to_train_on(tmp_path, packing, masked):
         loader(tmp_path / "a.bin", packing, masked)
 
 
+def test_blocks_of_documents_change_nothing(data, monkeypatch):
+    with loader(data) as one:
+        whole, state = drain(one), one.state()
+    monkeypatch.setattr("llmq.data.dataset._BLOCK", 2)
+    with loader(data) as one:
+        for batch, other in zip(whole, drain(one), strict=True):
+            same(batch, other)
+        assert one.state() == state
+
+
+def test_a_side_without_documents(tmp_path):
+    write(tmp_path / "a.bin", [9])
+    with pytest.raises(DataError, match=r"a\.bin' has 0 sequences of 16 tokens"):
+        loader(tmp_path / "a.bin", split=Split(0.5, held_out=False))
+
+
 def test_too_little_data(data):
     with pytest.raises(DataError, match=r"sequences of 16 tokens, but one batch needs 100 "):
         loader(data, micro_batch=100)

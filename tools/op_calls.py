@@ -149,25 +149,39 @@ def adamw_calls(*ends: int) -> list[Call]:
     ]
 
 
+def _forward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
+    attention.forward(dev, sight=attention.Sight(starts), **args)
+
+
+def _backward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
+    attention.backward(dev, sight=attention.Sight(starts), **args)
+
+
 def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     lse = f32(B, Hq, T, value=float(np.log(T)))  # about what these scores have
     heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
     forward = heads | {"out": out, "lse": lse}
     backward = forward | {"d_qkv": qkv, "d_out": out}
-    square = B * Hq * T * T * Hd
+    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # of a document, and of a window
+    seen = square * (2 * T - length) * length // T**2
+    window = {"sight": attention.Sight(window=length)}
+    starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
+    calls = []
+    for backend in attention.BACKENDS:  # FLOPs without what a kernel computes twice
+        chosen = {"backend": backend}
+        ahead, back = forward | chosen, backward | chosen
+        calls += [
+            Call(f"forward {backend}", attention.forward, ahead),
+            Call(f"backward {backend}", attention.backward, back, flops=5 * square),
+            Call(f"forward {backend} window", attention.forward, ahead | window),
+            Call(f"backward {backend} window", attention.backward, back | window, flops=5 * seen),
+        ]
+    square = square * length // T  # of all documents together
     return [
-        call
-        for backend in attention.BACKENDS
-        for call in (
-            Call(f"forward {backend}", attention.forward, forward | {"backend": backend}),
-            Call(
-                f"backward {backend}",
-                attention.backward,
-                backward | {"backend": backend},
-                flops=5 * square,  # without what a kernel computes twice
-            ),
-        )
+        *calls,
+        Call("forward documents", _forward_documents, forward | starts, flops=2 * square),
+        Call("backward documents", _backward_documents, backward | starts, flops=5 * square),
     ]
 
 

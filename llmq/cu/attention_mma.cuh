@@ -220,7 +220,7 @@ __device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
     return true;
 }
 
-// Add `spoiled` of the step's rows to the scores.
+// Add `spoiled` of the step's rows to the scores, but to those that are masked already.
 template <int M, int N>
 __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const float (&spoiled)[8 * N],
                                             int lane) {
@@ -230,7 +230,9 @@ __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const floa
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                scores[m][n][i] += spoiled[n * 8 + (lane & 3) * 2 + (i & 1)];
+                if (scores[m][n][i] != -INFINITY) {
+                    scores[m][n][i] += spoiled[n * 8 + (lane & 3) * 2 + (i & 1)];
+                }
             }
         }
     }
@@ -325,22 +327,20 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         float scores[M][N][4];
         if (active) {
             multiply_rows<M, N>(scores, left, k_tile + right_rows_offset(lane));
-        }
-        cp_async_wait<0>();
-        __syncthreads();  // the values are there, the keys are no longer needed
-        if (MASKED && (step < all || step + STEP - 1 > own)) {
-            const bool bad = spoil<STEP, THREADS>(spoiled, shared + (OWN + STEP) * ROW_BYTES);
-            if (bad && active) { add_spoiled<M, N>(scores, spoiled, lane); }
-        }
-        if (active) {
             if (step + STEP - 1 > warp_own) { mask_future<false>(scores, warp_own, step, lane); }
             if (MASKED && step < warp_all) {
                 mask_past<false>(scores, sight, warp_own, step, lane);
             }
         }
+        cp_async_wait<0>();
+        __syncthreads();  // the values are there, the keys are no longer needed
         if (step + STEP < end) {
             load_rows<STEP, THREADS>(k_tile, k, pitch, step + STEP, seq_len);
             cp_async_commit();
+        }
+        if (MASKED && (step < all || step + STEP - 1 > own)) {
+            const bool bad = spoil<STEP, THREADS>(spoiled, shared + (OWN + STEP) * ROW_BYTES);
+            if (bad && active) { add_spoiled<M, N>(scores, spoiled, lane); }
         }
         if (active) {
             softmax_step<M, N>(scores, sum, row_max, row_sum, scale_log2);

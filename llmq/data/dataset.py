@@ -19,6 +19,8 @@ from llmq.data.split import Split, fingerprint
 from llmq.data.tokens import find_token_files, open_token_files
 from llmq.data.trained import has_trained_tokens, trained_tokens
 
+_BLOCK = 1 << 20  # documents that are cut at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -153,25 +155,30 @@ class DataSet:
         counts = [len(self._indices[i]) for i in group]
         first, count = ([0] * len(group), counts) if split is None else split.of(counts)
         for i, begin, n in zip(group, first, count, strict=True):
-            pieces = self._pieces(i, begin, begin + n)
-            self.empty_files += len(pieces) == 0
-            parts.append(pieces)
+            of_file = self._pieces(i, begin, begin + n)
+            self.empty_files += not any(map(len, of_file))
+            parts += of_file
         pieces = joined(parts)
         if not len(pieces) and sum(count):
             raise self._nothing_to_train("all documents are masked or a single token")
         return PackedSource(pieces, self.seq_len, which, alone=self.layout.packing == "none")
 
-    def _pieces(self, number: int, begin: int, end: int) -> Pieces:
-        """Of the documents begin to end of a file, without those that have nothing to train on."""
-        file, offsets = self.files[number], self._indices[number].offsets[begin : end + 1]
-        lengths, starts = np.diff(offsets), offsets[:-1]
-        trained = lengths > 1
-        if file.has_masks:
-            all_of_file = trained_tokens(file, self._indices[number].offsets)
-            trained &= all_of_file[begin:end] > 0
-            file.close()
-        self.untrained += int((~trained).sum())
-        return cut_documents(number, starts[trained], lengths[trained], self.seq_len)
+    def _pieces(self, number: int, begin: int, end: int) -> list[Pieces]:
+        """Of the documents begin to end of a file, without those that have nothing to train on.
+
+        In blocks, so that what is computed on the way takes little memory.
+        """
+        file, offsets = self.files[number], self._indices[number].offsets
+        counts = trained_tokens(file, offsets) if file.has_masks else None
+        file.close()
+        parts = []
+        for first in range(begin, end, _BLOCK):
+            last = min(first + _BLOCK, end)
+            starts, lengths = offsets[first:last], np.diff(offsets[first : last + 1])
+            trained = lengths > 1 if counts is None else (lengths > 1) & (counts[first:last] > 0)
+            self.untrained += int((~trained).sum())
+            parts.append(cut_documents(number, starts[trained], lengths[trained], self.seq_len))
+        return parts
 
     def _mix(self, sources: list[Source]) -> None:
         """One part, in which sources take turns."""

@@ -9,6 +9,7 @@ how many documents. Which document of that length comes where is drawn anew in e
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,13 +68,14 @@ def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: i
     )
 
 
-def joined(parts: list[Pieces]) -> Pieces:
-    """The pieces of several files."""
-    arrays = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("file", "start", "length", "goes_on")
+def joined(parts: Sequence[Pieces]) -> Pieces:
+    """All pieces of several parts, of which there may be none."""
+    types = {"file": np.int32, "start": np.int64, "length": np.int32, "goes_on": bool}
+    columns = (
+        np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
+        for name, dtype in types.items()
     )
-    return Pieces(*arrays, sum(p.documents for p in parts), sum(p.cut for p in parts))
+    return Pieces(*columns, sum(p.documents for p in parts), sum(p.cut for p in parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -154,8 +154,10 @@ class Sight:
         return Sight(None if self.starts is None else self.starts.rows(start, stop), self.window)
 
     def pairs(self, seq_len: int) -> int:
-        """Twice the pairs of query and key of a sequence that is one document, about: half of what
-        documents hide is unknown to whom asks, and not taken off."""
+        """Twice the pairs of query and key, where a query's own key counts half.
+
+        What documents hide is not known here, and not taken off.
+        """
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)
 

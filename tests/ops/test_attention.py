@@ -102,9 +102,9 @@ def test_backward(dev, rng, case, dtype):
 
 
 # Lengths of documents (the last one takes the rest) and a window. Of both kinds some begin and end
-# inside of tiles and some at their edges; some are shorter and some longer than a tile.
+# inside of tiles, some at their edges or one behind; some are shorter, some longer than a tile.
 SIGHTS = {
-    "documents": ([(1, 6, 60, 61), (64, 32, 32, 90)], None),
+    "documents": ([(1, 6, 60, 94), (64, 32, 4, 93)], None),
     "long_documents": ([(160,), (3, 200)], None),
     "short_window": (None, 7),
     "window": (None, 96),
@@ -120,10 +120,11 @@ def test_documents_and_windows(dev, rng, dtype, sight):
     _check_sight(dev, rng, case, dtype, *sight)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 144, 256])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(80, BF16), (128, BF16), (256, BF16), (128, F32), (256, F32)], ids=str
+)
 def test_documents_and_windows_of_all_tiles(dev, rng, dtype, head_dim):
-    _check_sight(dev, rng, (1, 150, 2, 2, head_dim), dtype, [(9, 50, 40)], 33)
+    _check_sight(dev, rng, (1, 150, 2, 2, head_dim), dtype, [(9, 50, 38)], 40)
 
 
 def _check_sight(dev, rng, case, dtype, lengths, window):
