@@ -53,8 +53,8 @@ class DocumentIndex:
         if separator is None:
             raise DataError(
                 f"nothing says where the documents of '{file.path}' are: copy or rename its "
-                f"'{path.name}' along with it, tokenize again, or give --document-separator ID, "
-                "the token that ends a document"
+                f"'{path.name}' along with it, tokenize again with --overwrite, or give "
+                "--document-separator ID, the token that ends a document"
             )
         stat = os.stat(file.path)
         return _scanned(str(file.path), stat.st_size, stat.st_mtime_ns, separator)

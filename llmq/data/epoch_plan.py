@@ -49,19 +49,19 @@ class FilesInTurn:
         """See EpochPlan."""
         return epoch_order(len(self.counts), seed, epoch, FILE_ORDER)
 
-    def _order(self, seed: int, epoch: int, place: int) -> tuple[int, np.ndarray]:
-        file = int(self.parts(seed, epoch)[place])
-        return file, epoch_order(self.counts[file], seed, epoch, place)
-
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
         """See EpochPlan."""
-        file, order = self._order(seed, epoch, place)
+        file = int(self.parts(seed, epoch)[place])
+        order = epoch_order(self.counts[file], seed, epoch, place)
         return [self._windows.span(file, int(order[index]))]
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
         """See EpochPlan."""
-        file, order = self._order(seed, epoch, place)
-        return self._windows.lengths(file)[order]
+        file = int(self.parts(seed, epoch)[place])
+        lengths = self._windows.lengths(file)
+        if not self._windows.tail[file]:  # all are alike, so that their order need not be made
+            return lengths
+        return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
         """See EpochPlan."""
