@@ -281,6 +281,23 @@ COMMANDS = [
             },
         ),
     ),
+    (
+        "train-tokenizer a.txt --vocab-size 300 --out t --special-token <a> --special-token <b>",
+        "data.train_tokenizer.train_tokenizer",
+        (
+            (["a.txt"],),
+            {
+                "vocab_size": 300,
+                "out": Path("t"),
+                "dataset": None,
+                "field": "text",
+                "template": None,
+                "special_tokens": ["<a>", "<b>"],
+                "chat_template": None,
+                "overwrite": False,
+            },
+        ),
+    ),
     ("demo", "train.demo.run_demo", ((Path("demo"), "auto", None), {})),
     ("demo --out d --device CPU --steps 9", "train.demo.run_demo", ((Path("d"), "cpu", 9), {})),
     (
@@ -326,7 +343,8 @@ COMMANDS = [
 def test_commands_call_their_implementation(stub, args, target, expected):
     module, function = target.rsplit(".", 1)
     real = inspect.signature(getattr(importlib.import_module(f"llmq.{module}"), function))
-    result = SimpleNamespace(describe=lambda: "") if function == "tokenize" else ["config.json"]
+    described = function in ("tokenize", "train_tokenizer")
+    result = SimpleNamespace(describe=lambda: "") if described else ["config.json"]
     call = stub(target, result=result)
     assert _run(args.split()) == 0
     real.bind(*call.args, **call.kwargs)  # the real function takes these arguments
@@ -338,7 +356,12 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
     command, real = defaults(llmq.commands.tokenize.tokenize), defaults(llmq.data.tokenize.tokenize)
-    for made in ("inputs", "split", "field"):  # of what may be given several times, or not at all
+    for made in (
+        "inputs",
+        "split",
+        "field",
+        "download",
+    ):  # of what may be given several times, or not at all
         del command[made]
     assert command == {name: real[name] for name in command}
 

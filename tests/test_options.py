@@ -124,6 +124,7 @@ def test_defaults_of_known_flags():
         "p2p": "auto",
         "watchdog": 300,
         "measure-scaling": False,
+        "download": False,
         "seed": 42,
         "memory-limit": None,
         "device": "auto",

@@ -121,12 +121,12 @@ def test_resolve_hub_cache(variable, tmp_path, monkeypatch):
 
 def test_resolve_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* hf download nothing/here"):
+    with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* add --download to fetch it"):
         resolve_model("nothing/here", from_scratch=False)
     for path in (tmp_path / "none", "./none", "~/none", "~nosuchuser/none"):
         with pytest.raises(ConfigError, match="is not a directory") as error:
             resolve_model(str(path), from_scratch=False)
-        assert "hf download" not in str(error.value)
+        assert "--download" not in str(error.value)
     with pytest.raises(ConfigError, match=r"presets need --from-scratch, did you mean gpt2"):
         resolve_model("gpt3", from_scratch=False)
     with pytest.raises(ConfigError, match=r"there is no .*config\.json; .* --from-scratch"):

@@ -11,13 +11,17 @@ import pytest
 
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.bench.bench import read_runs
+from llmq.bench.measure import open_trainer
 from llmq.commands.cli import _run
+from llmq.config.command_line import command_line
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
+from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import TokenWriter
 from llmq.plan.memory import needed_bytes
 from llmq.state.params import parameter_count
 from llmq.train.model_of_run import model_of_run, vocabulary_line
+from llmq.train.tokenizers import tokenizer_source
 from llmq.train.trainer import Trainer
 from tests.runs import options, records, train
 
@@ -66,6 +70,10 @@ RESIZED = {
             "max_positions": 64,
             "rope_theta": 100.0,
             "tied_embeddings": False,
+            # Its own are beyond the vocabulary.
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
         },
     ),
 }
@@ -128,6 +136,24 @@ def test_contradictions_name_the_flag(name, given, match):
 def test_weights_have_their_own_sizes(given):
     with pytest.raises(ConfigError, match=f"^--{next(iter(given))}: needs --from-scratch"):
         make_config({"model": "anything", **given})
+
+
+def test_a_command_line_says_them_again(capsys):
+    config = of_options("tiny", **{"vocab-size": "auto", "rope-theta": 5, "tie-embeddings": False})
+    flags = ["--vocab-size=auto", "--rope-theta=5.0", "--no-tie-embeddings"]
+    assert command_line(config)[-3:] == flags
+    fit = "plan --model tiny --from-scratch --num-layers 3 --fit --card 4090"
+    assert _run([*fit.split(), "--host-memory", "8GiB"]) == 0
+    assert "--num-layers=3" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_another_vocabulary_is_not_exported(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(preset("tiny").to_hf()))
+    file = {"train-file": str(tmp_path / "of another program.bin")}
+    for given, found in (({}, str(tmp_path)), ({"vocab-size": 999}, None)):
+        config = of_options(str(tmp_path), **file, **given)
+        assert tokenizer_source(config, *model_of_run(config), None) == found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -244,6 +270,10 @@ def test_the_other_commands_know_the_sizes(place, capsys):
         assert planned["needed_bytes"] == needed_bytes(trainer.plan, trainer.dev.spec)
         assert trainer.model.vocab_size == VOCAB
     assert _run(["verify", "--verify-steps=1", "--recompute-block", "--synthetic", *flags]) == 0
+    del given["train-file"]
+    small = {"from-scratch": True, "vocab-size": VOCAB, "seq-len": 16, "device": "cpu"}
+    with open_trainer(given | small, 1) as trainer:
+        assert (trainer.model.num_layers, trainer.model.vocab_size) == (2, VOCAB)
     with pytest.raises(LlmqError, match=r"^--vocab-size: auto needs token files"):
         read_runs({"model": "tiny", "vocab-size": "auto"}, None)
     assert len(read_runs({"model": "tiny", "num-layers": [1, 2]}, None)) == 2

@@ -10,6 +10,7 @@ from llmq.base.errors import DataError
 
 PACKED = (".gz", ".zst")
 READ_BYTES = 1 << 18  # of a file at once
+_PACKED_BYTES = 1 << 14  # of Zstandard at once, whose content may be many times as long
 
 
 def is_packed(path: str) -> bool:
@@ -32,11 +33,11 @@ def unpack(path: str, raw: BinaryIO) -> BinaryIO:
 
 def skip(file: BinaryIO, count: int) -> None:
     """Go on `count` bytes behind the start of what was just opened, by reading if it must be."""
-    if isinstance(file, gzip.GzipFile) or not file.seekable():
-        for skipped in range(0, count, READ_BYTES):
-            file.read(min(READ_BYTES, count - skipped))
-    else:
+    if file.seekable():  # gzip's reads, too
         file.seek(count)
+        return
+    for skipped in range(0, count, READ_BYTES):
+        file.read(min(READ_BYTES, count - skipped))
 
 
 def unpacked_size(path: str) -> int:
@@ -59,21 +60,21 @@ class _Zstd(io.RawIOBase):
             raise DataError(f"reading '{path}' needs zstandard: pip install zstandard") from error
         self._library, self._raw = zstandard, raw
         self._frame: Any = None  # the one that is being read
-        self._packed = self._content = b""  # what was read and not used
+        self._packed, self._content = b"", memoryview(b"")  # what was read and not used
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
         while not self._content:
-            self._packed = self._packed or self._raw.read(READ_BYTES)
+            self._packed = self._packed or self._raw.read(_PACKED_BYTES)
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError("it ends in the middle of a Zstandard frame")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:
-                self._content = self._frame.decompress(self._packed)
+                self._content = memoryview(self._frame.decompress(self._packed))
             except self._library.ZstdError as error:
                 raise OSError(str(error)) from error
             self._packed = self._frame.unused_data if self._frame.eof else b""

@@ -26,6 +26,7 @@ from llmq.commands import (
     show,
     tokenize,
     train,
+    train_tokenizer,
     verify,
     watch,
 )
@@ -59,6 +60,7 @@ app.command(cls=TrainCommand)(train.train)
 app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
 app.command()(tokenize.tokenize)
+app.command()(train_tokenizer.train_tokenizer)
 app.command()(show.show)
 app.command()(demo.demo)
 app.command()(sample.sample)

@@ -132,18 +132,19 @@ def size_of(flag: str, value: str | None) -> int | None:
 
 
 def load_run(
-    given: dict[str, Any], file: Path | None, *, trains: bool = False
+    given: dict[str, Any], file: Path | None, *, trains: bool = False, weights: bool = True
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings.
 
-    trains: on the token files, so that their ids have to be in the vocabulary.
+    trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
+    which a plan does not read.
     """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
     from llmq.train.model_of_run import model_of_run, vocabulary_line
 
     config = make_config(given, file)
-    model, model_dir = model_of_run(config)
+    model, model_dir = model_of_run(config, weights=weights)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)
     line = vocabulary_line(config, model, trains=trains)

@@ -45,7 +45,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
-    config, model, _ = load_run(given, config_file)
+    config, model, _ = load_run(given, config_file, weights=False)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),

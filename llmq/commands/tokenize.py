@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from llmq.base.signals import ending_children
+from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
 
 Format = Annotated[
     str,
@@ -26,24 +27,16 @@ SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents tha
 
 
 def tokenize(
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache."),
+    ],
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(help="Text, JSON lines, JSON or Parquet; globs; -: standard input."),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")] = None,
-    field: Annotated[
-        list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
-    ] = None,
-    template: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
-    ] = None,
+    inputs: Inputs = None,
+    dataset: Dataset = None,
+    split: Split = None,
+    field: Field = None,
+    template: Template = None,
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
     ] = 0.01,
@@ -58,8 +51,12 @@ def tokenize(
     chat_template: ChatTemplate = None,
     seq_len: SeqLen = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
+    ] = False,
 ) -> None:
     """Turn texts and conversations into token files."""
+    from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.hub_dataset import dataset_of
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
@@ -67,7 +64,7 @@ def tokenize(
     with ending_children():
         summary = tokenize(
             inputs or [],
-            tokenizer=tokenizer,
+            tokenizer=find_tokenizer(tokenizer, download),
             out=out,
             dataset=dataset_of(dataset, split),
             field=one_field(field, template),

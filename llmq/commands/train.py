@@ -29,7 +29,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model, or continue to."""
-    config, model, model_dir = load_run(given, config_file, trains=True)
+    config, model, model_dir = load_run(given, config_file, trains=True, weights=not dry_run)
     argv = sys.argv
     if auto:
         from llmq.plan.report import choose

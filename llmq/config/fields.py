@@ -34,6 +34,9 @@ class Fields:
         ".",
         "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
     )
+    download: bool = switch(
+        _MODEL, "Fetch what of --model is not in the local cache from the Hugging Face hub"
+    )
     from_scratch: bool = switch(_MODEL, "Start from random weights")
     init_proj_to_zero: bool = switch(
         _MODEL, "Start the attention-out and MLP-down matrices at zero"

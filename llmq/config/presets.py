@@ -151,9 +151,9 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
         return preset(name), None
     if is_preset(name):
         raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
-    where = f"--model: {name!r} is not a directory and not a repository in the cache {_hub_cache()}"
+    where = f"--model: {name!r} is not a directory and not a repository in the cache {hub_cache()}"
     if name.count("/") == 1 and name[0] not in "./~":
-        raise ConfigError(f"{where}; download it first: hf download {name}")
+        raise ConfigError(f"{where}: add --download to fetch it from the hub")
     raise ConfigError(f"{where}; presets need --from-scratch, {_near_presets(name)}")
 
 
@@ -178,7 +178,7 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
     return content
 
 
-def _hub_cache() -> Path:
+def hub_cache() -> Path:
     """Directory of downloaded repositories, by the rules of huggingface_hub."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.path.expanduser(os.environ["HF_HUB_CACHE"]))
@@ -188,7 +188,7 @@ def _hub_cache() -> Path:
 
 def _cached_snapshot(repository: str) -> Path | None:
     """The snapshot that refs/main names, else the newest one; None if there is none."""
-    cached = _hub_cache() / f"models--{repository.replace('/', '--')}"
+    cached = hub_cache() / f"models--{repository.replace('/', '--')}"
     reference = cached / "refs" / "main"
     if reference.is_file():
         snapshot = cached / "snapshots" / reference.read_text().strip()

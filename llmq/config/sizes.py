@@ -105,7 +105,7 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if model.sliding_window is not None and model.sliding_window >= longest:
         sizes["sliding_window"] = None
     try:
-        return replace(model, **sizes).validate()
+        return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:
         raise ConfigError(_naming_the_flag(str(error))) from None
 

@@ -1,8 +1,8 @@
-"""The documents of text files, JSON and Parquet, as a stream that can be resumed anywhere.
+"""The documents of files and data sets, as a stream that can be resumed anywhere.
 
-A text file is one document; each record of JSON and each row of Parquet is one (`records.py`).
-Memory is constant: a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a
-time.
+A text file is one document (`text_files.py`); each record of JSON and each row of Parquet is one
+(`records.py`), and so is each record of a data set (`hub_dataset.py`). Memory is constant: a long
+text comes in pieces of up to 256 KiB, Parquet is read one row group at a time.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.config.presets import find_directory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,8 +34,11 @@ _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt); DataError if not."""
-    return ByteTokenizer() if str(spec) == "bytes" else HfTokenizer(Path(spec))
+    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt), or the repository of
+    this name in the Hugging Face cache; DataError if it is none of them."""
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    return HfTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 class ByteTokenizer:
@@ -93,25 +97,42 @@ class ByteTokenizer:
         It is a byte-level BPE without merges, whose vocabulary maps the character that stands for a
         byte to that byte.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
         model = Tokenizer(models.BPE(vocab, []))
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model.decoder = decoders.ByteLevel()
-        model.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**30,  # transformers' own value for "no limit"
-            **special,
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(model.to_str(pretty=True) + "\n", "utf-8")
-        for name, content in [("tokenizer_config", config), ("special_tokens_map", special)]:
-            (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        save_tokenizer(folder, model, special, [END_OF_TEXT])
+
+
+def save_tokenizer(
+    folder: Path, tokenizer: tokenizers.Tokenizer, named: dict[str, str], special: Sequence[str]
+) -> None:
+    """Write a tokenizer's files, which AutoTokenizer takes as they are.
+
+    named: which token is "eos_token" and the like. special: all special tokens; they get ids behind
+    those that are there.
+    """
+    from tokenizers import AddedToken
+
+    added = [AddedToken(token, normalized=False, special=True) for token in special]
+    tokenizer.add_special_tokens(added)
+    others = [token for token in special if token not in named.values()]
+    named = named | ({"additional_special_tokens": others} if others else {})
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,  # transformers' own value for "no limit"
+        **named,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", "utf-8")
+    for name, content in [("tokenizer_config", config), ("special_tokens_map", named)]:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / f"{name}.json").write_text(text, "utf-8")
 
 
 def _byte_level_alphabet() -> list[str]:
@@ -301,31 +322,38 @@ _QWEN2_WORDS = (
 )
 
 
+def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
+    """A BPE over bytes, of texts that are cut as Qwen2's are. model: None: without vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE() if model is None else model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import models, pre_tokenizers
 
     config = read_json(folder / "tokenizer_config.json")
     name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
-    tokenizer = Tokenizer(
-        models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    )
+    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = new_byte_level_bpe(model)
     if name == "GPT2Tokenizer":
+        tokenizer.normalizer = None
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif name == "Qwen2Tokenizer":
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
+    elif name != "Qwen2Tokenizer":
         raise DataError(
             f"'{folder}' has no tokenizer.json, and vocab.json of a {name} cannot be used: write "
             "tokenizer.json there with transformers' AutoTokenizer.save_pretrained"
         )
-    tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, folder, config)
     return tokenizer
 

@@ -5,27 +5,50 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from llmq.base.errors import ConfigError, DataError
+from llmq.base.errors import ConfigError, DataError, warn
+from llmq.checkpoint import hub
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import AUTO
 from llmq.config.options import TrainConfig
-from llmq.config.presets import resolve_model
+from llmq.config.presets import find_directory, is_preset, resolve_model
 from llmq.config.sizes import given_sizes, resized
 from llmq.data.tokens import open_token_files
 
 MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
 
 
-def model_of_run(config: TrainConfig) -> tuple[ModelConfig, Path | None]:
+def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
     """The configuration, and the directory of --model, None for a preset.
 
-    --vocab-size auto reads the headers of the token files. Raises ConfigError or DataError.
+    weights: they will be read too, unless the run is from scratch; --download fetches what is
+    needed. --vocab-size auto reads the headers of the token files. Raises ConfigError or DataError.
     """
+    _download(config, weights and not config.from_scratch)
     model, model_dir = resolve_model(config.model, config.from_scratch)
     given = given_sizes(config)
     if given.get("vocab_size") == AUTO:
         given["vocab_size"] = _vocab_size_of_data(config)
     return resized(model, given), model_dir
+
+
+def _download(config: TrainConfig, weights: bool) -> None:
+    """See that what of the hub is needed is in the cache. ConfigError if it is not."""
+    name = config.model
+    from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(name))
+    known = find_directory(name) is not None or config.download
+    if not from_hub or not known:  # resolve_model says what else could be meant
+        if config.download:
+            what = "a preset" if is_preset(name) else "no name of the hub"
+            warn([f"--download has no effect: --model {name} is {what}"])
+        return
+    parts = [hub.MODEL, *([hub.WEIGHTS] if weights else [])]
+    missing = hub.lacking(name, parts)
+    if missing is None and config.download:
+        warn([f"--download has no effect: {name} is in the cache"])
+    elif missing is not None:
+        if not config.download:
+            raise hub.offer("--model", name, missing)
+        hub.download("--model", name, [*parts, hub.TOKENIZER])
 
 
 def _vocab_size_of_data(config: TrainConfig) -> int:

@@ -129,6 +129,8 @@ def tokenizer_source(
     """
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
+    if made is None and config.vocab_size is not None:
+        model_dir = None  # its tokenizer is of its own vocabulary
     folders = [model_dir, files[0].parent / "tokenizer"]
     if "end_of_turn" in read_manifest(files[0].parent):
         folders.reverse()
