@@ -164,7 +164,7 @@ def test_names_of_folders(tmp_path):
 def test_another_tokenizer_is_refused(trained, capsys, monkeypatch, changes, names):
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("llmq.train.trainer.Planner", None)  # it is found before anything happens
+        patch.setattr("llmq.train.trainer.plan_run", None)  # it is found before anything happens
         assert command(**changes) == 2
     [error] = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("warning: ")]
     assert error.startswith("error: ")

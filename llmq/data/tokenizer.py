@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -18,11 +19,11 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.config.presets import find_directory
+from llmq.data.tokenizer_files import END_OF_TEXT, QWEN2_WORDS, load_files, read_json
 
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
 EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -79,6 +80,10 @@ class ByteTokenizer:
             parts.append(np.full(min(len(parts), 1), self.eos_id, np.int32))  # between two parts
             parts.append(np.frombuffer(part.encode(), np.uint8).astype(np.int32))
         return np.concatenate(parts)
+
+    def is_byte(self, token: int) -> bool:
+        """No decoder replaces what is before a byte: it is like any token of a byte-level BPE."""
+        return False
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; U+FFFD for bytes that are not UTF-8."""
@@ -170,7 +175,7 @@ class HfTokenizer:
             raise DataError(
                 f"no tokenizer folder '{folder}': give 'bytes' or a folder with tokenizer.json"
             )
-        self._tokenizer = _load_hf(folder)
+        self._tokenizer = load_files(folder)
         self._tokenizer.no_truncation()  # some files carry a maximum length
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -197,7 +202,7 @@ class HfTokenizer:
         """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
         content = json.loads(self._tokenizer.to_str())
         parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
-        words = parts[0].get("pattern") == {"Regex": _QWEN2_WORDS}
+        words = parts[0].get("pattern") == {"Regex": QWEN2_WORDS}
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
@@ -273,6 +278,10 @@ class HfTokenizer:
         """Whether an id is that of a token added to the vocabulary, which is never cut."""
         return token in self._tokenizer.get_added_tokens_decoder()
 
+    def is_byte(self, token: int) -> bool:
+        """Whether the token stands for one byte of a character that the vocabulary lacks."""
+        return bool(re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(token) or ""))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens written out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -293,106 +302,3 @@ def _without_absent(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_absent(v) for k, v in value.items() if v is not None and v is not False}
     return [_without_absent(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _load_hf(folder: Path) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer
-
-    fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    try:
-        if fast.exists():
-            return Tokenizer.from_file(str(fast))
-        if vocab.exists() and merges.exists():
-            return _from_vocab_and_merges(folder)
-    except DataError:
-        raise
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
-        raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
-    raise DataError(
-        f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "
-        "with transformers' AutoTokenizer.save_pretrained, or copy them from the model"
-    )
-
-
-# How the tokenizers that are saved as vocab.json and merges.txt cut a text into words. For GPT-2
-# the library knows the expression.
-_QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
-    """A BPE over bytes, of texts that are cut as Qwen2's are. model: None: without vocabulary."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE() if model is None else model)
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
-    """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
-    from tokenizers import models, pre_tokenizers
-
-    config = read_json(folder / "tokenizer_config.json")
-    name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
-    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = new_byte_level_bpe(model)
-    if name == "GPT2Tokenizer":
-        tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif name != "Qwen2Tokenizer":
-        raise DataError(
-            f"'{folder}' has no tokenizer.json, and vocab.json of a {name} cannot be used: write "
-            "tokenizer.json there with transformers' AutoTokenizer.save_pretrained"
-        )
-    _add_tokens(tokenizer, folder, config)
-    return tokenizer
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids they have there.
-
-    The library numbers them itself, so they are added in the order of their ids and checked.
-    """
-    from tokenizers import AddedToken
-
-    ids: dict[str, int] = read_json(folder / "added_tokens.json")
-    added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
-    if tokenizer.token_to_id(END_OF_TEXT) is not None:
-        added[END_OF_TEXT] = {"special": True}
-    for token_id, token in config.get("added_tokens_decoder", {}).items():
-        text = token["content"]
-        ids[text] = int(token_id)
-        flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        added[text] = {flag: token[flag] for flag in flags if flag in token}
-    for text in sorted(added, key=lambda text: ids.get(text, -1)):
-        token = AddedToken(text, **{"normalized": False, **added[text]})
-        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
-        add([token])
-        if text in ids and tokenizer.token_to_id(text) != ids[text]:
-            raise DataError(
-                f"'{folder}': added token {text!r} should have id {ids[text]} but gets "
-                f"{tokenizer.token_to_id(text)}: use a folder with tokenizer.json"
-            )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"cannot read '{path}': {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"cannot read '{path}': it holds no JSON object")
-    return content

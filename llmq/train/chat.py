@@ -12,10 +12,11 @@ from llmq.base.console import printable
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, warn
 from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
+from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Sampler, check_prompt, continuation, idle_options, open_model
+from llmq.train.sampling import Sampler, check_prompt, idle_options, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 
@@ -43,19 +44,16 @@ class Conversation:
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
         """Say the reply as it comes, up to the end of the turn, and add it to the messages.
 
-        A character that is not complete yet, and what may be the beginning of the end, is held
-        back.
+        What may be the beginning of the end is held back.
         """
-        ids: list[int] = []
         text, said = "", 0
-        for token in new:
-            ids.append(token)
-            text = continuation(self.tokenizer, prompt, ids)
+        for piece in streamed(self.tokenizer, prompt, new):
+            text += piece
             end = self._end(text)
             if end is not None:
                 text = text[:end]
                 break
-            ready = len(text.rstrip("\ufffd")) - self._held_back(text)
+            ready = len(text) - self._held_back(text)
             if ready > said:
                 say(text[said:ready])
                 said = ready

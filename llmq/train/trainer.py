@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import changed_options, check_model, checkpoint_at
-from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -29,11 +28,8 @@ from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
-from llmq.plan.advice import check_fits
-from llmq.plan.checks import attention_backend, check_machine
-from llmq.plan.estimate import Planner
-from llmq.plan.memory import memory_limit
-from llmq.plan.plan import Plan, Usage, fewest_attention_parts
+from llmq.plan.plan import Plan, Usage
+from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
@@ -41,6 +37,7 @@ from llmq.train.batches import checked_batches
 from llmq.train.loaders import open_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.ranks import Ranks, Rounds
+from llmq.train.sampling import Choice, sample_once
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -115,14 +112,9 @@ class Trainer:
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
-        check_machine(config, model, self.machine)
-        backend = attention_backend(config, model, self.machine)
         self.world_size = self.machine.world_size
-        spec = self.machine.spec
-        planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        planner = Planner(model, spec, backend, card_of(spec), self.world_size)
-        self.plan: Plan = planner.plan(planned)
-        check_fits(config, planner, self.plan, memory_limit(config, self.machine))
+        self.plan: Plan
+        self.plan, planned, backend = plan_run(config, model, self.machine)
         self.machine.compile_ahead(self.plan.sources)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
@@ -365,6 +357,18 @@ class Trainer:
         export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
+
+    def sample(self, prompt: str = "", **how: Any) -> str:
+        """The prompt and its continuation by the weights of this moment, in --model-dtype.
+
+        how: fields of `sampling.Choice`; the text is that of `llmq sample` of an export. The
+        weights go to a device of their own, the CPU or GPU 0, whole and one after the other, so
+        nothing of the training changes. LlmqError where there is no room for them, the prompt is
+        too long, or the run's tokenizer is not known.
+        """
+        machine, dtype = replace(self.machine, world_size=1), parse_dtype(self.config.model_dtype)
+        model = (machine, self.model, self._read_weight, self.tokenizer, dtype)
+        return sample_once(*model, prompt, Choice(**how))
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)
