@@ -14,7 +14,6 @@ from llmq.data.conversations import Conversation
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from tests.chat_templates import (
     CHATML,
-    CHATML_MARKED,
     SHORT,
     TEMPLATES,
     THINKING,
@@ -305,6 +304,16 @@ def test_special_tokens_in_a_template(tmp_path):
     assert both(folder) == "<s>|</s>|<q>|False"
 
 
+def test_fields_that_are_null_are_absent(tmp_path):
+    source = "{% for m in messages %}{{ m.name is defined }} {{ m.content }};{% endfor %}"
+    folder = write_chat_tokenizer(tmp_path / "t", source)
+    template = load_chat_template(HfTokenizer(folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [user("x", name=None), user("x", name="y"), assistant(None)]
+    text = template.render(messages).text
+    assert text == theirs.apply_chat_template(messages, tokenize=False) == "False x;True x;False ;"
+
+
 def test_no_template_and_broken_ones(tmp_path):
     folder = write_chat_tokenizer(tmp_path / "t")
     assert load_chat_template(HfTokenizer(folder)) is None
@@ -356,14 +365,15 @@ def test_offsets_without_trimming(tmp_path):
     """GPT-2's post-processor takes blanks out of a token's characters."""
     from tokenizers import Tokenizer, processors
 
-    folder = write_chat_tokenizer(tmp_path / "t", CHATML_MARKED)
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};"
+    folder = write_chat_tokenizer(tmp_path / "t", source + "{% endfor %}")
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.save(str(path))
     ours = HfTokenizer(folder)
     ((text, spans),) = Chat(load_chat_template(ours), "assistant").texts(
-        Conversation([user("a"), assistant(" \n ")])
+        Conversation([assistant("a \n ")])
     )
     ids, offsets = ours.encode_with_offsets([text])[0]
-    assert ours.decode(ids[token_mask(offsets, spans)]) == " \n <|im_end|>"
+    assert ours.decode(ids[token_mask(offsets, spans)]) == "a \n "

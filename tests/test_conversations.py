@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
 from llmq.data.conversations import parse_conversation
 from llmq.data.document_index import DocumentIndex
+from llmq.data.hub_dataset import HubDataset
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile
 from tests.chat_templates import (
@@ -400,3 +404,22 @@ def test_files_that_hold_no_conversations(tmp_path, chatml):
     with pytest.raises(DataError, match="the tokenizer 'bytes' has no chat template, which the co"):
         run(tmp_path / "c.jsonl", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch):
+    """Conversations come through the reader that texts come through."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    talks = [{"messages": [user(f"q{i}"), assistant("a" * i)]} for i in range(1, 5)]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    plain = write_records(folder / "a.jsonl", talks).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(plain)))
+    for name, inputs, dataset in (
+        ("packed", [tmp_path / "b.jsonl.gz"], None),
+        ("piped", ["-"], None),
+        ("of a set", [], HubDataset(str(folder), None, "train")),
+    ):
+        run(*inputs, out=tmp_path / name, chat_template=chatml, dataset=dataset)
+        assert read(tmp_path / name) == [said(talk["messages"]) for talk in talks]

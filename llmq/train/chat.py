@@ -12,7 +12,7 @@ from llmq.base.console import printable
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, warn
 from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
-from llmq.data.detokenize import TextStream
+from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
@@ -44,20 +44,17 @@ class Conversation:
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
         """Say the reply as it comes, up to the end of the turn, and add it to the messages.
 
-        A character that is not complete yet, and what may be the beginning of the end, is held
-        back.
+        What may be the beginning of the end is held back.
         """
-        stream, text, said = TextStream(self.tokenizer, prompt), "", 0
-        for token in new:
-            text += stream.add(token)
+        text, said = "", 0
+        for piece in streamed(self.tokenizer, prompt, new):
+            text += piece
             if self._end(text) is not None:
                 break
             ready = len(text) - self._held_back(text)
             if ready > said:
                 say(text[said:ready])
                 said = ready
-        else:
-            text += stream.end()
         text = text[: self._end(text)]
         say(text[said:])
         self.messages.append({"role": "assistant", "content": text})
