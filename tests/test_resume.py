@@ -143,10 +143,12 @@ def test_a_plan_is_of_the_run_that_goes_on(monkeypatch, capsys):
     stopped(monkeypatch)
     capsys.readouterr()
     assert _run(["plan", "--continue", "--name=x", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = json.loads(capsys.readouterr().out)["memory"]
     given = [f"--{n}={v}" for n, v in options(recompute_ffn=True).items() if n != "overwrite"]
     assert _run(["plan", "--json", *given]) == 0
-    assert json.loads(capsys.readouterr().out) == planned
+    assert json.loads(capsys.readouterr().out)["memory"] == planned
+    assert _run(["plan", "--json", *given, "--no-recompute-ffn"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] != planned
 
 
 # ------------------------------------------------------------------------------------------------

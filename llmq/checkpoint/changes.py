@@ -96,4 +96,6 @@ def _shown(name: str, value: Any) -> Any:
     no_limit = value is None or (name == "steps" and value < 0)
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value)) or "not given"
     return "not given" if no_limit else value
