@@ -14,6 +14,7 @@ from llmq.config.presets import preset
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
+    HOST_MEMORY,
     HOST_SHARE,
     LAUNCH,
     PARTS,
@@ -136,7 +137,18 @@ def test_cards_without_a_link_exchange_through_the_host():
     gigabyte = 10**9
     received = [work("comm", "all_gather", received=gigabyte)]
     assert replay(received, Rates(H100)).wall == pytest.approx(1 / H100.link)
-    assert replay(received, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus / HOST_SHARE)
+    for nccl, share in HOST_SHARE.items():
+        one_way = replay(received, Rates(RTX_4090, nccl=nccl)).wall
+        assert one_way == pytest.approx(1 / RTX_4090.bus / share)
+
+
+def test_several_gpus_share_the_hosts_memory():
+    gigabyte = 10**9
+    loads = [work("copy", loaded=gigabyte), work("copy", loaded=gigabyte)]
+    for gpus in (4, 8):
+        share = HOST_MEMORY[False] / gpus / gigabyte
+        assert replay(loads, Rates(H100, gpus)).wall == pytest.approx(2 / share)
+    assert replay(loads, Rates(H100, 2)).wall == pytest.approx(2 / H100.bus)
 
 
 def test_without_peer_access_there_is_no_link():
