@@ -75,8 +75,8 @@ def test_memory_is_what_cuda_says():
 def test_sources_are_told():
     assert find_card("H100").source == MEASURED
     assert find_card("4090").source == PUBLISHED
-    assert find_card("H200").source.endswith("reach as much as H100 80GB HBM3")
-    assert find_card("H200").sustained == find_card("H100").sustained
+    assert find_card("GH200").source.endswith("reach as much as H100 80GB HBM3")
+    assert find_card("GH200").sustained == find_card("H100").sustained
     assert find_card("3090").source.endswith("reach as much as GeForce RTX 4090")
 
 

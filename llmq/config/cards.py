@@ -133,6 +133,7 @@ PUBLISHED = "from llm.q's published speeds on this card"
 # not). They can exceed 1: GeForce cards clock higher than their sheets say.
 _SUSTAINED: dict[str, tuple[float, float, str]] = {
     "H100 80GB HBM3": (0.71, 0.615, MEASURED),
+    "H200": (0.71, 0.59, MEASURED),  # in bf16 as the H100: not measured
     "GeForce RTX 4090": (1.08, 1.19, PUBLISHED),
     "GeForce RTX 5090": (0.95, 1.21, PUBLISHED),
     "GeForce RTX 5060 Ti": (1.09, 1.09, PUBLISHED),

@@ -188,7 +188,7 @@ def run_sample(
         tokenizer: Tokenizer = load_tokenizer(source)
         ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
         check_prompt(ids, config)
-        positions = min(len(ids) + max_new_tokens, config.longest)
+        positions = min(len(ids) + max_new_tokens, config.max_positions)
         dtype = parse_dtype(model_dtype)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
@@ -230,9 +230,9 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 def check_prompt(ids: list[int], config: ModelConfig) -> None:
     """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
-    if len(ids) >= config.longest:
+    if len(ids) >= config.max_positions:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:
