@@ -263,8 +263,18 @@ def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
     x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    ms = 1e3 * Rates(H100).compute(work("main", entry, (x,), flops, 3 * x.nbytes, "attention"))
+    ms = 1e3 * attention_seconds(entry, x, flops, T)
     assert ms == pytest.approx(ATTENTION[case], rel=0.05)  # the table has two digits
+    # A window of T / 8 leaves 15 / 64 of the pairs, and twice the edges.
+    windowed = 1e3 * attention_seconds(entry, x, flops * 15 // 64, T // 8)
+    assert 15 / 64 < windowed / ms < 0.8
+
+
+def attention_seconds(entry, x, flops, window):
+    """Of the library's; x: its first argument."""
+    sight = (None, window)
+    args = (x, *sight, None) if entry == "attention_forward" else (x, *sight)
+    return Rates(H100).compute(work("main", entry, args, flops, 3 * x.nbytes, "attention"))
 
 
 def test_trace_of_the_plan_device():

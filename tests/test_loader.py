@@ -229,9 +229,9 @@ def test_resume_reads_no_data(data, monkeypatch):
             one.next_batch()
         state, batch = one.state(), one.next_batch()
     reads = []
-    original = TokenFile.read_tokens
+    original = TokenFile.read_tokens_into
     monkeypatch.setattr(
-        TokenFile, "read_tokens", lambda *args: (reads.append(args), original(*args))[1]
+        TokenFile, "read_tokens_into", lambda *args: (reads.append(args), original(*args))[1]
     )
     with loader(data, prefetch=1) as fresh:
         fresh.set_state(state)
@@ -315,7 +315,7 @@ def test_error_of_the_reading_thread_is_raised(data, monkeypatch):
     def fail(*args):
         raise MemoryError("none left")
 
-    monkeypatch.setattr(TokenFile, "read_tokens", fail)
+    monkeypatch.setattr(TokenFile, "read_tokens_into", fail)
     with loader(data) as one, pytest.raises(MemoryError, match="none left"):
         one.next_batch()
 
@@ -400,15 +400,15 @@ def test_bad_arguments(data, wrong):
 
 def test_reads_ahead_but_not_too_far(data, monkeypatch):
     read, go = [], threading.Event()
-    original = TokenFile.read_tokens
+    original = TokenFile.read_tokens_into
 
-    def slow(file, start, count):
+    def slow(file, start, out):
         assert threading.current_thread() is not threading.main_thread()
         go.wait(10)
         read.append(start)
-        return original(file, start, count)
+        return original(file, start, out)
 
-    monkeypatch.setattr(TokenFile, "read_tokens", slow)
+    monkeypatch.setattr(TokenFile, "read_tokens_into", slow)
     with loader(data, micro_batch=1, prefetch=3) as one:
         one._read_ahead()
         assert len(one._pending) == 3

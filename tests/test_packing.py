@@ -329,7 +329,7 @@ def test_resume_at_every_batch(data, tmp_path, packing, masked, weighted, monkey
     ) as two:
         for state, batch in zip(states, batches, strict=True):
             with monkeypatch.context() as patch:
-                patch.setattr(TokenFile, "read_tokens", None)
+                patch.setattr(TokenFile, "read_tokens_into", None)
                 two.set_state(state)
                 assert two.state() == state
             same(two.next_batch(), batch)

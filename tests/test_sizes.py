@@ -53,6 +53,21 @@ RESIZED = {
             "intermediate_size": 1536,
         },
     ),
+    "windows_of_more_layers": (
+        "tiny-gemma3",
+        {"num-layers": 8},
+        {"num_layers": 8, "windowed_layers": (True,) * 5 + (False,) + (True,) * 2},
+    ),
+    "windows_of_fewer_layers": (
+        "tiny-gemma3",
+        {"num-layers": 3, "max-positions": 256},
+        {
+            "num_layers": 3,
+            "windowed_layers": (True,) * 3,
+            "max_positions": 256,
+            "sliding_window": None,
+        },
+    ),
     "the_rest": (
         "llama-3-1b",
         {

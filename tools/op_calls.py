@@ -49,7 +49,6 @@ from llmq.ops import (
     reduce,
     rope,
     swiglu,
-    wide_qk_norm,
 )
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE
@@ -275,28 +274,17 @@ def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     return calls
 
 
-def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    heads, qkv, w = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd), bf16(Hd)
-    shared = {"raw": heads, "rstd": f32(B, T, Hq + Hkv, value=1.0), "q_weight": w, "k_weight": w}
-    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
-    d_weights = {"d_q_weight": gradient(Hd), "d_k_weight": gradient(Hd)}
-    moved = (3 * 2 * Hd + 4) * B * T * (Hq + Hkv)  # three tensors of heads, and rstd
+def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
+    heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
+    shared = {"raw": heads, "rstd": f32(B, T, norms, value=1.0)}
+    shared |= {"q_weight": bf16(q), "k_weight": bf16(k)}
+    shared |= {"num_heads": Hq, "num_kv_heads": Hkv, "wide": wide}
+    d_weights = {"d_q_weight": gradient(q), "d_k_weight": gradient(k)}
+    moved = (3 * 2 * (Hq + Hkv) * Hd + norms * 4) * B * T  # three tensors of heads, and rstd
     return [
         Call("forward", qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
         Call("backward", qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
-    ]
-
-
-def wide_qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
-    shared = {"raw": heads, "rstd": f32(B, T, 2, value=1.0)}
-    shared |= {"q_weight": bf16(Hq * Hd), "k_weight": bf16(Hkv * Hd)}
-    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
-    d_weights = {"d_q_weight": gradient(Hq * Hd), "d_k_weight": gradient(Hkv * Hd)}
-    moved = (3 * 2 * (Hq + Hkv) * Hd + 2 * 4) * B * T  # three tensors of heads, and rstd
-    return [
-        Call("forward", wide_qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
-        Call("backward", wide_qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
     ]
 
 
@@ -349,6 +337,8 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
         Call("forward", swiglu.forward, forward | {"out": x}),
         Call("backward", swiglu.backward, backward | {"d_up_gate": wide}),
         Call("backward out", swiglu.backward, backward | {"d_up_gate": wide, "out": x}),
+        Call("forward gelu", swiglu.forward, forward | {"out": x, "gelu": True}),
+        Call("backward gelu", swiglu.backward, backward | {"d_up_gate": wide, "gelu": True}),
     ]
     if fits_fp8(rows, F):
         abs_max = {"abs_max": f32(1, value=5.0)}
@@ -441,7 +431,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "reduce": reduce_calls,
     "rope": rope_calls,
     "swiglu": swiglu_calls,
-    "wide_qk_norm": wide_qk_norm_calls,
 }
 
 

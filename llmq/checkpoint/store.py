@@ -113,7 +113,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 # Of a model, what changes nothing in what its weights compute.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
-_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "sliding_window"}
+_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:

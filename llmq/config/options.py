@@ -188,11 +188,6 @@ class TrainConfig(SizeFields):
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
             )
-        if self.seq_len > model.longest:
-            raise ConfigError(
-                f"--seq-len: {self.seq_len} exceeds the sliding_window {model.sliding_window} of "
-                "the model, and only full attention is implemented: use at most as many"
-            )
         try:
             layer_set(self.recompute_layers, model.num_layers)
         except ValueError as error:

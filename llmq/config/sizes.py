@@ -104,10 +104,20 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     longest = sizes.get("max_positions", model.max_positions)
     if model.sliding_window is not None and model.sliding_window >= longest:
         sizes["sliding_window"] = None
+    if model.windowed_layers is not None:
+        layers = sizes.get("num_layers", model.num_layers)
+        sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
     try:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:
         raise ConfigError(_naming_the_flag(str(error))) from None
+
+
+def _repeated(pattern: tuple[bool, ...], count: int) -> tuple[bool, ...]:
+    """So many values, which go on as the pattern, of which the shortest period counts."""
+    found = range(1, len(pattern) + 1)
+    period = next(p for p in found if all(v == pattern[i % p] for i, v in enumerate(pattern)))
+    return tuple(pattern[i % period] for i in range(count))
 
 
 def _flag(name: str, given: dict[str, Any]) -> str:

@@ -19,15 +19,15 @@ _OPEN_FILES = 16  # that one reader keeps open
 class Span(NamedTuple):
     """Tokens of a file that stand beside each other in a row.
 
-    goes_on: whether the token behind them is what their last one predicts. ends: (k,) int64, rising
-    from 1 to length: how many of them come before each end of a document, as far as known.
+    goes_on: whether the token behind them is what their last one predicts. ends: rising from 1 to
+    length, how many of them come before each end of a document, as far as known.
     """
 
     file: int
     start: int
     length: int
     goes_on: bool
-    ends: np.ndarray
+    ends: Sequence[int] | np.ndarray
 
 
 class RowReader:
@@ -51,7 +51,8 @@ class RowReader:
         starts = np.zeros_like(inputs) if self.document_mask else None
         padding = 0
         for row, spans in enumerate(rows):
-            filled = self._read_row(spans, inputs[row], targets[row], starts, row)
+            of_row = None if starts is None else starts[row]
+            filled = self._read_row(spans, inputs[row], targets[row], of_row)
             if counted[row]:
                 padding += self.seq_len - filled
             else:
@@ -67,48 +68,68 @@ class RowReader:
         inputs: np.ndarray,
         targets: np.ndarray,
         starts: np.ndarray | None,
-        row: int,
     ) -> int:
-        """Fill a row of each; returns how many tokens it has."""
-        at = 0
-        went_on = True
-        for span in spans:
-            tokens, counts = self._read_span(span)
-            stop = at + span.length
-            inputs[at:stop] = tokens[: span.length]
-            targets[at : at + len(tokens) - 1] = np.where(counts, tokens, MASKED_TARGET)[1:]
-            if starts is not None:
-                targets[at + span.ends - 1] = MASKED_TARGET
-                starts[row, at] = at
-                inner = at + span.ends[span.ends < span.length]
-                starts[row, inner] = inner
-            elif not went_on and counts[0]:  # as in a file: the next document follows its end
-                targets[at - 1] = tokens[0]
-            at, went_on = stop, span.goes_on
-        if at < self.seq_len:  # with tokens of this row, so that no other values arise
-            inputs[at:] = np.resize(inputs[:at], self.seq_len - at)
-            if starts is not None:
-                starts[row, at] = at
-        if starts is not None:
-            np.maximum.accumulate(starts[row], out=starts[row])
-        return at
+        """Fill a row of each; returns how many tokens it has.
 
-    def _read_span(self, span: Span) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens, with the one behind if it counts, and whether to predict each of them."""
-        file = self._file(span.file)
-        count = span.length + span.goes_on
-        tokens = file.read_tokens(span.start, count)
+        Spans are read one behind the other, each with the token behind it if that counts. Whatever
+        follows is done for the whole row, because a row may have hundreds of them.
+        """
+        tokens, counts = self._read_spans(spans)
+        lengths = np.array([span.length for span in spans])
+        goes_on = np.array([span.goes_on for span in spans])
+        begins = np.cumsum(lengths) - lengths
+        filled = int(lengths.sum())
+        # Where each input stands in what was read; its target is the token behind it.
+        places = np.arange(filled) + np.repeat(np.cumsum(goes_on) - goes_on, lengths)
+        inputs[:filled] = tokens[places]
+        targets[:filled] = tokens[places + 1]
+        if counts is not None:
+            targets[:filled][~counts[places + 1]] = MASKED_TARGET
+        if not goes_on[-1]:
+            targets[filled - 1] = MASKED_TARGET
+        if starts is not None:
+            pairs = zip(spans, begins.tolist(), strict=True)
+            ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
+            targets[ends - 1] = MASKED_TARGET
+            at = np.concatenate([begins, ends, [filled]])
+            at = at[at < self.seq_len]
+            starts[at] = at
+            np.maximum.accumulate(starts, out=starts)
+        if filled < self.seq_len:  # with tokens of this row, so that no other values arise
+            inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
+        return filled
+
+    def _read_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Their tokens, and one more at the end; whether to predict each, None: all of them."""
+        sizes = [span.length + span.goes_on for span in spans]
+        tokens = np.zeros(sum(sizes) + 1, "<i4")
+        counts: np.ndarray | None = None
+        at = 0
+        for span, size in zip(spans, sizes, strict=True):
+            file = self._file(span.file)
+            file.read_tokens_into(span.start, tokens[at : at + size])
+            if file.has_masks:
+                counts = np.ones(len(tokens), bool) if counts is None else counts
+                # The bit of the target token itself decides, so that the first token of an answer
+                # is trained and the token after its end is not.
+                counts[at : at + size] = file.read_mask(span.start, size)
+            at += size
+        tokens = tokens.astype(np.int32, copy=False)
         bad = tokens.view(np.uint32) >= self.vocab_size  # a negative id is a large unsigned one
         if bad.any():
-            at = int(bad.argmax())
-            raise DataError(
-                f"'{file.path}' has token id {tokens[at]} at position {span.start + at}, outside "
-                f"the model's vocabulary of {self.vocab_size}: the file is damaged or was made for "
-                "another tokenizer; tokenize the data again"
-            )
-        # The bit of the target token itself decides, so that the first token of an answer is
-        # trained and the token after its end is not.
-        return tokens, file.read_mask(span.start, count)
+            raise self._bad_id(spans, sizes, tokens, int(bad.argmax()))
+        return tokens, counts
+
+    def _bad_id(
+        self, spans: Sequence[Span], sizes: Sequence[int], tokens: np.ndarray, at: int
+    ) -> DataError:
+        which = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
+        position = spans[which].start + at - sum(sizes[:which])
+        return DataError(
+            f"'{self._paths[spans[which].file]}' has token id {tokens[at]} at position {position}, "
+            f"outside the model's vocabulary of {self.vocab_size}: the file is damaged or was made "
+            "for another tokenizer; tokenize the data again"
+        )
 
     def _file(self, number: int) -> TokenFile:
         if number in self._open:

@@ -143,17 +143,19 @@ class PackedSource:
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
         """See Source."""
         rows, order = self._pass(seed, number)
-        row = int(rows[index])
         if self._rows is None:
-            return [self._span(row)]
+            return self._spans(rows[index : index + 1])
+        row = int(rows[index])
         slots = self._rows.slots[self._rows.edges[row] : self._rows.edges[row + 1]]
-        return [self._span(piece) for piece in order[slots].tolist()]
+        return self._spans(order[slots])
 
-    def _span(self, piece: int) -> Span:
+    def _spans(self, chosen: np.ndarray) -> list[Span]:
         p = self.pieces
-        length, goes_on = int(p.length[piece]), bool(p.goes_on[piece])
-        ends = _NO_ENDS if goes_on else np.array([length])
-        return Span(int(p.file[piece]), int(p.start[piece]), length, goes_on, ends)
+        columns = (column[chosen].tolist() for column in (p.file, p.start, p.length, p.goes_on))
+        return [
+            Span(file, start, length, goes_on, () if goes_on else (length,))
+            for file, start, length, goes_on in zip(*columns, strict=True)
+        ]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
         """See Source."""

@@ -33,6 +33,7 @@ class ExactTokenizer(PreTrainedTokenizerFast):
 OWN_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
     "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
+    "GemmaTokenizer": {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"},
     "LlamaTokenizer": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
 }
 

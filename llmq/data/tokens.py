@@ -196,6 +196,10 @@ class TokenFile:
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
         return out.astype(np.int32, copy=False)
 
+    def read_tokens_into(self, start: int, out: np.ndarray) -> None:
+        """The same, as many as `out` has room for, into it: contiguous, of dtype "<i4"."""
+        self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
+
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Mask bits [start, start + count), bool: True where predicting that token counts."""
         if not self.has_masks:

@@ -64,7 +64,7 @@ class Head:
         """The final norm, of the last block's residual_att + branch, both (rows, C)."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1)
+            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1_post)
             self.norm.post(to, stats, residual, None, w.norm)
         else:
             self.norm.forward_residual(
@@ -117,7 +117,8 @@ class Head:
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
         if post:
             stats = self.branch_stats
-            self.norm.backward(to, g.ln1, None, d_residual, branch, w.ln1, stats, None)
+            weight, d_weight = w.ln1_post, g.ln1_post
+            self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
 
     @contextmanager
     def _d_logits(

@@ -64,7 +64,7 @@ def option_warnings(config: TrainConfig) -> list[str]:
 
 def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:
     """One line for every option that has no effect on this model, else it may have one."""
-    if config.recompute_norm and not config.recompute_block and model.arch.post_norm:
+    if config.recompute_norm and not config.recompute_block and not model.arch.pre_norm:
         return ["--recompute-norm has no effect: this model keeps no norm's output"]
     return []
 

@@ -54,3 +54,5 @@ def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: Tra
     rises = (np.diff(starts, axis=1) >= 0).all()
     if not rises or starts.min() < 0 or (starts > np.arange(shape[1])).any():
         raise ValueError("step: starts must not fall along a row, and be in 0..t at position t")
+    if (np.take_along_axis(starts, starts, axis=1) != starts).any():
+        raise ValueError("step: starts must be the first position of each one's document")

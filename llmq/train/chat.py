@@ -98,7 +98,7 @@ def run_chat(
         check_sizes(config, machine)
         talk = _begin(model, load_tokenizer(source), system, chat_template)
         ids = talk.ask(_clean(prompt)) if prompt else []
-        positions = min(len(ids) + max_new_tokens if ids else POSITIONS, config.longest)
+        positions = min(len(ids) + max_new_tokens if ids else POSITIONS, config.max_positions)
         if ids:
             check_prompt(ids, config)
         dtype = parse_dtype(model_dtype)

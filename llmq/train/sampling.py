@@ -221,7 +221,9 @@ def sample_once(
             "ids: `llmq tokenize` notes it beside the token files"
         )
     tokenizer = load_tokenizer(source)
-    positions = min(len(prompt_ids(tokenizer, config, prompt)) + how.max_new_tokens, config.longest)
+    positions = min(
+        len(prompt_ids(tokenizer, config, prompt)) + how.max_new_tokens, config.max_positions
+    )
     with Sampler(machine, config, lambda w: w.load(read), positions, dtype, tune=False) as sampler:
         return prompt + "".join(how.texts(sampler, tokenizer, prompt))
 
@@ -255,7 +257,7 @@ def run_sample(
         tokenizer: Tokenizer = load_tokenizer(source)
         positions = len(prompt_ids(tokenizer, config, prompt)) + max_new_tokens
         dtype = parse_dtype(model_dtype)
-        positions = min(positions, config.longest)
+        positions = min(positions, config.max_positions)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
         for sample in range(num_samples):
@@ -288,9 +290,9 @@ def idle_options(temperature: float, top_k: int, top_p: float, num_samples: int)
 
 def check_prompt(ids: list[int], config: ModelConfig) -> None:
     """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
-    if len(ids) >= config.longest:
+    if len(ids) >= config.max_positions:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:
