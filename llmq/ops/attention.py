@@ -71,15 +71,18 @@ class Tiles:
     split_keys: bool = False
 
 
-def forward_tiles(dtype: DType, head_dim: int) -> Tiles:
-    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values."""
+def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
+    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
+
+    masked: as compile_consts.
+    """
     large = head_dim > 128
     if dtype == F32:
         own, step = (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
     # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger
     # heads leave registers for fewer scores, and then for fewer queries.
-    own, step = 64 if large else 128, 64 if head_dim <= 96 else 32
+    own, step = 64 if large else 128, 64 if head_dim <= (64 if masked else 96) else 32
     return Tiles(own, step, 128, (own + 2 * step) * (head_dim + 8) * 2)
 
 
@@ -111,7 +114,10 @@ def compile_consts(dtype: DType, head_dim: int, masked: bool = False) -> dict[st
         "BACKWARD_STAGES": backward.stages,
         "SPLIT_KEYS": int(backward.split_keys),
     }
-    for name, tiles in (("FORWARD", forward_tiles(dtype, head_dim)), ("BACKWARD", backward)):
+    for name, tiles in (
+        ("FORWARD", forward_tiles(dtype, head_dim, masked)),
+        ("BACKWARD", backward),
+    ):
         consts[f"{name}_OWN"] = tiles.own
         consts[f"{name}_STEP"] = tiles.step
         consts[f"{name}_THREADS"] = tiles.threads
@@ -219,7 +225,7 @@ def forward(
             args = (out, lse, qkv, *sizes, workspace)
             dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
         return
-    tiles = forward_tiles(qkv.dtype, head_dim)
+    tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
     dev.launch(
         FORWARD,
         (ceil_div(seq_len, tiles.own), num_heads, batch),
