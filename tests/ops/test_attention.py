@@ -329,6 +329,7 @@ def test_tiles_fit(dtype, head_dim):
         attention.forward_tiles(dtype, head_dim),
         attention.forward_tiles(dtype, head_dim, masked=True),
         attention.backward_tiles(dtype, head_dim),
+        attention.backward_tiles(dtype, head_dim, masked=True),
     ):
         assert chosen.shared <= 99 * 1024
         rows_at_once = 16 if dtype == F32 else chosen.threads // 2  # of the thread block
