@@ -39,6 +39,7 @@ FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may 
 # an H100: it is not done by tensor cores, of which other cards have less.
 ATTENTION = {"attention_forward": (1.2, 416), "attention_backward": (0.89, 725)}
 WINDOW = {"attention_forward": -2, "attention_backward": -1}  # among the arguments
+EDGE = 128  # positions, a tile, that are computed for nothing where a window begins; not measured
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
 NATIVE_ATTENTION = 1.5e12  # FLOP/s of a multiprocessor in our own attention
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
@@ -125,13 +126,15 @@ class Rates:
         if work.entry not in ATTENTION or work.file != "attention":
             rate = min(NATIVE_ATTENTION * self.card.num_sms, self._products["matmul"])
             return work.flops / rate
-        # Twice the pairs of query and key are window * (2 seq_len - window), and there are
-        # 2 seq_len - window queries at an edge of what is seen, the diagonal or the window's.
-        window = work.args[WINDOW[work.entry]]
+        # FLOPs go with window * (2 T - window). At the diagonal all queries compute some for
+        # nothing; at the other edge, where there is a window, those that do not see all before.
+        seq_len, window = x.shape[1], work.args[WINDOW[work.entry]]
         share, causal = ATTENTION[work.entry]
+        seen = window * (2 * seq_len - window)
+        idle = causal * seq_len + EDGE * (seq_len - window)
         softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
         rate = share * 1e12 * self.card.bf16
-        return work.flops / rate * (1 + causal / window) * (1 + softmax / head_dim)
+        return work.flops / rate * (1 + idle / seen) * (1 + softmax / head_dim)
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:

@@ -121,7 +121,7 @@ def test_documents_and_windows(dev, rng, dtype, sight):
 
 
 @pytest.mark.parametrize(
-    "head_dim, dtype", [(80, BF16), (128, BF16), (256, BF16), (128, F32), (256, F32)], ids=str
+    "head_dim, dtype", [(96, BF16), (128, BF16), (256, BF16), (128, F32), (256, F32)], ids=str
 )
 def test_documents_and_windows_of_all_tiles(dev, rng, dtype, head_dim):
     _check_sight(dev, rng, (1, 150, 2, 2, head_dim), dtype, [(9, 50, 38)], 40)
@@ -325,8 +325,12 @@ def test_decode(dev, rng, dtype, window, head_dim):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tiles_fit(dtype, head_dim):
     """Consumer GPUs give a block 99 KiB of shared memory."""
-    for tiles in (attention.forward_tiles, attention.backward_tiles):
-        chosen = tiles(dtype, head_dim)
+    for chosen in (
+        attention.forward_tiles(dtype, head_dim),
+        attention.forward_tiles(dtype, head_dim, masked=True),
+        attention.backward_tiles(dtype, head_dim),
+        attention.backward_tiles(dtype, head_dim, masked=True),
+    ):
         assert chosen.shared <= 99 * 1024
         rows_at_once = 16 if dtype == F32 else chosen.threads // 2  # of the thread block
         assert chosen.own % rows_at_once == 0 and chosen.step % 16 == 0
