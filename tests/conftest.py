@@ -53,6 +53,14 @@ def bpe(tmp_path_factory) -> Path:
     return write_bpe(tmp_path_factory.mktemp("bpe"))
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Each value of --device, in turn."""
+    if request.param == "cuda" and (problem := gpu_problem()):
+        pytest.skip(problem)
+    return request.param
+
+
 @pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
 def dev(request):
     """Each device that runs the CUDA kernels, in turn."""

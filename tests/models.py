@@ -35,7 +35,10 @@ _LLAMA3 = {
 }
 CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**_SHARED, tie_word_embeddings=True),
-    "qwen2_untied": lambda: transformers.Qwen2Config(**_SHARED, tie_word_embeddings=False),
+    "qwen2_untied": lambda: transformers.Qwen2Config(  # a window in the second layer
+        **_SHARED, tie_word_embeddings=False,
+        use_sliding_window=True, sliding_window=5, max_window_layers=1,
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**_SHARED, head_dim=32, tie_word_embeddings=True),
     "llama": lambda: transformers.LlamaConfig(
         **_SHARED, rope_parameters=_LLAMA3, head_dim=32, tie_word_embeddings=False
@@ -43,9 +46,17 @@ CONFIGS = {
     "llama_biases": lambda: transformers.LlamaConfig(
         **_SHARED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
-    "mistral": lambda: transformers.MistralConfig(**_SHARED, sliding_window=None),
-    "phi3": lambda: transformers.Phi3Config(**_SHARED, pad_token_id=None),
+    "mistral": lambda: transformers.MistralConfig(**_SHARED, sliding_window=11),
+    "phi3": lambda: transformers.Phi3Config(**_SHARED, pad_token_id=None, sliding_window=7),
     "olmo2": lambda: transformers.Olmo2Config(**_SHARED, head_dim=32, pad_token_id=None),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_SHARED, head_dim=32, query_pre_attn_scalar=48, sliding_window=8, pad_token_id=None,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,

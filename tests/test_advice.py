@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
-from llmq.plan.shrink import smaller_batch
+from llmq.plan.shrink import Shrinker, smaller_batch
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
@@ -42,9 +43,16 @@ def refused(
     plan = make_plan(config, model, spec, "native", world_size)
     with pytest.raises(OutOfMemory) as error:
         check_fits(config, planner(model, spec, world_size), plan, limits)
+    assert "\n" not in error.value.headline
     message = str(error.value)
-    assert "\n" not in message
+    assert message.splitlines() == [error.value.headline, *error.value.details]
     return message
+
+
+def commands(message: str) -> list[list[str]]:
+    """The arguments of the command lines in a message."""
+    lines = [line.strip() for line in message.splitlines()]
+    return [shlex.split(line)[2:] for line in lines if line.startswith("llmq train ")]
 
 
 def needed(config: TrainConfig, model: ModelConfig) -> int:
@@ -55,9 +63,10 @@ def needed(config: TrainConfig, model: ModelConfig) -> int:
 def entries(message: str) -> list[tuple[list[str], int, int]]:
     """Flags, MiB saved and MiB left, of each entry of an advice."""
     found = []
-    advice = message.split("makes it fit: ")[1].partition("; faster, with coarser numbers: ")[0]
-    for entry in advice.split("; "):
-        flags, _, sizes = entry.partition(" saves ")
+    for entry in message.splitlines():
+        flags, saves, sizes = entry.partition(" saves ")
+        if not saves:
+            continue
         words = sizes.split()
         found.append((flags.split(), int(words[0]), int(words[3])))
     return found
@@ -89,6 +98,13 @@ def test_message_names_categories_and_flags_that_make_it_fit(limit):
         assert saved == pytest.approx((before - after) // MIB, abs=1)
         before = after
     assert before <= limit * GIB
+    # The command has all of it.
+    (args,) = commands(message)
+    copied = followed({}, args)
+    assert needed(make_config(copied), model) == before
+    assert make_config(copied | {"log-file": "x"}) == make_config(
+        given | {"log-file": "x", "gpus": 1}
+    )
     assert make_plan(make_config(given), model, SPEC).tokens == 16 * 1024 * 4
 
 
@@ -98,7 +114,8 @@ def test_cheap_ones_come_first_and_superfluous_ones_not_at_all():
     before = planner.exact(config).device
     for limit in (0.9, 0.5, 0.25):
         limits = Limits(device=int(limit * before))
-        found = savings(config, planner, limits, CAREFUL)
+        changes = Shrinker(planner, limits).shrink(config, CAREFUL)
+        found = savings(config, planner, changes)
         left = [saving.device[1] for saving in found]
         assert left[-1] <= limits.device < (left[-2] if len(found) > 1 else before)
         flags = " ".join(saving.flags for saving in found)
@@ -113,19 +130,19 @@ def test_time_is_told_on_a_gpu():
     message = refused(config, model, Limits(device=12 * GIB))
     assert "% slower)" in message
     on_cpu = refused(config, model, Limits(device=12 * GIB), HOST_SPEC)
-    assert "makes it fit: " in on_cpu and "slower" not in on_cpu
+    assert "makes it fit:\n" in on_cpu and "slower" not in on_cpu
 
 
 def test_coarser_numbers_only_where_they_are_needed_or_said_so():
     model = preset("Qwen2.5-1.5B")
     config = options(batch_size=1)  # F32 moments: 2 x 5.9 GiB
     message = refused(config, model, Limits(device=12 * GIB))
-    careful, _, coarse = message.partition("; faster, with coarser numbers: ")
+    careful, _, coarse = message.partition("\nfaster, with coarser numbers: ")
     assert "-dtype" not in careful
     assert "--opt-m-dtype=" in coarse and "--opt-v-dtype=" in coarse
     # Without host memory they are needed.
     message = refused(config, model, Limits(device=12 * GIB, host=GIB))
-    assert "makes it fit, with coarser numbers: " in message and "-dtype" in message
+    assert "makes it fit, with coarser numbers:\n" in message and "-dtype" in message
 
 
 @pytest.mark.parametrize(
@@ -150,7 +167,8 @@ def test_message_when_nothing_helps():
     model = preset("gpt2-355m")
     limits = Limits(device=GIB, host=GIB // 2)
     message = refused(options(model="gpt2-355m"), model, limits)
-    assert "no options make it fit, use a smaller model or --seq-len; the best are: --" in message
+    assert "no options make it fit, use a smaller model or --seq-len; the best are:\n" in message
+    assert entries(message) and not commands(message)
     tiny = preset("tiny")
     config = options(model="tiny", batch_size=1, seq_len=4, grad_accumulation=1)
     message = refused(config, tiny, Limits(device=MIB), HOST_SPEC)

@@ -26,7 +26,7 @@ FORMATS = {
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 
 
-@pytest.fixture(params=["olmo2", "phi3"])
+@pytest.fixture(params=["olmo2", "phi3", "gemma3"])
 def path(request, tmp_path):
     hf_model(request.param).save_pretrained(tmp_path)
     return tmp_path
@@ -110,7 +110,7 @@ def test_a_checkpoint_holds_the_model(path, tmp_path):
 
 
 def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
-    for name in ("tiny", "tiny-olmo2"):
+    for name in ("tiny", "tiny-olmo2", "tiny-gemma3"):
         config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
         lines = idle_with_model(config, preset(name))
         assert [line.split()[0] for line in lines] == ["--recompute-norm"] * (name == "tiny-olmo2")

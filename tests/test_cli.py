@@ -195,7 +195,7 @@ def test_plan(stub, capsys):
     planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
-    others = {"card": None, "fit": None, "placement": False, "json": True}
+    others = {"card": None, "reserve": None, "fit": None, "placement": False, "json": True}
     assert planning.kwargs == sizes | others
     for flag in ("--gpu-memory", "--host-memory"):
         assert _run(["plan", *TINY, flag, "big"]) == 2
@@ -210,6 +210,20 @@ def test_what_a_search_leaves_alone(stub, tmp_path):
     assert (planning.kwargs["card"], planning.kwargs["fit"]) == ("4090", given)
 
 
+def test_reserve(stub, capsys):
+    choosing = stub("plan.report.choose", result=make_config({"model": "tiny"}))
+    stub("train.loop.run_training")
+    for size, expected in (("0", 0), ("1GiB", 1 << 30)):
+        assert _run(["train", *TINY, "--auto", "--reserve", size]) == 0
+        assert choosing.args[3] == expected
+    for args, message in (
+        (["train", *TINY, "--reserve", "1GiB"], "--reserve: needs --auto; use --memory-limit"),
+        (["train", *TINY, "--auto", "--reserve", "some"], "--reserve: expected a size"),
+    ):
+        assert _run(args) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 def test_auto_trains_what_it_has_chosen(stub):
     chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
     choosing, training = (
@@ -217,8 +231,8 @@ def test_auto_trains_what_it_has_chosen(stub):
         stub("train.loop.run_training"),
     )
     assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0
-    config, model, given = choosing.args
-    assert (config.batch_size, model) == (8, preset("tiny"))
+    config, model, given, reserve = choosing.args
+    assert (config.batch_size, model, reserve) == (8, preset("tiny"), None)
     assert given == {"model", "from_scratch", "batch_size"}
     argv = ["llmq", "train", "--model=tiny", "--from-scratch", "--recompute-att"]
     assert training.args == (chosen, preset("tiny"), None, argv)
@@ -251,12 +265,50 @@ COMMANDS = [
             {
                 "tokenizer": "bytes",
                 "out": Path("data"),
+                "dataset": None,
                 "field": "text",
+                "template": None,
                 "eval_fraction": 0.01,
                 "shard_tokens": 100_000_000,
                 "workers": 2,
                 "overwrite": True,
                 "special_tokens": "auto",
+                "format": "auto",
+                "train_on": "assistant",
+                "chat_template": None,
+                "seq_len": None,
+            },
+        ),
+    ),
+    (
+        "show data a.bin --document 3 --ids",
+        "data.show.run_show",
+        (
+            (["data", "a.bin"],),
+            {
+                "document": 3,
+                "limit": None,
+                "ids": True,
+                "seq_len": None,
+                "tokenizer": None,
+                "document_separator": None,
+            },
+        ),
+    ),
+    (
+        "train-tokenizer a.txt --vocab-size 300 --out t --special-token <a> --special-token <b>",
+        "data.train_tokenizer.train_tokenizer",
+        (
+            (["a.txt"],),
+            {
+                "vocab_size": 300,
+                "out": Path("t"),
+                "dataset": None,
+                "field": "text",
+                "template": None,
+                "special_tokens": ["<a>", "<b>"],
+                "chat_template": None,
+                "overwrite": False,
             },
         ),
     ),
@@ -309,7 +361,8 @@ COMMANDS = [
 def test_commands_call_their_implementation(stub, args, target, expected):
     module, function = target.rsplit(".", 1)
     real = inspect.signature(getattr(importlib.import_module(f"llmq.{module}"), function))
-    result = SimpleNamespace(describe=lambda: "") if function == "tokenize" else ["config.json"]
+    described = function in ("tokenize", "train_tokenizer")
+    result = SimpleNamespace(describe=lambda: "") if described else ["config.json"]
     call = stub(target, result=result)
     assert _run(args.split()) == 0
     real.bind(*call.args, **call.kwargs)  # the real function takes these arguments
@@ -321,6 +374,13 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
 
     command, real = defaults(llmq.commands.tokenize.tokenize), defaults(llmq.data.tokenize.tokenize)
+    for made in (
+        "inputs",
+        "split",
+        "field",
+        "download",
+    ):  # of what may be given several times, or not at all
+        del command[made]
     assert command == {name: real[name] for name in command}
 
 
@@ -501,7 +561,7 @@ def test_the_installed_commands_begin_there():
 
 
 def test_warnings_go_to_stderr(stub, capsys):
-    run_train(stub, "--ckpt-major", "5")
+    run_train(stub, "--ckpt-major", "5", "--ckpt-keep-n", "0")
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("warning: --ckpt-major has no effect")
@@ -520,6 +580,6 @@ def test_llmq_train_is_llmq_train():
     code = "from llmq.__main__ import train_main; train_main()"
     done = python(code, "--help")
     assert done.returncode == 0
-    assert "Usage: llmq train" in done.stdout
+    assert "Usage: llmq-train" in done.stdout
     done = python(code, "--batch", "0")
     assert (done.returncode, done.stderr) == (2, "error: --batch-size: must be at least 1, got 0\n")

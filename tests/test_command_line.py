@@ -40,8 +40,9 @@ def test_back_through_the_command_line(name, monkeypatch):
 
 def test_a_log_file_that_was_given():
     config = make_config(TINY | {"log-file": "logs/x.json"})
-    assert "--log-file=logs/x.json" in command_line(config, log_file=True)
-    assert command_line(config) == ["llmq", "train", "--model=tiny", "--from-scratch"]
+    assert "--log-file=logs/x.json" in command_line(config)
+    config = make_config(TINY | {"name": "a.b"})
+    assert command_line(config) == ["llmq", "train", "--model=tiny", "--from-scratch", "--name=a.b"]
 
 
 def test_flags():

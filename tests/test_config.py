@@ -183,6 +183,37 @@ GPT2 = {
     "resid_pdrop": 0.1,
     "vocab_size": 50257,
 }
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
 PUBLISHED = {
     "qwen2.5": QWEN25_05B,
     "qwen3": QWEN3_06B,
@@ -190,6 +221,7 @@ PUBLISHED = {
     "mistral": MISTRAL_7B,
     "phi3": PHI3_MINI,
     "olmo2": OLMO2_1B,
+    "gemma3": GEMMA3_1B,
     "gpt2": GPT2,
 }
 
@@ -202,6 +234,7 @@ PUBLISHED = {
         (GPT2, "gpt2", {}),
         (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
         (OLMO2_1B, "olmo-2-1b", {}),
+        (GEMMA3_1B, "gemma-3-1b", {"other_eos_token_ids": (106,)}),
         (
             LLAMA32_1B,
             "llama-3.2-1b",
@@ -219,7 +252,7 @@ PUBLISHED = {
             },
         ),
     ],
-    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "olmo2", "llama3.2"],
+    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "olmo2", "gemma3", "llama3.2"],
 )
 def test_published_configs_equal_presets(hf, preset_name, differences):
     assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)
@@ -263,6 +296,8 @@ MODELS = {
         rope_scaling=RopeScaling(kind="linear", factor=2.0),
     ),
     "qwen3_biased": replace(preset("tiny-qwen3"), qkv_bias=True, o_bias=True, rope_theta=1e6),
+    "gemma3_27b": preset("gemma-3-27b"),
+    "gemma3_full": replace(preset("tiny-gemma3"), windowed_layers=(False,) * 6),
     "gpt2_narrow_mlp": replace(preset("tiny-gpt2"), intermediate_size=256, pad_token_id=0),
 }
 
@@ -302,9 +337,10 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
     assert str(loaded.dtype) == "torch.float32"
     assert _layers_as_seen_by_transformers(loaded).items() <= hf.items()
     if model.positions == "rope":
-        assert loaded.rope_parameters["rope_theta"] == model.rope_theta
+        rope = loaded.rope_parameters.get("full_attention", loaded.rope_parameters)
+        assert rope["rope_theta"] == model.rope_theta
         kind = model.rope_scaling.kind if model.rope_scaling else "default"
-        assert loaded.rope_parameters["rope_type"] == kind
+        assert rope["rope_type"] == kind
         assert loaded.head_dim == model.head_dim
         assert loaded.num_key_value_heads == model.num_kv_heads
     # What transformers writes for the config it understood is the same model again.
@@ -317,7 +353,7 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
 def test_weights_of_transformers_have_our_shapes(name):
     """A model that transformers builds from our config.json has our biases, norms and sizes."""
     transformers = pytest.importorskip("transformers")
-    model = replace(preset(name), num_layers=1)
+    model = preset(name).with_layers([0])
     hf = model.to_hf()
     built = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "dtype"})
@@ -382,8 +418,8 @@ def test_weights_of_transformers_have_our_shapes(name):
         (QWEN3_06B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             QWEN25_05B,
-            {"use_sliding_window": True, "max_window_layers": 23},
-            "use_sliding_window: True is not supported",
+            {"use_sliding_window": True, "max_window_layers": 23, "sliding_window": 0},
+            "sliding_window: must be positive, and use_sliding_window true, where layers have one",
         ),
         (QWEN25_05B, {"model_type": "llama"}, "model_type: 'llama' is not supported, only 'qwen2'"),
         (QWEN25_05B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -395,6 +431,23 @@ def test_weights_of_transformers_have_our_shapes(name):
         ),
         (PHI3_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default"),
         (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
+        (GEMMA3_1B, {"hidden_activation": "gelu"}, "hidden_activation: 'gelu' is not supported"),
+        (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
+        (GEMMA3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: must be positive"),
+        (GEMMA3_1B, {"layer_types": ["full_attention"]}, "layer_types: expected 26 of"),
+        (GEMMA3_1B, {"sliding_window_pattern": 0}, "sliding_window_pattern: must be positive"),
+        (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type: 'yarn'"),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_parameters: expected sliding_attention and full_attention",
+        ),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
+            "rope_type: 'linear' is not supported",
+        ),
         (GPT2, {"activation_function": "relu"}, "activation_function: 'relu'"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights: False"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
@@ -453,6 +506,32 @@ def test_fields_that_may_be_missing_have_the_defaults_of_transformers():
     assert mistral.sliding_window == 4096
 
 
+def test_layers_of_gemma3():
+    """Files of transformers 4 say which layers have a window in two ways, 5 has RoPE by kind."""
+    model = ModelConfig.from_hf(GEMMA3_1B)
+    assert [i for i, window in enumerate(model.windowed_layers) if not window] == [5, 11, 17, 23]
+    assert model.rope_of(0) == (1e4, None, 1) and model.rope_of(5) == (1e6, None, 1)
+    kinds = ["sliding_attention"] * 25 + ["full_attention"]
+    uneven = ModelConfig.from_hf(GEMMA3_1B | {"layer_types": kinds})
+    assert uneven.windowed_layers == (True,) * 25 + (False,)
+    uneven = ModelConfig.from_hf(GEMMA3_1B | {"layer_types": ["full_attention", *kinds[1:]]})
+    assert "sliding_window_pattern" not in uneven.to_hf()
+    assert ModelConfig.from_hf(uneven.to_hf()) == uneven
+    old = ("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern")
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+    }
+    new = {name: value for name, value in GEMMA3_1B.items() if name not in old}
+    model = ModelConfig.from_hf(new | {"rope_parameters": rope})
+    stretched = RopeScaling(kind="linear", factor=8.0)
+    assert model.rope_of(0) == (3e4, None, 1) and model.rope_of(5) == (2e6, stretched, 1)
+    assert model.layer_kinds == {0: 22, 5: 4}
+    assert model.with_layers([0, 5, 0]).windowed_layers == (True, False, True)
+    bare = ModelConfig.from_hf(new)
+    assert bare == ModelConfig.from_hf(GEMMA3_1B)
+
+
 def test_a_window_as_long_as_the_positions_is_full_attention():
     windowed = {**MISTRAL_7B, "sliding_window": 4096, "max_position_embeddings": 4096}
     model = ModelConfig.from_hf(windowed)
@@ -466,22 +545,38 @@ def test_a_window_as_long_as_the_positions_is_full_attention():
         (PHI3_MINI | {"max_position_embeddings": 4096}, 2047),  # as released
     ],
 )
-def test_sequences_may_be_as_long_as_the_window(hf, window):
-    """The window stays in the config that is written; attention is the same within it."""
+def test_windows_of_all_layers(hf, window):
+    """They are in the config that is written; sequences may be longer."""
     model = ModelConfig.from_hf(hf)
-    assert (model.sliding_window, model.longest) == (window, window)
+    assert model.windows == {window}
     written = model.to_hf()
     assert written["sliding_window"] == window
     assert written["max_position_embeddings"] == hf["max_position_embeddings"]
     assert ModelConfig.from_hf(written) == model
-    seq_len = window // 4 * 4
-    make_config({"seq-len": seq_len}).validate_with(model)
-    with pytest.raises(ConfigError, match=rf"^--seq-len: {seq_len + 4} exceeds the sliding_window"):
-        make_config({"seq-len": seq_len + 4}).validate_with(model)
+    make_config({"seq-len": hf["max_position_embeddings"]}).validate_with(model)
 
 
-def test_qwens_windows_are_not_those_of_all_layers():
-    assert QWEN25_05B["sliding_window"] and ModelConfig.from_hf(QWEN25_05B).sliding_window is None
+def test_qwens_windows_are_those_of_some_layers():
+    assert QWEN25_05B["sliding_window"] and ModelConfig.from_hf(QWEN25_05B).windows == {None}
+    used = QWEN25_05B | {"use_sliding_window": True, "sliding_window": 512}
+    for change, first in (
+        ({"max_window_layers": 21}, 21),
+        ({"max_window_layers": 0}, 0),
+        ({"max_window_layers": 24}, 24),
+        ({"layer_types": ["full_attention"] * 20 + ["sliding_attention"] * 4}, 20),
+    ):
+        model = ModelConfig.from_hf(used | change)
+        windows = [model.window_of(layer) for layer in range(24)]
+        assert windows == [None] * first + [512] * (24 - first)
+        assert model.to_hf()["max_window_layers"] == first
+        assert ModelConfig.from_hf(model.to_hf()) == model
+    kinds = ["sliding_attention", "full_attention"] * 12
+    model = ModelConfig.from_hf(used | {"layer_types": kinds})
+    assert model.windowed_layers == (True, False) * 12
+    assert ModelConfig.from_hf(model.to_hf()) == model
+    assert model.to_hf()["layer_types"] == kinds
+    with pytest.raises(ConfigError, match="use_sliding_window true, where layers have one"):
+        ModelConfig.from_hf(QWEN25_05B | {"layer_types": kinds})
 
 
 def test_dropout_is_reported_as_ignored():

@@ -14,6 +14,7 @@ from llmq.config.presets import preset
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
+    HOST_MEMORY,
     HOST_SHARE,
     LAUNCH,
     PARTS,
@@ -136,7 +137,18 @@ def test_cards_without_a_link_exchange_through_the_host():
     gigabyte = 10**9
     received = [work("comm", "all_gather", received=gigabyte)]
     assert replay(received, Rates(H100)).wall == pytest.approx(1 / H100.link)
-    assert replay(received, Rates(RTX_4090)).wall == pytest.approx(1 / RTX_4090.bus / HOST_SHARE)
+    for nccl, share in HOST_SHARE.items():
+        one_way = replay(received, Rates(RTX_4090, nccl=nccl)).wall
+        assert one_way == pytest.approx(1 / RTX_4090.bus / share)
+
+
+def test_several_gpus_share_the_hosts_memory():
+    gigabyte = 10**9
+    loads = [work("copy", loaded=gigabyte), work("copy", loaded=gigabyte)]
+    for gpus in (4, 8):
+        share = HOST_MEMORY[False] / gpus / gigabyte
+        assert replay(loads, Rates(H100, gpus)).wall == pytest.approx(2 / share)
+    assert replay(loads, Rates(H100, 2)).wall == pytest.approx(2 / H100.bus)
 
 
 def test_without_peer_access_there_is_no_link():
@@ -251,8 +263,18 @@ def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
     x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    ms = 1e3 * Rates(H100).compute(work("main", entry, (x,), flops, 3 * x.nbytes, "attention"))
+    ms = 1e3 * attention_seconds(entry, x, flops, T)
     assert ms == pytest.approx(ATTENTION[case], rel=0.05)  # the table has two digits
+    # A window of T / 8 leaves 15 / 64 of the pairs, and twice the edges.
+    windowed = 1e3 * attention_seconds(entry, x, flops * 15 // 64, T // 8)
+    assert 15 / 64 < windowed / ms < 0.8
+
+
+def attention_seconds(entry, x, flops, window):
+    """Of the library's; x: its first argument."""
+    sight = (None, window)
+    args = (x, *sight, None) if entry == "attention_forward" else (x, *sight)
+    return Rates(H100).compute(work("main", entry, args, flops, 3 * x.nbytes, "attention"))
 
 
 def test_trace_of_the_plan_device():

@@ -16,6 +16,15 @@ pytestmark = [
 T = 64  # the longest sequence of the test models
 
 
+def batch_of(rng, **options):
+    """Random; with documents that are masked also where they start, others in every batch."""
+    batch = random_batch(rng, T=T)
+    if not options.get("document_mask"):
+        return batch
+    first = np.where(rng.random((2, T)) < 0.1, np.arange(T), 0)
+    return *batch, np.maximum.accumulate(first, axis=1).astype(np.int32)
+
+
 def run(path, steps=4, **options):
     """Results and weights after some steps on random batches of 2 micro-steps."""
     options = {
@@ -26,7 +35,8 @@ def run(path, steps=4, **options):
     } | options
     rng = np.random.default_rng(0)
     with trainer_for(path, **options) as trainer:
-        results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(steps)]
+        batches = [[batch_of(rng, **options) for _ in range(2)] for _ in range(steps)]
+        results = [trainer.step(batch) for batch in batches]
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights()
 
@@ -71,6 +81,21 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
     graphs = run(path, model_dtype=dtype)
     assert same(graphs, run(path, model_dtype=dtype))
     assert same(graphs, run(path, model_dtype=dtype, use_cuda_graphs=False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3"])
+def test_documents_are_data_of_graphs(tmp_path, name):
+    """Graphs are captured once and see each batch's documents; on the CPU the same comes out."""
+    hf_model(name).save_pretrained(tmp_path)
+    options = {"model_dtype": "fp32", "document_mask": True}
+    graphs = run(tmp_path, **options)
+    assert same(graphs, run(tmp_path, **options, use_cuda_graphs=False))
+    for got, want in zip(graphs[0], run(tmp_path, **options, device="cpu")[0], strict=True):
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-4)  # as TEN_STEPS_RTOL
+    for formats in ({}, {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}):
+        plain = run(tmp_path, **formats, document_mask=True)
+        assert same(plain, run(tmp_path, **formats, document_mask=True, use_cuda_graphs=False))
+        assert same(plain, run(tmp_path, **formats, document_mask=True, recompute_block=True))
 
 
 FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from llmq.data.loader import _FILE_ORDER, epoch_order, philox_4x32, shuffled
+from llmq.data.order import FILE_ORDER, epoch_order, philox_4x32, shuffled
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
 
@@ -31,8 +31,8 @@ def test_philox_known_answers():
         (TRAIN_SEED, 0, 0, 1674209159, 97655, [64115, 12393, 13944, 19632, 82918]),
         (TRAIN_SEED, 1, 3, 1946354301, 11, [0, 6, 3, 8, 5, 2, 1, 10, 4, 9, 7]),
         (EVAL_SEED, 0, 0, 3329333824, 20, [17, 10, 3, 11, 6, 9, 0, 8, 16, 18, 7, 14, 12]),
-        (42, 0, _FILE_ORDER, 916120045, 5, [0, 3, 4, 1, 2]),
-        (TRAIN_SEED, 0, _FILE_ORDER, 2266180644, 8, [0, 5, 7, 4, 2, 3, 1, 6]),
+        (42, 0, FILE_ORDER, 916120045, 5, [0, 3, 4, 1, 2]),
+        (TRAIN_SEED, 0, FILE_ORDER, 2266180644, 8, [0, 5, 7, 4, 2, 3, 1, 6]),
     ],
 )
 def test_orders_of_llmq(seed, epoch, which, engine_seed, n, first):

@@ -9,11 +9,13 @@ import sys
 import pytest
 
 import llmq.base.records
-import llmq.data.documents
+import llmq.data.text_files
 from llmq.base.errors import DataError
-from llmq.data.documents import find_cut, find_sources
+from llmq.data.documents import find_files
 from llmq.data.loader import DataLoader
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
+from llmq.data.text_files import find_cut
+from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.tokens import TokenFile
 from tests.text_data import (
     EOS,
@@ -49,7 +51,7 @@ def test_written_files_feed_the_loader_and_the_tokenizer(tmp_path):
     with DataLoader(
         pattern, seq_len=8, micro_batch=2, seed=0, vocab_size=tokenizer.vocab_size
     ) as loader:
-        inputs, _ = loader.next_batch()
+        inputs = loader.next_batch().inputs
     assert set(tokenizer.decode(inputs[0])) <= set("abc ")
 
 
@@ -84,12 +86,12 @@ def test_links_to_folders_are_followed_once(tmp_path):
     (folder / "b" / "up").symlink_to(folder)  # a circle
     (folder / "c").symlink_to(folder / "b")  # seen before
     (folder / "z").symlink_to(other)
-    assert [source.path for source in find_sources([str(folder)], tmp_path / "out")] == [
+    assert [source.path for source in find_files([str(folder)], tmp_path / "out")] == [
         str(folder / "b" / "b.txt"),
         str(folder / "z" / "o.txt"),
     ]
     (folder / "out").symlink_to(other)
-    assert len(find_sources([str(folder)], folder / "out")) == 1
+    assert len(find_files([str(folder)], folder / "out")) == 1
 
 
 def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
@@ -105,7 +107,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match=r"cannot read the folder '.*secret': Permission denied"):
-        find_sources([str(tmp_path / "d")], tmp_path / "out")
+        find_files([str(tmp_path / "d")], tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_byte_order_mark_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("piece", [7, 50, 333])
 def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", max(piece, 20))
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", max(piece, 20))
     text = mixed_text(5000)
     (tmp_path / "a.txt").write_bytes(text.encode())
     run(tmp_path / "a.txt", out=tmp_path / "out")
@@ -190,7 +192,7 @@ def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
 
 
 def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, monkeypatch, bpe):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 300)
     text = "".join(f"{text.strip()}\n" for text in documents(200))
     (tmp_path / "a.txt").write_bytes(text.encode())
     run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe))
@@ -275,13 +277,13 @@ def test_json_of_a_folder(tmp_path):
     (folder / "package.json").write_text(package)
     run(folder, out=tmp_path / "out")
     assert ids(tmp_path / "out") == encoded("one", "two", package)
-    with pytest.raises(DataError, match=r"a\.json' has no field 'body': use --field with one"):
+    with pytest.raises(DataError, match=r"a\.json': no field 'body': use --field with one"):
         run(folder, out=tmp_path / "body", field="body")
 
 
 def test_bad_parquet(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], field="body")
-    with pytest.raises(DataError, match="no column 'text': use --field with id, body"):
+    with pytest.raises(DataError, match="no field 'text': use --field with one of id, body"):
         run(tmp_path / "a.parquet", out=tmp_path / "out")
     with pytest.raises(DataError, match=r"row 1: field 'id' is a int"):
         run(tmp_path / "a.parquet", out=tmp_path / "out2", field="id")
@@ -307,7 +309,7 @@ def test_files_of_a_folder_that_lack_the_field(tmp_path):
     assert ids(out) == encoded("one", "two", "three")
     assert summary.warnings == [warning] == run(folder, out=out).warnings
     assert f"\nwarning: {warning}" in summary.describe()
-    with pytest.raises(DataError, match="no column 'text': use --field with id, body"):
+    with pytest.raises(DataError, match="no field 'text': use --field with one of id, body"):
         run(folder, folder / "a.parquet", out=tmp_path / "named")
     run(folder, out=out, field="body", overwrite=True)
     assert ids(out) == encoded("no", "two")
@@ -320,7 +322,7 @@ def test_a_field_that_no_file_of_a_folder_has(tmp_path):
     with pytest.raises(DataError) as error:
         run(tmp_path, out=tmp_path / "out")
     assert one_line(error) == (
-        f"'{tmp_path}/a.parquet' has no field 'text': use --field with one of id, body, or leave "
+        f"'{tmp_path}/a.parquet': no field 'text': use --field with one of id, body, or leave "
         "the file out"
     )
 
@@ -375,7 +377,7 @@ def test_bad_inputs(tmp_path):
 
 
 def test_binary_without_boundaries_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 100)
     (tmp_path / "a.txt").write_bytes(b"\x80" * 300)
     with pytest.raises(DataError, match="not UTF-8 text at byte 0"):
         run(tmp_path / "a.txt", out=tmp_path / "out")

@@ -45,7 +45,7 @@ def options(**changes):
 
 def planner(model: str = "Qwen2.5-7B", layers: int | None = None, world_size: int = 1) -> Planner:
     config = preset(model)
-    config = replace(config, num_layers=layers or config.num_layers)
+    config = config.with_layers(range(layers)) if layers else config
     return Planner(config, spec_of(CARD), "cudnn", CARD, world_size)
 
 
@@ -66,6 +66,18 @@ def test_estimate_is_the_plan(name, world_size):
     rel = 1e-4 if world_size == 1 and not config.offload_master else 0.02
     assert estimate.time.total == pytest.approx(exact.time.total, rel=rel)
     assert exact.speed == pytest.approx(exact.tokens / exact.time.total)
+
+
+@pytest.mark.parametrize("name", ["plain", "recompute"])
+def test_layers_of_two_kinds_are_counted_each(name):
+    """With and without a window: their attention takes different times."""
+    p, config = planner("gemma-3-1b"), options(model="gemma-3-1b", seq_len=4096, **CASES[name])
+    config = replace(config, batch_size=1)
+    estimate, exact = p.estimate(config), p.exact(config)
+    assert estimate.device == pytest.approx(exact.device, abs=64 << 10)
+    assert estimate.time.total == pytest.approx(exact.time.total, rel=1e-4)
+    full = replace(p.model, windowed_layers=(False,) * 26)
+    assert p.of(full).estimate(config).time.total > 1.02 * estimate.time.total
 
 
 def test_exact_is_what_a_plan_says():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,12 +20,14 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset, resolve_model
 from llmq.plan import advice, estimate
+from llmq.plan.coarser import coarser
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import make_plan
-from llmq.plan.report import choose
+from llmq.plan.report import CONTEXT_WHEN_ASKED, Found, choose
 from llmq.plan.shrink import REARRANGING, Shrinker, having
+from llmq.plan.target import target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine
 from tests.runs import make_workplace
@@ -125,15 +129,22 @@ FEW = {"batch_size": 1, "grad_accumulation": 2}
 def refusal(model: str, host: float | None, memory: float, **options: object) -> str:
     with pytest.raises(OutOfMemory) as error:
         search(model, "4090", host, memory=memory, **FEW, **options)
-    text = str(error.value)
-    assert text.startswith("nothing fits: with --batch-size=1 ") and "\n" not in text
-    return text
+    headline = error.value.headline
+    assert headline.startswith("nothing fits: with --batch-size=1 ") and "\n" not in headline
+    return str(error.value)
+
+
+def help_in(text: str) -> list[str]:
+    """What would help, one line each."""
+    lines = text.partition("what would help:\n")[2].splitlines()
+    found = list(itertools.takewhile(lambda line: line.startswith("  "), lines))
+    return [line.strip() for line in found]
 
 
 def test_refusal_for_want_of_host_memory():
     text = refusal("gpt2-1558m", 6, 2.0)
     assert " it is out of host memory: " in text and " 6144 MiB are available (largest: " in text
-    ways = text.split("; what would help: ")[1].split(", or ")
+    ways = help_in(text)
     # Follow the advice.
     (host,) = [way for way in ways if way.endswith(" of host memory")]
     assert search("gpt2-1558m", "4090", int(host.split()[0]) / 1024, memory=2, **FEW)
@@ -169,9 +180,9 @@ def test_refusal_of_what_fits_after_all():
     """Estimates may be wrong; with nothing missing there is nothing to say of what is missing."""
     config = make_config({"model": "tiny", "batch-size": 1, "grad-accumulation": 6, "seq-len": 32})
     planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
-    assert advice.refusal(config, planner, Limits(device=64 * MIB), frozenset()) == (
-        "nothing was found, but without --fit or --auto this fits: "
-        "--batch-size=1 --grad-accumulation=6"
+    assert str(advice.refusal(config, planner, Limits(device=64 * MIB), frozenset())) == (
+        "nothing was found, but without --fit or --auto this fits:\n"
+        "  llmq train --model=tiny --batch-size=1 --seq-len=32 --grad-accumulation=6"
     )
 
 
@@ -180,20 +191,25 @@ def test_micro_batches_that_are_no_faster_are_not_tried():
     planner = Planner(preset("tiny"), HOST_SPEC, "native", find_card("4090"))
     for batch, largest in ((4, 1 << 13), (1 << 14, 1 << 14)):  # what was given is tried
         config = make_config(given | {"batch-size": batch})
-        ladder = Fit(config, planner, Limits(), frozenset())._ladder()
+        ladder = Fit(config, planner, Limits(), frozenset()).ladder()
         assert ladder[-1].batch_size == largest
 
 
 def test_refusal_where_coarser_numbers_help():
     # Of 1.56e9 weights the master, the gradients and both moments are 2.9 GiB each in bf16.
     text = refusal("gpt2-1558m", 8.5, 2.0)
-    assert "what would help: --opt-m-dtype=e4m3 --opt-v-dtype=e4m3, or " in text
+    assert help_in(text)[0] == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
+    # The command that is printed fits.
+    (command,) = (line for line in text.splitlines() if line.startswith("  llmq train "))
+    where = ["--card=4090", "--gpu-memory=2GiB", f"--host-memory={int(8.5 * GIB)}"]
+    assert _run(["plan", *shlex.split(command)[2:], *where]) == 0
 
 
 def test_refusal_for_want_of_device_memory():
     text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=8192)
     assert " it is out of memory: " in text and "out of host memory" not in text
-    assert text.endswith("; what would help: --seq-len=4096")
+    assert help_in(text) == ["--seq-len=4096"]
+    assert " --seq-len=4096 " in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +310,7 @@ def test_command_prints_json(capsys):
 def test_command_refuses(capsys, args, message):
     assert _run([*PLAN, *args]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    assert (out, err.count("error: ")) == ("", 1)
     assert err.startswith(f"error: {message}")
 
 
@@ -358,6 +374,7 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
     monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
     monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 9 * GIB)
+    monkeypatch.setattr("llmq.plan.report.coarser", lambda *_: [])  # has tests of its own
     config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
     sizes = []
     for free in (20 * GIB, 5 * GIB):
@@ -368,5 +385,112 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
         assert sizes[-1] < free and plan.host_bytes < 9 * GIB
     assert sizes[1] < sizes[0]
     out = capsys.readouterr().out
-    assert "  Device:          NVIDIA GeForce RTX 4090, 20736 MiB\n" in out
-    assert "  Host memory:     6656 MiB\n" in out
+    assert "  Device:          NVIDIA GeForce RTX 4090, 20224 MiB\n" in out
+    assert "  Host memory:     6656 MiB\n  Left free:       512 MiB (--reserve)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "display", "left"),
+    [
+        ("NVIDIA GeForce RTX 4090", None, False, 512 * MIB),
+        ("NVIDIA H100 80GB HBM3", None, False, 0),
+        ("NVIDIA H100 80GB HBM3", None, True, 512 * MIB),
+        ("NVIDIA GeForce RTX 4090", 0, True, 0),
+        ("NVIDIA H100 80GB HBM3", GIB, False, GIB),
+    ],
+)
+def test_what_stays_free_for_a_desktop(monkeypatch, name, asked, display, left):
+    """In the choice for a GPU: of what is free there, and before --memory-limit."""
+    machine = Machine(kind="cuda", spec=replace(spec_of(find_card("4090")), name=name), note=None)
+    monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
+    monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "native")
+    monkeypatch.setattr("llmq.runtime.gpu_info.least_free", lambda _: 4 * GIB)
+    monkeypatch.setattr("llmq.runtime.gpu_info.drives_display", lambda _: display)
+    searched = []
+
+    def search(fit, where):
+        searched.append(where)
+        raise OutOfMemory("none")
+
+    monkeypatch.setattr(Found, "of", search)
+    free = 4 * GIB + CONTEXT_WHEN_ASKED
+    for limit, device in ((None, free - left), (2 * GIB, 2 * GIB)):
+        config = make_config({"model": "tiny", "memory-limit": limit})
+        with pytest.raises(OutOfMemory, match="none"):
+            choose(config, preset("tiny"), frozenset(), asked)
+        assert (searched[-1].limits.device, searched[-1].reserve) == (device, left)
+
+
+def planned_for(fit: bool, reserve: int | None = None, memory: int | None = None, **options):
+    """Bytes for the run, and bytes that stay free, of `llmq plan --card 4090`."""
+    config = make_config({"model": "tiny"} | {n.replace("_", "-"): v for n, v in options.items()})
+    where = target(config, preset("tiny"), memory, None, "4090", reserve, search=fit)
+    return where.limits.device, where.reserve
+
+
+def test_what_stays_free_in_a_plan():
+    whole, desktop = int(23.5 * GIB), 512 * MIB
+    assert planned_for(fit=False) == (whole, 0)
+    assert planned_for(fit=False, reserve=GIB) == (whole - GIB, GIB)
+    assert planned_for(fit=True) == (whole - desktop, desktop)
+    assert planned_for(fit=True, reserve=0) == (whole, 0)
+    assert planned_for(fit=True, memory_limit=4 * GIB) == (4 * GIB, desktop)
+    # Who says how much memory there is, is taken at his word.
+    assert planned_for(fit=True, memory=8 * GIB) == (8 * GIB, 0)
+    assert planned_for(fit=True, memory=8 * GIB, reserve=GIB) == (7 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--reserve=1GiB"], "--reserve: of how much memory? Give --gpu-memory or --card"),
+        (["--card=3070", "--reserve=8GiB"], "--reserve: 8192 MiB leave nothing of the 7782 MiB"),
+        (["--device=cpu", "--reserve=1GiB"], "--reserve: has no meaning with --device cpu"),
+    ],
+)
+def test_reserves_that_mean_nothing(capsys, args, message):
+    for fit in ([], ["--fit"]):
+        assert _run(["plan", "--model=tiny", "--from-scratch", *args, *fit]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_auto_on_the_cpu_reserves_nothing(capsys):
+    assert _run(["train", "--model=tiny", "--from-scratch", "--device=cpu", "--auto",
+                 "--reserve=1GiB"]) == 2  # fmt: skip
+    assert capsys.readouterr().err.startswith("error: --reserve: has no meaning on the CPU")
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "flags"),
+    [
+        (
+            "4090",
+            {},
+            ["--matmul-dtype=e4m3", "--matmul-dtype=e4m3 --head-dtype=e4m3"],
+        ),
+        ("4090", {"matmul-dtype": "e4m3"}, ["--head-dtype=e4m3"]),
+        ("4090", {"matmul-dtype": "e4m3", "head-dtype": "e4m3"}, []),
+        ("4090", {"model-dtype": "fp32"}, []),
+        ("3090", {}, []),  # has no fp8, and everything fits
+    ],
+)
+def test_coarser_numbers_that_are_faster(card, options, flags):
+    given = FULL | {"model": "gpt2", "batch-size": 4, "grad-accumulation": 1} | options
+    card = find_card(card)
+    planner = Planner(preset("gpt2"), spec_of(card), "native", card)
+    fit = Fit(make_config(given), planner, Limits(device=20 * GIB), frozenset({"model_dtype"}))
+    best = fit.search()[0]
+    found = coarser(fit, best)
+    assert [way.flags for way in found] == flags
+    speeds = [best.need.speed, *(way.speed for way in found)]
+    assert all(after > 1.05 * before for before, after in itertools.pairwise(speeds))
+
+
+def test_moments_of_8_bits_where_they_make_room():
+    card = find_card("3090")
+    model = "gpt2-355m"
+    given = FULL | {"model": model, "batch-size": 8, "grad-accumulation": 1}
+    planner = Planner(preset(model), spec_of(card), "cudnn", card)
+    fit = Fit(make_config(given), planner, Limits(device=int(3.4 * GIB)), frozenset())
+    (way,) = coarser(fit, fit.search()[0])
+    assert way.flags == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"

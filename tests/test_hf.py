@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import hf
-from llmq.checkpoint.hf import HfWeights, copy_tokenizer_files, export_model
+from llmq.checkpoint.hf import SINGLE_FILE, HfWeights, copy_tokenizer_files, export_model
 from llmq.config.model import ModelConfig
+from llmq.config.presets import model_warnings, preset
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.state.params import weight_table
 
@@ -39,6 +41,7 @@ MODELS = {
     "mistral": {**ROPE, "sliding_window": None},
     "olmo2": {**ROPE, "eos_token_id": 300, "pad_token_id": 299},
     "phi3": {**ROPE, "eos_token_id": 300, "pad_token_id": 300},
+    "gemma3_text": {**ROPE, "head_dim": 16, "query_pre_attn_scalar": 16, "eos_token_id": [1, 106]},
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},
@@ -131,6 +134,34 @@ def assert_equal_bits(a, b):
 
 # ------------------------------------------------------------------------------------------------
 # Both ways
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_one_that_sees_images(source, tmp_path, prefix):
+    """Its sizes are in text_config, in part by default, and its weights beside others."""
+    inner, directory = source("gemma3_text"), tmp_path / "images"
+    directory.mkdir()
+    hf = json.loads((inner / "config.json").read_text())
+    hf.pop("architectures")
+    outer = {name: hf.pop(name) for name in ("eos_token_id", "bos_token_id")}
+    outer |= {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    outer |= {"text_config": hf, "vision_config": {"model_type": "siglip_vision_model"}}
+    (directory / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(inner / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): t for name, t in tensors.items()}
+    others = {"vision_tower.vision_model.post_layernorm.weight": torch.ones(4)}
+    save_file(renamed | others, directory / SINGLE_FILE)
+    assert read_config(directory) == read_config(inner)
+    assert_equal_bits(bits(directory), bits(inner))
+    convert(directory, tmp_path / "out", F32)
+    assert_same_weights(load(tmp_path / "out"), load(inner))
+    assert "vision_config is ignored" in model_warnings(directory)[0]
+    sparse = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    sparse |= {"model_type": "gemma3_text", "sliding_window": 1024}
+    sparse |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # as published
+    published = outer | {"text_config": sparse, "eos_token_id": [1, 106]}
+    model = dataclasses.replace(preset("gemma-3-4b"), other_eos_token_ids=(106,))
+    assert ModelConfig.from_hf(published) == model
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=repr)

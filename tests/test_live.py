@@ -61,7 +61,7 @@ def test_state_is_drawn_below_the_lines(screen):
     for step in range(4):
         live.line(f"[T] step {step} [markup] is not read")
         live.progress(step=step + 1, loss=4.0 - step, norm=0.5, lr=1e-3, ms=500.0, tokens=1024)
-    live.progress(eval_loss=2.71828)
+    live.progress(scores={"eval": 2.71828})
     live.progress(gpu="GPU 0: 99 %")
     live.close()
     assert all(f"[T] step {i} [markup] is not read\n" in shown(screen) for i in range(4))

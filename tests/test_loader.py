@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError
-from llmq.data.loader import _FILE_ORDER, DataLoader, epoch_order
+from llmq.data.loader import DataLoader
+from llmq.data.order import FILE_ORDER, epoch_order
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
@@ -54,7 +55,7 @@ def expected_epoch(epoch, world_size, micro_batch, seed=TRAIN_SEED):
     """First token of every row, (batches, rank, row), as the order is defined."""
     groups = []
     counts = list(CHUNKS.values())
-    for i, number in enumerate(epoch_order(len(counts), seed, epoch, _FILE_ORDER)):
+    for i, number in enumerate(epoch_order(len(counts), seed, epoch, FILE_ORDER)):
         order = epoch_order(counts[number], seed, epoch, i)
         for base in range(0, counts[number] - world_size + 1, world_size):
             groups.append(1000 * number + T * order[base : base + world_size])
@@ -67,10 +68,16 @@ def drain(loader):
     """All remaining batches' inputs of this epoch: (batches, B, T)."""
     out = []
     while loader.has_next():
-        inputs, targets = loader.next_batch()
+        inputs, targets, *_ = loader.next_batch()
         np.testing.assert_array_equal(targets, inputs + 1)
         out.append(inputs)
     return np.array(out)
+
+
+def same(one, other):
+    """Two batches are equal to the bit."""
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ def test_reset_gives_the_same_pass(data):
 
 def test_types_and_totals(data):
     with loader(data) as one:
-        inputs, targets = one.next_batch()
+        inputs, targets, *_ = one.next_batch()
         assert inputs.dtype == targets.dtype == np.int32
         assert inputs.shape == targets.shape == (2, T)
         assert inputs.flags.c_contiguous and targets.flags.c_contiguous
@@ -154,7 +161,7 @@ def test_mask_of_the_target_decides(tmp_path):
     mask = np.isin(tokens, [4, 5, 6, 7, 12])
     write(tmp_path / "a.bin", tokens, mask)
     with loader(tmp_path / "a.bin", micro_batch=3) as one:
-        inputs, targets = one.next_batch()
+        inputs, targets, *_ = one.next_batch()
     by_start = {int(row[0]): target.tolist() for row, target in zip(inputs, targets, strict=True)}
     # Input 3, the prompt's last token, predicts 4: trained. Input 7, the end, predicts 8: not.
     assert by_start[0] == [-100, -100, -100, 4]
@@ -199,7 +206,7 @@ def test_resume_at_every_batch_of_every_epoch(data, world_size):
                             assert not resumed.has_next()
                             resumed.advance_epoch()
                         else:
-                            np.testing.assert_array_equal(resumed.next_batch(), batch)
+                            same(resumed.next_batch(), batch)
 
 
 def test_state_is_that_of_the_consumer(data):
@@ -222,14 +229,14 @@ def test_resume_reads_no_data(data, monkeypatch):
             one.next_batch()
         state, batch = one.state(), one.next_batch()
     reads = []
-    original = TokenFile.read_tokens
+    original = TokenFile.read_tokens_into
     monkeypatch.setattr(
-        TokenFile, "read_tokens", lambda *args: (reads.append(args), original(*args))[1]
+        TokenFile, "read_tokens_into", lambda *args: (reads.append(args), original(*args))[1]
     )
     with loader(data, prefetch=1) as fresh:
         fresh.set_state(state)
         assert reads == []
-        np.testing.assert_array_equal(fresh.next_batch(), batch)
+        same(fresh.next_batch(), batch)
         assert len(reads) <= 4  # this batch's two sequences and the next one's
 
 
@@ -308,7 +315,7 @@ def test_error_of_the_reading_thread_is_raised(data, monkeypatch):
     def fail(*args):
         raise MemoryError("none left")
 
-    monkeypatch.setattr(TokenFile, "read_tokens", fail)
+    monkeypatch.setattr(TokenFile, "read_tokens_into", fail)
     with loader(data) as one, pytest.raises(MemoryError, match="none left"):
         one.next_batch()
 
@@ -347,7 +354,7 @@ def test_everything_is_each_sequence_once(data, world_size, micro_batch):
     for number in range(batches):
         for one in loaders:
             assert one.has_next(batches - number) and not one.has_next(batches - number + 1)
-            inputs, targets = one.next_batch()
+            inputs, targets, *_ = one.next_batch()
             is_real = targets[:, 0] != MASKED_TARGET
             np.testing.assert_array_equal(targets[is_real], inputs[is_real] + 1)
             assert (targets[~is_real] == MASKED_TARGET).all()
@@ -375,7 +382,7 @@ def test_everything_begins_as_an_epoch_does(data):
         assert whole.batches_per_epoch == some.batches_per_epoch + 1
         assert some.sequences(2) == whole.sequences(2) == 6
         for _ in range(some.batches_per_epoch):
-            np.testing.assert_array_equal(some.next_batch(), whole.next_batch())
+            same(some.next_batch(), whole.next_batch())
         assert (whole.next_batch()[1] != MASKED_TARGET).all(axis=1).sum() == 29 % 3
 
 
@@ -393,15 +400,15 @@ def test_bad_arguments(data, wrong):
 
 def test_reads_ahead_but_not_too_far(data, monkeypatch):
     read, go = [], threading.Event()
-    original = TokenFile.read_tokens
+    original = TokenFile.read_tokens_into
 
-    def slow(file, start, count):
+    def slow(file, start, out):
         assert threading.current_thread() is not threading.main_thread()
         go.wait(10)
         read.append(start)
-        return original(file, start, count)
+        return original(file, start, out)
 
-    monkeypatch.setattr(TokenFile, "read_tokens", slow)
+    monkeypatch.setattr(TokenFile, "read_tokens_into", slow)
     with loader(data, micro_batch=1, prefetch=3) as one:
         one._read_ahead()
         assert len(one._pending) == 3

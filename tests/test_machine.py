@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -139,6 +140,18 @@ def test_cudnn_is_taken_where_it_is_made_for_it(cudnn, capsys):
     with pytest.raises(ConfigError, match="--attention cudnn: it needs BF16, not F32; use --atte"):
         backend("cudnn", **fp32)
     assert capsys.readouterr().err == ""
+
+
+def test_cudnn_knows_windows_but_no_documents(cudnn):
+    assert backend("auto", **{"document-mask": True}) == "native"
+    with pytest.raises(ConfigError, match="cudnn: it knows no documents within a sequence"):
+        backend("cudnn", **{"document-mask": True})
+    given = {"model": "tiny", "from-scratch": True, "attention": "cudnn"}
+    windows = replace(preset("tiny"), sliding_window=50, windowed_layers=(True, False) * 3)
+    gpu = Machine(kind="cuda", spec=GPU, note=None)
+    built = cudnn.built
+    assert attention_backend(make_config(given), windows, gpu) == "cudnn"
+    assert cudnn.built - built == 4  # forward and backward, with the window and without
 
 
 def missing(library, monkeypatch):

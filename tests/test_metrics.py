@@ -347,9 +347,9 @@ def test_lines_of_steps(reporter):
     record = logged(reporter)[0]
     del record["time"]
     assert record == {
-        "log": "step", "step": 7, "step_tokens": 4096, "duration_ms": 61, "norm": RESULT.norm,
-        "loss": 3.25, "lr": 1e-3, "lse_max": 9.0, "lse_mean": 7.0, "loss_1k": 3.5,
-        "saturated": 0,
+        "log": "step", "step": 7, "step_tokens": 4096, "trained_tokens": RESULT.tokens,
+        "duration_ms": 61, "norm": RESULT.norm, "loss": 3.25, "lr": 1e-3, "lse_max": 9.0,
+        "lse_mean": 7.0, "loss_1k": 3.5, "saturated": 0,
     }  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
     assert reporter.view.bold == [line]
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     assert reporter.view.lines[-1] == line.replace("| train  1.500000 ", "")  # without steps
-    assert reporter.view.states[-1] == {"eval_loss": 3.25}
+    assert reporter.view.states[-1] == {"scores": {"eval": 3.25}}
     assert logged(reporter)[-1]["eval_tokens"] == 5000
 
 
@@ -417,6 +417,7 @@ def test_many_files_are_not_all_listed(reporter):
         files=files,
         total_tokens=13 * 10**6,
         seed=5,
+        data=SimpleNamespace(record=dict),
         state=lambda: {"file_index": 2, "chunk_index": 7},
     )
     reporter.dataset({"train": loader})

@@ -8,7 +8,6 @@ import torch
 
 from llmq.state.params import weight_table
 from llmq.train.trainer import Trainer
-from tests.conftest import gpu_problem
 from tests.models import CONFIGS, hf_model, random_batch, torch_loss, trainer_for
 
 # Rounding of F32 sums in two orders; the project's own definition of correct.
@@ -24,13 +23,6 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
                 rows = arrays[param.name][part.start : part.stop]
                 out[part.name] = part.stored(rows)
     return out
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and (problem := gpu_problem()):
-        pytest.skip(problem)
-    return request.param
 
 
 @pytest.fixture(params=CONFIGS)

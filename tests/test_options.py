@@ -22,6 +22,7 @@ from llmq.config.option_types import (
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config, option_rows
 from llmq.config.presets import preset
+from llmq.config.sizes import SIZES
 from llmq.plan.idle_options import option_warnings, rank_warnings, run_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
@@ -34,7 +35,7 @@ LLMQ_DEFAULTS = {
     "model-dtype": "bf16",
     "matmul-dtype": "bf16",
     "gradient-dtype": "bf16",
-    "train-file": "data/tiny-shakespeare-qwen/train.bin",
+    "train-file": ("data/tiny-shakespeare-qwen/train.bin",),
     "eval-file": "data/tiny-shakespeare-qwen/eval.bin",
     "eval-fraction": 0.02,
     "train-seed": 0x83B45442,
@@ -68,7 +69,7 @@ LLMQ_DEFAULTS = {
     "out-dir": Path("output/llmq"),
     "checkpoint-dir": Path("ckpt/llmq"),
     "ckpt-interval": 100,
-    "ckpt-keep-n": -1,
+    "ckpt-keep-n": 3,
     "ckpt-major": -1,
     "save-training-state": True,
     "continue": None,
@@ -114,12 +115,23 @@ def test_defaults_of_known_flags():
         "fp8-recipe": "jit",
         "fp8-fast-accumulation": "activations",
         "allow-other-tokenizer": False,
+        "eval-task": (),
+        "task-every": -1,
+        "task-limit": None,
+        "sample-prompt": (),
+        "sample-every": -1,
+        "sample-tokens": 64,
+        "keep-best": None,
+        "packing": "concat",
+        "document-mask": False,
+        "document-separator": None,
         "recompute-layers": "all",
         "keep-transposed": True,
         "mirror-weights": False,
         "p2p": "auto",
         "watchdog": 300,
         "measure-scaling": False,
+        "download": False,
         "seed": 42,
         "tensorboard": None,
         "wandb": None,
@@ -130,6 +142,7 @@ def test_defaults_of_known_flags():
         "tune": True,
     }
     del by_flag["log-file"]  # holds the time
+    own |= {flag: None for name in SIZES for flag in OPTIONS[name].flags}
     assert by_flag == LLMQ_DEFAULTS | own
 
 
@@ -200,7 +213,7 @@ def test_values_are_converted(flag, value, field, expected):
         ({"train-seed": 2**64}, f"--train-seed: must be at most {2**64 - 1}"),
         ({"seed": -1}, "--seed: must be at least 0"),
         ({"name": ""}, "--name: expected text, got ''"),
-        ({"train-file": ["a", "b"]}, "--train-file: expected text, got ['a', 'b']"),
+        ({"train-file": [1, []]}, "--train-file: expected text, got []"),
         ({"beta-1": 1}, "--beta-1: must be less than 1, got 1.0"),
         ({"beta-2": 1.5}, "--beta-2: must be less than 1, got 1.5"),
         ({"beta-1": -0.1}, "--beta-1: must be at least 0, got -0.1"),
@@ -510,8 +523,10 @@ def test_sizes_of_fp8_products(options, size):
 
 def test_warnings():
     assert option_warnings(make_config({})) == []
-    assert option_warnings(make_config({"ckpt-major": 10, "ckpt-keep-n": 2})) == []
-    options = {"ckpt-major": 10, "final-lr-fraction": 0.1, "lr-schedule": "wsd"}
+    assert option_warnings(make_config({"ckpt-major": 10})) == []
+    assert option_warnings(make_config({"ckpt-interval": 0, "save-training-state": False})) == []
+    options = {"ckpt-major": 10, "ckpt-keep-n": -1}
+    options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd"}
     lines = option_warnings(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
         "--ckpt-major",
@@ -832,6 +847,7 @@ def test_option_rows():
 def test_option_rows_echo_every_option():
     renamed = {"lmhead-chunks", "use-cuda-graphs", "final-lr-fraction", "batch-size"}
     renamed |= {"ckpt-interval", "ckpt-keep-n", "train-seed", "eval-seed", "write-combined"}
+    renamed |= {"intermediate-size", "tie-embeddings"}
     names = {name for name, _ in option_rows(make_config({}), preset("gpt2"))}
     assert {opt.flags[0] for opt in OPTIONS.values()} - renamed <= names
     assert not names & {"total-batch", "steps-per-epoch"}

@@ -14,7 +14,7 @@ QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
 GPT2 = {**preset("gpt2").to_hf(), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
 
 
-# Parameters of the released models of these names.
+# Parameters of the released models of these names, of Gemma-3 4b to 27b of their text part.
 PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -37,6 +37,11 @@ PARAMETERS = {
     "OLMo-2-7B": 7_298_617_344,
     "OLMo-2-13B": 13_716_198_400,
     "OLMo-2-32B": 32_234_279_936,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -55,7 +60,7 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 7
+    assert len(sizes) == 8
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 
@@ -121,12 +126,12 @@ def test_resolve_hub_cache(variable, tmp_path, monkeypatch):
 
 def test_resolve_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* hf download nothing/here"):
+    with pytest.raises(ConfigError, match=r"--model: 'nothing/here' .* add --download to fetch it"):
         resolve_model("nothing/here", from_scratch=False)
     for path in (tmp_path / "none", "./none", "~/none", "~nosuchuser/none"):
         with pytest.raises(ConfigError, match="is not a directory") as error:
             resolve_model(str(path), from_scratch=False)
-        assert "hf download" not in str(error.value)
+        assert "--download" not in str(error.value)
     with pytest.raises(ConfigError, match=r"presets need --from-scratch, did you mean gpt2"):
         resolve_model("gpt3", from_scratch=False)
     with pytest.raises(ConfigError, match=r"there is no .*config\.json; .* --from-scratch"):

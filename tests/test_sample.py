@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,19 +19,20 @@ from tokenizers import Tokenizer, decoders, models
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
 from llmq.config.presets import preset
+from llmq.data.detokenize import continuation
 from llmq.data.tokenizer import HfTokenizer
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.train.sampling import (
     Sampler,
     choose_token,
-    continuation,
     first_token,
     open_model,
     printable,
 )
+from llmq.train.trainer import Trainer
 from tests.models import hf_model
-from tests.runs import make_workplace, train
+from tests.runs import make_workplace, options, train
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
 
@@ -311,3 +315,97 @@ def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert sample("ckpt") == 2
     assert "does not know its tokenizer" in capsys.readouterr().err
+
+
+def test_text_is_printed_while_it_is_made(trained, monkeypatch):
+    """Each piece reaches the reader before the next token is chosen."""
+    events = []
+    chosen = iter([*"é!".encode(), ord("x")])
+
+    def choose(*_, **__):
+        events.append("token")
+        return next(chosen)
+
+    def write(text):
+        if text:
+            events.append(text)
+
+    monkeypatch.setattr("llmq.train.sampling.choose_token", choose)
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert sample(trained / "out", "--prompt=ab", "--max-new-tokens=4", "--temperature=1") == 0
+    assert events == ["token", "token", "abé", "token", "!", "token", "x", "\n"]
+
+
+def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise LlmqError("not finite")
+
+    monkeypatch.setattr("llmq.train.sampling.choose_token", fail)
+    assert sample(trained / "out", "--prompt=ab") == 2
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------------------------------------
+# From a running trainer
+
+RUNS = [
+    {"model-dtype": "fp32"},
+    {"gpus": 2, "zero-level": 3, "offload-master": True, "grad-accumulation": 1},
+    {"matmul-dtype": "e4m3", "fp8-recipe": "delayed", "master-dtype": "fp32"},
+]
+
+
+def running(**changes) -> Trainer:
+    left_out = ("ckpt-interval", "eval-every-n-steps", "save-training-state")
+    given = {n: v for n, v in options(**changes).items() if n not in left_out}
+    return Trainer(**{name.replace("-", "_"): value for name, value in given.items()})
+
+
+@pytest.mark.parametrize("changes", RUNS)
+def test_sampling_changes_no_bit_of_the_training(tmp_path, monkeypatch, changes):
+    """Before, between and within steps, of sharded, offloaded and fp8 weights; and what it says is
+    what the export says."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    changes = {"model-dtype": "bf16", "steps": 4} | changes
+
+    def train(say) -> tuple:
+        with running(**changes) as trainer:
+            say(trainer)
+            results = [trainer.step(), trainer.step()]
+            say(trainer)
+            ticket = trainer.enqueue_step()
+            say(trainer)
+            results += [trainer.result(ticket), trainer.validate(2), trainer.step()]
+            text = say(trainer)
+            trainer.export("out")
+            times = {"begin": 0, "end": 0}
+            state = {name: weight.tobytes() for name, weight in trainer.weights().items()}
+            return [replace(result, **times) for result in results], state, text
+
+    def say(trainer):
+        return trainer.sample("Hé", max_new_tokens=12, seed=3)
+
+    results, state, text = train(say)
+    assert text.startswith("Hé")
+    assert train(lambda trainer: None)[:2] == (results, state)
+    args = [f"--model-dtype={changes['model-dtype']}", "--seed=3", "--max-new-tokens=12"]
+    with redirect_stdout(io.StringIO()) as out:
+        assert sample("out", "--prompt=Hé", *args) == 0
+    assert out.getvalue() == text + "\n"
+
+
+def test_what_a_trainer_cannot_sample(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workplace(tmp_path))
+    with running(steps=1) as trainer:
+        with pytest.raises(LlmqError, match="--prompt: it has 64 tokens, but the model has 64"):
+            trainer.sample("x" * 64)
+        with pytest.raises(TypeError, match="top_q"):
+            trainer.sample("x", top_q=1)
+        with monkeypatch.context() as patch:
+            patch.setattr("llmq.runtime.machine.available_host_memory", lambda: 1000)
+            with pytest.raises(LlmqError, match="out of memory: "):
+                trainer.sample("x")
+        trainer.tokenizer = None
+        with pytest.raises(LlmqError, match="it is not known which tokenizer made the training"):
+            trainer.sample("x")
+        assert trainer.step().loss > 0

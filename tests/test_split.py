@@ -39,7 +39,7 @@ def targets(files, fraction, held_out, world=1):
             everything=held_out, split=Split(fraction, held_out),
         ) as loader:  # fmt: skip
             for _ in range(loader.batches_per_epoch):
-                _, found = loader.next_batch()
+                found = loader.next_batch().targets
                 seen += found[found >= 0].tolist()
     return seen
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-import llmq.data.documents
+import llmq.data.text_files
 import llmq.data.tokenize
 import llmq.data.tokens
 from llmq.base.errors import DataError, LlmqError
@@ -29,7 +29,7 @@ from tests.text_data import (
 @pytest.fixture
 def all_inputs(tmp_path, monkeypatch):
     """One of each kind, in small blocks; the state is saved after each."""
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 400)
     monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     return write_inputs(tmp_path / "in")
@@ -140,7 +140,7 @@ def test_other_tokenizer_or_inputs_in_the_same_folder(tmp_path, bpe):
     with pytest.raises(DataError, match=r"other inputs \(1 files then, 1 now, or edited\)"):
         run(path, out=out, shard_tokens=100)
     run(path, out=out, tokenizer=str(bpe), overwrite=True)
-    assert list(contents(out)) == ["train-000.bin"]  # the old run had more
+    assert sorted(contents(out)) == ["train-000.bin", "train-000.docs"]  # the old run had more
     assert ids(out) == [*load_tokenizer(bpe).encode("other text"), 0]
     assert load_tokenizer(out / "tokenizer").fingerprint == load_tokenizer(bpe).fingerprint
     run(path, out=out, tokenizer=str(out / "tokenizer"), overwrite=True)  # uses its own copy
@@ -213,14 +213,14 @@ def test_full_disk_can_be_resumed(tmp_path, all_inputs, monkeypatch):
     run(all_inputs, out=tmp_path / "whole", **OPTIONS)
     write, calls = llmq.data.tokens.TokenWriter.write, 0
 
-    def full(writer, tokens):
+    def full(writer, tokens, **kwargs):
         nonlocal calls
         calls += 1
         if calls == 20:
             writer._file.close()  # what was buffered is lost
             with llmq.data.tokens.disk_errors(writer.path):
                 raise OSError(28, "No space left on device")
-        write(writer, tokens)
+        write(writer, tokens, **kwargs)
 
     monkeypatch.setattr(llmq.data.tokens.TokenWriter, "write", full)
     with pytest.raises(LlmqError, match="disk is full"):

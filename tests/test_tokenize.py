@@ -9,7 +9,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.data.documents
+import llmq.data.text_files
 import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.documents import EvalSplit, Source
@@ -87,7 +87,7 @@ def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 1000)
     text = "".join(f"line {i} of the text\n" for i in range(500))
     (tmp_path / "a.txt").write_text(text)
     summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction)
@@ -173,7 +173,7 @@ def test_tokenizer_without_an_end(tmp_path):
 
 
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 400)
     monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
     monkeypatch.setattr(llmq.data.tokenize, "REPORT_SECONDS", 0.0)
     summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)

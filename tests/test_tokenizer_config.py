@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from llmq.base.dtypes import F32
 from llmq.checkpoint.hf import export_model
 from llmq.config.presets import PRESETS
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is
+from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.tokens import TokenWriter
 from llmq.train.tokenizers import exported_otherwise
 from tests.text_data import mixed_text, write_bpe
@@ -29,6 +30,7 @@ COPIED = {
     "fast": {"tokenizer_class": AS_IT_IS, "eos_token": END_OF_TEXT},
     "qwen2": {"tokenizer_class": "Qwen2Tokenizer", "chat_template": "{{ messages }}", "x": [1]},
     "gpt2": {"tokenizer_class": "GPT2TokenizerFast", "model_max_length": 1024},
+    "gemma": {"tokenizer_class": "GemmaTokenizerFast", "eos_token": END_OF_TEXT},
     "llama": {"tokenizer_class": "LlamaTokenizer", "eos_token": END_OF_TEXT, "legacy": False},
 }
 
@@ -47,10 +49,9 @@ def make_tokenizer(folder, config):
 
 
 def export(out, preset, tokenizer, vocab_size=512):
-    sizes = {"vocab_size": vocab_size, "num_layers": 1}
-    model = dataclasses.replace(
-        PRESETS[preset], **sizes, eos_token_id={512: 0, 257: 256}[vocab_size]
-    )
+    eos = {512: 0, 257: 256}[vocab_size]
+    model = PRESETS[preset].with_layers([0])
+    model = dataclasses.replace(model, vocab_size=vocab_size, eos_token_id=eos)
     export_model(out, model, lambda param: np.zeros(param.shape, np.float32), F32, tokenizer)
     return out
 
@@ -102,6 +103,34 @@ def test_own_special_tokens_of_a_class_are_kept(tmp_path):
     before = (source / "tokenizer_config.json").read_bytes()
     take_as_it_is(source)
     assert (source / "tokenizer_config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("named", [None, "GemmaTokenizer"])
+def test_gemmas_tokenizer_makes_the_same_ids(tmp_path, named):
+    """A BPE of pieces with spaces in them, and bytes for what it has no piece of."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    pieces = special + [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += [chr(c) for c in range(ord("a"), ord("z") + 1)] + ["\u2581", "\u2581t", "\u2581th"]
+    vocab, merges = (
+        {piece: i for i, piece in enumerate(pieces)},
+        [("\u2581", "t"), ("\u2581t", "h")],
+    )
+    theirs = transformers.GemmaTokenizer(vocab=vocab, merges=merges)
+    theirs.save_pretrained(tmp_path / "t")
+    config = {} if named is None else {"tokenizer_class": named, "add_bos_token": True}
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "t" / "special_tokens_map.json").unlink(missing_ok=True)
+    text, ours = "the cat\n\nthat \u4e16 caf\u00e9  x", HfTokenizer(tmp_path / "t")
+    assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.decode(ours.encode(text)) == text
+    model = dataclasses.replace(PRESETS["tiny-gemma3"].with_layers([0]), vocab_size=len(vocab))
+    model = dataclasses.replace(model, bos_token_id=2, eos_token_id=1, pad_token_id=0)
+    out = tmp_path / "out"
+    export_model(out, model, lambda param: np.zeros(param.shape, np.float32), F32, tmp_path / "t")
+    assert difference(out, ours, text) is None
+    loaded = transformers.AutoTokenizer.from_pretrained(out)
+    assert loaded(text)["input_ids"] == [*ours.added[0], *ours.encode(text), *ours.added[1]]
+    assert (loaded.eos_token_id, loaded.bos_token_id) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -520,7 +520,8 @@ FIELDS = {
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
-    "step": "step_tokens duration_ms norm loss lr lse_max lse_mean loss_1k saturated",
+    "step": "step_tokens trained_tokens duration_ms norm loss lr lse_max lse_mean loss_1k "
+    "saturated",
     "eval": "eval_tokens duration_ms loss loss_1k",
 }
 
@@ -684,7 +685,7 @@ def test_only_one_epoch_by_default():
 
 def test_epochs_end_with_the_data_whatever_a_step_took_before(capsys):
     """Of 20 sequences an epoch: steps of 4, then after the second one steps of 2 or of 6."""
-    assert train(epochs=2, ckpt_interval=2) == 0
+    assert train(epochs=2, ckpt_interval=2, ckpt_keep_n=0) == 0
     for accumulation, more in ((1, 6 + 10), (3, 2 + 3)):
         again = {"grad_accumulation": accumulation, "log_file": f"{accumulation}.json"}
         assert train(epochs=2, **again, **{"continue": "2"}) == 0
@@ -748,6 +749,13 @@ def test_data_without_targets(capsys):
         path.unlink()
     write_tokens(Path("data/train-0.bin"), 9, mask=np.zeros(9 * T + 1, bool))
     assert train(steps=20) == 2
+    assert "'data/train-0.bin' has nothing to train on: all tokens are masked" in (
+        capsys.readouterr().err
+    )
+    mask = np.zeros(100 * T + 1, bool)
+    mask[1] = True  # of one step among 25, so that ten in a row have no target
+    write_tokens(Path("data/train-0.bin"), 100, mask=mask)
+    assert train(steps=25) == 2
     assert "all targets are masked; look at the loss masks" in capsys.readouterr().err
 
 

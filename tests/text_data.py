@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer import END_OF_TEXT
+from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.tokens import TokenFile
 
 EOS = 256
@@ -36,7 +36,9 @@ def encoded(*documents):
 
 
 def contents(out):
-    return {path.name: path.read_bytes() for path in Path(out).glob("*.bin")}
+    """The bytes of every token file, and of the files that say where their documents are."""
+    files = [path for path in Path(out).iterdir() if path.suffix in (".bin", ".docs")]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def write_jsonl(path, texts, field="text"):
@@ -60,10 +62,16 @@ def write_parquet(path, texts, field="text", row_group_size=3):
     return path
 
 
+def zst(data):
+    """In two frames, as a file has them that was written in two goes."""
+    zstandard = pytest.importorskip("zstandard")
+    half = len(data) // 2
+    return b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))
+
+
 def write_zst(path, texts):
-    pyarrow = pytest.importorskip("pyarrow")
     plain = write_jsonl(path.with_suffix(".plain"), texts)
-    path.write_bytes(pyarrow.compress(plain.read_bytes(), codec="zstd", asbytes=True))
+    path.write_bytes(zst(plain.read_bytes()))
     plain.unlink()
     return path
 
@@ -111,4 +119,6 @@ def write_inputs(folder):
     write_zst(folder / "f.jsonl.zst", documents(6, seed=3))
     write_array(folder / "g.json", documents(7, seed=4), indent=1)
     write_array(folder / "h.json.gz", documents(5, seed=5))
+    (folder / "i.txt.gz").write_bytes(gzip.compress(mixed_text(1500, seed=1).encode()))
+    (folder / "j.md.zst").write_bytes(zst(mixed_text(1500, seed=2).encode()))
     return folder

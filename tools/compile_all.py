@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -117,13 +117,15 @@ def _formats(model: str, master: str, grad: str, m: str, v: str) -> dict[str, st
 def note_training(
     spec: DeviceSpec, model: ModelConfig, fields: dict[str, str], noted: Launches
 ) -> None:
-    """One micro-step that overwrites gradients, one that adds, an update and an evaluation."""
+    """One micro-step that overwrites gradients, one that adds, an update and an evaluation.
+
+    Once more with recomputation, and documents that are masked.
+    """
     B, T = 4, min(1024, model.max_positions)
     batch = (np.zeros((B, T), np.int32), np.zeros((B, T), np.int32))
-    for recompute in (False, True):
-        config = TrainConfig(
-            batch_size=B, seq_len=T, recompute_block=recompute, z_loss=1e-4, **fields
-        )
+    for more in (False, True):
+        shape = {"batch_size": B, "seq_len": T, "z_loss": 1e-4}
+        config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
         placement = place(config, weight_table(model))
         step = Step(NotingDevice(spec, noted), model, config, placement)
@@ -149,7 +151,7 @@ def all_launches(capability: int) -> Launches:
         name="", capability=capability, num_sms=num_sms, memory=0, library_workspace=1 << 20
     )
     noted: Launches = {}
-    presets = [replace(model, num_layers=1) for model in PRESETS.values()]
+    presets = [model.with_layers(model.layer_kinds) for model in PRESETS.values()]
     for model in presets:
         for dtype in (BF16, F32):
             note_sampling(spec, model, dtype, noted)

@@ -33,7 +33,9 @@ def main(
         everything=True,
     ) as loader:
         for _ in range(loader.batches_per_epoch):
-            inputs, targets = (torch.from_numpy(x).long().to(device) for x in loader.next_batch())
+            inputs, targets = (
+                torch.from_numpy(x).long().to(device) for x in loader.next_batch()[:2]
+            )
             for row, target in zip(inputs, targets, strict=True):  # logits of a row at a time
                 with torch.no_grad():
                     logits = network(row[None]).logits[0].float()

@@ -49,7 +49,6 @@ from llmq.ops import (
     reduce,
     rope,
     swiglu,
-    wide_qk_norm,
 )
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE
@@ -150,25 +149,39 @@ def adamw_calls(*ends: int) -> list[Call]:
     ]
 
 
+def _forward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
+    attention.forward(dev, sight=attention.Sight(starts), **args)
+
+
+def _backward_documents(dev: Device, starts: Tensor, **args: Any) -> None:
+    attention.backward(dev, sight=attention.Sight(starts), **args)
+
+
 def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     lse = f32(B, Hq, T, value=float(np.log(T)))  # about what these scores have
     heads = {"qkv": qkv, "num_heads": Hq, "num_kv_heads": Hkv}
     forward = heads | {"out": out, "lse": lse}
     backward = forward | {"d_qkv": qkv, "d_out": out}
-    square = B * Hq * T * T * Hd
+    square, length = B * Hq * T * T * Hd, max(T // 8, 1)  # of a document, and of a window
+    seen = square * (2 * T - length) * length // T**2
+    window = {"sight": attention.Sight(window=length)}
+    starts = {"starts": np.tile(np.arange(T, dtype=np.int32) // length * length, (B, 1))}
+    calls = []
+    for backend in attention.BACKENDS:  # FLOPs without what a kernel computes twice
+        chosen = {"backend": backend}
+        ahead, back = forward | chosen, backward | chosen
+        calls += [
+            Call(f"forward {backend}", attention.forward, ahead),
+            Call(f"backward {backend}", attention.backward, back, flops=5 * square),
+            Call(f"forward {backend} window", attention.forward, ahead | window),
+            Call(f"backward {backend} window", attention.backward, back | window, flops=5 * seen),
+        ]
+    square = square * length // T  # of all documents together
     return [
-        call
-        for backend in attention.BACKENDS
-        for call in (
-            Call(f"forward {backend}", attention.forward, forward | {"backend": backend}),
-            Call(
-                f"backward {backend}",
-                attention.backward,
-                backward | {"backend": backend},
-                flops=5 * square,  # without what a kernel computes twice
-            ),
-        )
+        *calls,
+        Call("forward documents", _forward_documents, forward | starts, flops=2 * square),
+        Call("backward documents", _backward_documents, backward | starts, flops=5 * square),
     ]
 
 
@@ -275,28 +288,17 @@ def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     return calls
 
 
-def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    heads, qkv, w = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd), bf16(Hd)
-    shared = {"raw": heads, "rstd": f32(B, T, Hq + Hkv, value=1.0), "q_weight": w, "k_weight": w}
-    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
-    d_weights = {"d_q_weight": gradient(Hd), "d_k_weight": gradient(Hd)}
-    moved = (3 * 2 * Hd + 4) * B * T * (Hq + Hkv)  # three tensors of heads, and rstd
+def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
+    heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
+    shared = {"raw": heads, "rstd": f32(B, T, norms, value=1.0)}
+    shared |= {"q_weight": bf16(q), "k_weight": bf16(k)}
+    shared |= {"num_heads": Hq, "num_kv_heads": Hkv, "wide": wide}
+    d_weights = {"d_q_weight": gradient(q), "d_k_weight": gradient(k)}
+    moved = (3 * 2 * (Hq + Hkv) * Hd + norms * 4) * B * T  # three tensors of heads, and rstd
     return [
         Call("forward", qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
         Call("backward", qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
-    ]
-
-
-def wide_qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
-    heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
-    shared = {"raw": heads, "rstd": f32(B, T, 2, value=1.0)}
-    shared |= {"q_weight": bf16(Hq * Hd), "k_weight": bf16(Hkv * Hd)}
-    shared |= {"num_heads": Hq, "num_kv_heads": Hkv}
-    d_weights = {"d_q_weight": gradient(Hq * Hd), "d_k_weight": gradient(Hkv * Hd)}
-    moved = (3 * 2 * (Hq + Hkv) * Hd + 2 * 4) * B * T  # three tensors of heads, and rstd
-    return [
-        Call("forward", wide_qk_norm.forward, shared | {"qkv": qkv, "eps": EPS}, bytes=moved),
-        Call("backward", wide_qk_norm.backward, shared | {"d_qkv": qkv, **d_weights}, bytes=moved),
     ]
 
 
@@ -349,6 +351,8 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
         Call("forward", swiglu.forward, forward | {"out": x}),
         Call("backward", swiglu.backward, backward | {"d_up_gate": wide}),
         Call("backward out", swiglu.backward, backward | {"d_up_gate": wide, "out": x}),
+        Call("forward gelu", swiglu.forward, forward | {"out": x, "gelu": True}),
+        Call("backward gelu", swiglu.backward, backward | {"d_up_gate": wide, "gelu": True}),
     ]
     if fits_fp8(rows, F):
         abs_max = {"abs_max": f32(1, value=5.0)}
@@ -441,7 +445,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "reduce": reduce_calls,
     "rope": rope_calls,
     "swiglu": swiglu_calls,
-    "wide_qk_norm": wide_qk_norm_calls,
 }
 
 

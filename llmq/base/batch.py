@@ -15,8 +15,11 @@ class Batch(NamedTuple):
     starts   for each position the first position of its row that belongs to the same document:
              attention sees nothing before it, and RoPE counts from it. 0 <= starts[b, t] <= t,
              never falling along a row. None: every row is one document.
+    padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
+             do not count them. What stands there is a document of its own, and masked.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     starts: np.ndarray | None = None
+    padding: int = 0

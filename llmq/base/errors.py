@@ -2,12 +2,22 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 
 class LlmqError(Exception):
-    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits 2."""
+    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits 2.
+
+    details: further lines, where what to do is a list; str() of the error has them too.
+    """
+
+    def __init__(self, headline: str = "", details: Sequence[str] = ()):
+        super().__init__(headline)
+        self.headline, self.details = str(headline), tuple(details)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.details])
 
 
 class ConfigError(LlmqError):

@@ -5,18 +5,16 @@ JSON is not parsed here: where a record ends is all that has to be known.
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from llmq.base.errors import DataError
+from llmq.base.unpack import READ_BYTES, skip, unpack
 
-READ_BYTES = 1 << 18  # of a file at once
 BATCH_ROWS = 1024  # of Parquet at once
 
 
@@ -45,7 +43,7 @@ def json_layout(path: str) -> str | None:
 
     None if it begins like neither. Raises what reading the file raises.
     """
-    with open(path, "rb") as raw, _unpack(path, raw) as file:
+    with open(path, "rb") as raw, unpack(path, raw) as file:
         first = _next_byte(file)
         if first == b"[":
             return "json" if _next_byte(file) in (b"{", b"]") else None
@@ -65,12 +63,8 @@ def _next_byte(file: BinaryIO) -> bytes:
 
 def read_json(path: str, layout: str, offset: int, line: int) -> Iterator[Item]:
     """The records as bytes. layout: of json_layout. offset, line: as in the Item read before."""
-    with open(path, "rb") as raw, _unpack(path, raw) as file:
-        if file is raw:
-            file.seek(offset)
-        else:
-            for skipped in range(0, offset, READ_BYTES):
-                file.read(min(READ_BYTES, offset - skipped))
+    with open(path, "rb") as raw, unpack(path, raw) as file:
+        skip(file, offset)
         is_array = layout == "json"
         for text, end in elements(path, file, offset) if is_array else _lines(file, offset):
             line += 1
@@ -132,15 +126,6 @@ def _end_of_object(data: bytes, start: int) -> int:
     return 0
 
 
-def _unpack(path: str, raw: BinaryIO) -> BinaryIO:
-    if path.lower().endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.lower().endswith(".zst"):
-        stream = _pyarrow(path, "pyarrow").CompressedInputStream(raw, "zstd")
-        return io.BufferedReader(stream)
-    return raw
-
-
 # ------------------------------------------------------------------------------------------------
 # Parquet
 
@@ -150,8 +135,18 @@ def column_names(path: str) -> list[str]:
     return _pyarrow(path, "pyarrow.parquet").read_schema(path).names
 
 
-def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
-    """The texts of a column, without those that are null or empty. size: of the file in bytes.
+class Wanted(Protocol):
+    """What is made of a record."""
+
+    def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
+        """The fields to read, of those that are there. DataError for missing ones."""
+
+    def of(self, record: Mapping[str, Any], where: str) -> str | bytes:
+        """A document, empty for none. DataError, which begins with `where`, for bad values."""
+
+
+def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
+    """What is made of each row, without the empty ones. size: of the file in bytes.
 
     row: where to begin.
     """
@@ -159,9 +154,7 @@ def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
     try:
         file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
         rows = file.metadata.num_rows
-        if field not in file.schema_arrow.names:
-            columns = ", ".join(file.schema_arrow.names)
-            raise DataError(f"'{path}' has no column '{field}': use --field with {columns}")
+        columns = [*wanted.columns(file.schema_arrow.names, f"'{path}'")]
         first = 0  # row of the group
         for group in range(file.num_row_groups):
             end = first + file.metadata.row_group(group).num_rows
@@ -169,13 +162,27 @@ def read_parquet(path: str, field: str, size: int, row: int) -> Iterator[Item]:
             first = end
             if end <= row:
                 continue
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field]):
-                for text in batch.column(0).to_pylist():
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+                for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                     at += 1
                     if at > row:
                         where = f"{path}: row {at}"
-                        if text := check_text(text, field, where):
+                        record = dict(zip(batch.schema.names, values, strict=True))
+                        if text := wanted.of(record, where):
                             yield Item(text, True, at, 0, size * at // rows, where)
+    except arrow_error as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+
+
+def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of Parquet as JSON's types, each with where it is, for messages."""
+    arrow_error = _pyarrow(path, "pyarrow").ArrowException
+    row = 0
+    try:
+        for batch in _pyarrow(path, "pyarrow.parquet").ParquetFile(path).iter_batches(BATCH_ROWS):
+            for record in batch.to_pylist():
+                row += 1
+                yield record, f"{path}: row {row}"
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 
@@ -185,15 +192,3 @@ def _pyarrow(path: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(f"reading '{path}' needs pyarrow: pip install pyarrow") from error
-
-
-def check_text(value: Any, field: str, where: str) -> str:
-    """The text of a record; a null is an empty text. DataError for anything else."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: field '{field}' is a {type(value).__name__}, not a text: choose another one "
-            "with --field"
-        )
-    return value

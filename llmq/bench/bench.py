@@ -21,7 +21,9 @@ from typing import Any
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import check_writable, disk_errors, write_file
 from llmq.bench.child import run_watched
+from llmq.bench.peers import floor_of, peers_of, read_facts
 from llmq.config.option_file import read_option_file
+from llmq.config.option_types import AUTO
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
 
@@ -30,12 +32,13 @@ CHILD = (sys.executable, "-m", "llmq.bench.measure")
 START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file eval_fraction train_seed eval_seed steps epochs eval_every_n_steps "
-_DATA += "eval_num_steps"
+_DATA += "eval_num_steps document_separator"
 # Options that change nothing here: which data there is, what is written when, what is timed beside.
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
-    if opt.group == OPTIONS["log_file"].group or name in (*_DATA.split(), "measure_scaling")
+    if opt.group in (OPTIONS["log_file"].group, OPTIONS["eval_task"].group)
+    or name in (*_DATA.split(), "measure_scaling")
 }
 
 EXPLANATION = """\
@@ -75,7 +78,8 @@ def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
         for key in options:
             if key in _WITHOUT_EFFECT:
                 raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
-        make_config(options)  # what is wrong comes up before the first run
+        if make_config(options).vocab_size == AUTO:  # which brings up what is wrong, too
+            raise ConfigError("--vocab-size: auto needs token files, and tokens are random here")
     return expanded
 
 
@@ -169,7 +173,7 @@ def run_bench(
     left out.
     """
     runs = read_runs(given, file)
-    facts = {"runs": [], "floors": []} if peers is None else _read_facts(peers)
+    facts = {"runs": [], "floors": []} if peers is None else read_facts(peers)
     json_file = out.with_name(out.name + ".json")
     earlier = _read_report(json_file) if add and json_file.exists() else None
     check_writable("--out", out.parent)
@@ -191,7 +195,7 @@ def run_bench(
         run |= outcome  # and with it how many GPUs there were
         if run["gpus"] > 1:
             run["flags"].setdefault("gpus", _flag("gpus", run["gpus"]))
-        run |= {"peers": _peers(facts, device, run), "floor": _floor(facts, device, run)}
+        run |= {"peers": peers_of(facts, device, run), "floor": floor_of(facts, device, run)}
         new["runs"].append(run | {"invocation": 0})
         report = new if earlier is None else merge(earlier, new)
         said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
@@ -243,60 +247,6 @@ def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
         "invocations": [invocations[index] for index in used],
         "runs": [run | {"invocation": used.index(run["invocation"])} for run in runs],
     }
-
-
-# What every entry of --peers has, beside speeds whose names begin with "tps".
-_FACTS = {
-    "runs": ("device", "system", "gpus", "model", "dtype", "batch", "accumulation", "tps"),
-    "floors": ("device", "model", "seq_len"),
-}
-_PEERS_SEQ_LEN = 1024  # of runs that do not say
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
-        for kind, names in _FACTS.items():
-            for fact in facts[kind]:
-                missing = [name for name in names if name not in fact]
-                wrong = [n for n, v in fact.items() if n.startswith("tps") and not v > 0]
-                if missing or wrong:
-                    raise ValueError(f"wrong or missing in {fact}: {', '.join(missing + wrong)}")
-        return facts
-    except OSError as error:
-        raise ConfigError(f"--peers: cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--peers: {path} is not a list of runs and floors ({error!r})") from None
-
-
-def _peers(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of other programs on the same machine with the same batch, by name; the
-    most of each. They had all memory."""
-    if "memory-limit" in run["flags"]:
-        return {}
-    keys = ("gpus", "model", "dtype", "batch", "accumulation", "seq_len")
-    found: dict[str, float] = {}
-    for peer in facts["runs"]:
-        if peer["device"] == device and _same({"seq_len": _PEERS_SEQ_LEN} | peer, run, keys):
-            found[peer["system"]] = max(peer["tps"], found.get(peer["system"], 0))
-    return found
-
-
-def _floor(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> float | None:
-    """Tokens per second of nothing but products and attention, the products tuned if known."""
-    for floor in facts["floors"]:
-        same = _same(floor, run, ("model", "seq_len"))
-        if same and floor["device"] == device and run["gpus"] == 1:
-            name = f"tps_{run['dtype']}"
-            best = floor.get(f"{name}_tuned", floor.get(name))
-            # With an fp8 head none was made of tuned products.
-            return max(best, floor.get(f"{name}_head_fp8", best)) if run["fp8_head"] else best
-    return None
-
-
-def _same(fact: dict[str, Any], run: dict[str, Any], keys: tuple[str, ...]) -> bool:
-    return all(str(fact[key]).lower() == str(run[key]).lower() for key in keys)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -30,13 +30,15 @@ from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.config.options_io import make_config
-from llmq.config.presets import model_warnings, resolve_model
+from llmq.config.presets import model_warnings
 from llmq.model.step import Result
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.timing import LaunchTime, time_launches
+from llmq.train.batches import random_batch
+from llmq.train.model_of_run import model_of_run
 from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
 from llmq.train.trainer import Trainer
 
@@ -50,7 +52,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     alive: a file to touch, from then on, whenever the ranks make progress.
     """
     config = make_config(options | {"steps": steps, "cooldown": 0})  # both as the timing needs
-    model, model_dir = resolve_model(config.model, config.from_scratch)
+    model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
     given, idle = option_warnings(make_config(options)), idle_with_model(config, model)
@@ -63,13 +65,10 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
 
 
 def random_batches(trainer: Trainer, seed: int = 0) -> list[Batch]:
-    """The micro-batches of one step: int32 inputs and targets (B, T), all tokens equally likely."""
+    """The micro-batches of one step, random ones."""
     rng = np.random.default_rng(seed)
-    shape = (2, trainer.config.batch_size, trainer.config.seq_len)
-    return [
-        Batch(*rng.integers(0, trainer.model.vocab_size, shape, np.int32))
-        for _ in range(trainer.micro_batches)
-    ]
+    vocab_size, count = trainer.model.vocab_size, trainer.micro_batches
+    return [random_batch(rng, trainer.config, vocab_size) for _ in range(count)]
 
 
 def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[float, Result]:
@@ -229,7 +228,7 @@ def main() -> None:
     try:
         outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
     except OutOfMemory as error:
-        outcome = {"status": "does not fit", "message": str(error)}
+        outcome = {"status": "does not fit", "message": error.headline}
     except LlmqError as error:
         outcome = {"status": "failed", "message": str(error)}
     except Exception as error:  # of CUDA, say: the report says why, and the traceback where

@@ -86,6 +86,11 @@ def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
     return shape if block == 1 else (-(-prod(shape) // block),)
 
 
+def stored_values(group: str, param: Param) -> int:
+    """Values that a checkpoint has of a parameter, without padding."""
+    return prod(_stored_shape(group, param))
+
+
 # ------------------------------------------------------------------------------------------------
 # Writing
 
@@ -120,7 +125,7 @@ class CheckpointWriter:
         """
         pieces = []
         for param, start, stop in ranges:
-            size = prod(_stored_shape(group, param))
+            size = stored_values(group, param)
             if start < min(stop, size):
                 pieces.append((param, start, min(stop, size), size))
         specs = [
@@ -288,7 +293,7 @@ class CheckpointReader:
         self, group: str, param: Param, start: int, stop: int
     ) -> list[tuple[_Piece, int, int]]:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
-        size = prod(_stored_shape(group, param))
+        size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
         if group in GROUPS and param.name not in self._pieces[group]:
             raise LlmqError(

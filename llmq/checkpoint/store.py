@@ -125,7 +125,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 # Of a model, what changes nothing in what its weights compute.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
-_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "sliding_window"}
+_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
@@ -144,7 +144,12 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def clean_old(
-    directory: Path, keep_n: int, major: int, saved: int, run: RunId | None = None
+    directory: Path,
+    keep_n: int,
+    major: int,
+    saved: int,
+    run: RunId | None = None,
+    best: int | None = None,
 ) -> list[Path]:
     """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
 
@@ -152,6 +157,7 @@ def clean_old(
     keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
     and are not counted; of the others the keep_n newest stay. saved: the step of the checkpoint
     that was just written, which counts as the newest, also beside later ones of an abandoned run.
+    best: a step that stays beside these, of --keep-best.
     A checkpoint that was renamed to another step is the user's business: it stays, not counted.
     What interrupted saves left behind goes too, so no save may be under way.
     """
@@ -161,7 +167,7 @@ def clean_old(
         found = {s: path for s, path in found.items() if _may_go(path, s, run)}
         minors = [step for step in found if major <= 0 or step % major]
         minors.sort(key=lambda step: (step == saved, step))
-        gone += [found[step] for step in minors[:-keep_n]]
+        gone += [found[step] for step in minors[:-keep_n] if step != best]
     for path in gone:
         with disk_errors(path):
             # First, so that half a checkpoint is never taken for a whole one.

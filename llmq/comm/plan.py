@@ -30,15 +30,26 @@ class PlanComm(Comm):
         loaded = src.nbytes if src.on_host else 0
         own = 0 if same_memory(part(dst, self.rank, self.world_size), src) else src.nbytes
         device_bytes = 2 * (received + own) - loaded
-        if self._options.memcpy_all_gather and (src.on_host or mirror is not None):
-            self._dev.collective("all_gather", device_bytes, loaded, 0, received)
-        else:
-            self._dev.collective("all_gather", device_bytes, loaded, received)
+        copies = self._options.memcpy_all_gather
+        from_host = copies and (src.on_host or mirror is not None)
+        self._dev.collective(
+            "all_gather",
+            device_bytes,
+            loaded=loaded,
+            received=0 if from_host else received,
+            shared=received if from_host else 0,
+            # A copy in host memory serves all others; NCCL sends from one to the next.
+            sent=0 if from_host else src.nbytes if copies else received,
+        )
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
-        received = self._others(buffer)
-        self._dev.collective("reduce_scatter", 2 * received, 0, received)
+        self._exchange("reduce_scatter", self._others(buffer))
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        received = self._others(buffer)
-        self._dev.collective("all_to_all", 2 * received, 0, received)
+        self._exchange("all_to_all", self._others(buffer))
+
+    def _exchange(self, kind: str, received: int) -> None:
+        """Every rank sends as much as it receives."""
+        self._dev.collective(
+            kind, 2 * received, loaded=0, received=received, shared=0, sent=received
+        )

@@ -40,7 +40,7 @@ def bench(
     if save is not None:
         from llmq.bench.bench import one_run
 
-        save_config(save, one_run(given, config_file), given)
+        save_config(save, one_run(given, config_file))
     with ending_children():
         run_bench(
             given,

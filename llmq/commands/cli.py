@@ -9,20 +9,38 @@ import errno
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from llmq import __version__
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
-from llmq.commands import bench, demo, export, plan, plot, sample, tokenize, train, verify, watch
+from llmq.commands import (
+    bench,
+    demo,
+    export,
+    plan,
+    plot,
+    sample,
+    show,
+    tokenize,
+    train,
+    train_tokenizer,
+    verify,
+    watch,
+)
+from llmq.commands import eval as evaluation
 from llmq.commands.common import TrainCommand
+from llmq.commands.help import Command, Group
+
+TRAIN = "llmq-train"  # the console script that is `llmq train`
 
 app = typer.Typer(
     name="llmq",
     help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
-    add_completion=False,
+    cls=Group,
+    rich_markup_mode=None,  # of rich's tables; see help.py
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -46,12 +64,15 @@ def _common(
 app.command(cls=TrainCommand)(train.train)
 app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
-app.command()(tokenize.tokenize)
-app.command()(demo.demo)
-app.command()(sample.sample)
-app.command()(export.export)
-app.command()(plot.plot)
-app.command()(watch.watch)
+app.command(cls=Command)(tokenize.tokenize)
+app.command(cls=Command)(train_tokenizer.train_tokenizer)
+app.command(cls=Command)(show.show)
+app.command(cls=Command)(demo.demo)
+app.command(cls=Command)(sample.sample)
+app.command("eval", cls=Command)(evaluation.evaluate)
+app.command(cls=Command)(export.export)
+app.command(cls=Command)(plot.plot)
+app.command(cls=Command)(watch.watch)
 app.command(cls=TrainCommand)(bench.bench)
 
 
@@ -59,14 +80,30 @@ app.command(cls=TrainCommand)(bench.bench)
 _UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
-def _run(args: list[str]) -> int:
-    """Run a command and return the exit status: 2 after an error that the user can fix."""
+def _command(prog_name: str) -> Any:
+    """What a console script runs: all commands, or `llmq-train` only one, which then has the
+    options for the completion of shells itself.
+    """
+    everything = typer.main.get_command(app)
+    if prog_name != TRAIN:
+        return everything
+    command = everything.commands["train"]
+    command.params += typer.main.get_install_completion_arguments()
+    return command
+
+
+def _run(args: list[str], prog_name: str = "llmq") -> int:
+    """Run a command and return the exit status: 2 after an error that the user can fix.
+
+    prog_name: the console script, by which completion finds it.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # else a console without UTF-8 is an error
             stream.reconfigure(errors="backslashreplace")
     try:
-        command = typer.main.get_command(app)
-        status = command.main(args=args or ["--help"], prog_name="llmq", standalone_mode=False)
+        if not args and prog_name != TRAIN:
+            args = ["--help"]
+        status = _command(prog_name).main(args=args, prog_name=prog_name, standalone_mode=False)
         sys.stdout.flush()
     except Interrupted as stop:
         return 128 + stop.signum
@@ -78,7 +115,8 @@ def _run(args: list[str]) -> int:
     except (_UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        details = error.details if isinstance(error, LlmqError) else ()
+        print(f"error: {_one_line(error)}", *details, sep="\n", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
 
@@ -99,7 +137,8 @@ def _one_line(error: BaseException) -> str:
         if error.errno == errno.ENOSPC:
             text += "; free some space or write to another disk"
     else:
-        text = str(error) or type(error).__name__
+        text = error.headline if isinstance(error, LlmqError) else str(error)
+        text = text or type(error).__name__
     notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
     return " ".join([*text.split(), *([f"({notes})"] if notes else [])])
 
@@ -111,4 +150,4 @@ def main() -> None:
 
 def train_main() -> None:
     """Entry point of `llmq-train`, the same as `llmq train`."""
-    sys.exit(_run(["train", *sys.argv[1:]]))
+    sys.exit(_run(sys.argv[1:], TRAIN))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from llmq.base.errors import ConfigError, warn
+from llmq.commands.help import Command
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import (
     NEWEST,
@@ -23,7 +23,7 @@ from llmq.config.option_types import (
 )
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import given_values, make_config
-from llmq.config.presets import model_warnings, resolve_model
+from llmq.config.presets import model_warnings
 
 ConfigFile = Annotated[
     Path | None,
@@ -55,7 +55,9 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
     def run(**values: Any) -> int | None:
         own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
         given = {
-            OPTIONS[name].flags[0]: value for name, value in values.items() if value is not None
+            OPTIONS[name].flags[0]: value
+            for name, value in values.items()
+            if value is not None and value != []
         }
         return command(given, **own_values)
 
@@ -71,19 +73,22 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
 def _parameter(name: str, opt: Option) -> inspect.Parameter:
     """One option as a parameter whose value is None where it was not given."""
     default = getattr(TrainConfig(), name)
-    is_bool = opt.parse is parse_bool
+    is_bool, is_list = opt.parse is parse_bool, opt.repeats
     spellings = [f"--{flag}" for flag in opt.flags]
     if is_bool:
         spellings = [f"--{flag}/--no-{flag}" for flag in opt.flags]
-        default = "on" if default else "off"
+        default = {True: "on", False: "off"}.get(default)
+    if is_list:
+        default = " ".join(default or ()) or None
     info = typer.Option(
         *spellings,
         help=opt.help if default is None else f"{opt.help} (default: {default})",
         rich_help_panel=opt.group,
         metavar=None if is_bool else opt.metavar,
         show_default=False,
+        autocompletion=_starting_with(opt.choices) if opt.choices else None,
     )
-    kind = bool if is_bool else str
+    kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -92,11 +97,22 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
     )
 
 
-class TrainCommand(TyperCommand):
+def _starting_with(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """What a shell offers for an option with a few values."""
+
+    def offered(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return offered
+
+
+class TrainCommand(Command):
     """A command that also reads --flag=false and some flags without a value, as llm.q does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, [_spelled_out(args, i) for i in range(len(args))])
+        if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
+            args = [_spelled_out(args, i) for i in range(len(args))]
+        return super().parse_args(ctx, args)
 
 
 def _spelled_out(args: list[str], index: int) -> str:
@@ -122,34 +138,47 @@ def checked(name: str, value: str) -> str:
     return converted
 
 
-def size_of(flag: str, value: str | None) -> int | None:
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each GPU that the search leaves free; if not given 512MiB, but 0 on cards "
+        "made for servers that drive no display.",
+    ),
+]
+
+
+def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
     """Bytes of an option that is not one of TrainConfig's."""
     try:
         size = None if value is None else parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    if size == 0:
-        raise ConfigError(f"{flag}: must be at least 1, got {value}")
+    if size is not None and size < least:
+        raise ConfigError(f"{flag}: must be at least {least}, got {value}")
     return size
 
 
-def save_config(file: Path | None, config: TrainConfig, fields: Container[str]) -> None:
-    """--save-config. fields: of `config` that the user has set."""
+def save_config(file: Path | None, config: TrainConfig) -> None:
+    """--save-config."""
     if file is not None:
         from llmq.config.option_file import save_options  # here: --help does not wait for YAML
 
-        save_options(file, config, log_file="log_file" in fields)
+        save_options(file, config)
 
 
 def load_run(
-    given: dict[str, Any], file: Path | None
+    given: dict[str, Any], file: Path | None, *, trains: bool = False, weights: bool = True
 ) -> tuple[TrainConfig, ModelConfig, Path | None]:
     """Options and model of a run, checked; prints warnings.
 
-    With --continue, options that were not given are those of the checkpoint.
+    trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
+    which a plan does not read. With --continue, options that were not given are those of the
+    checkpoint.
     """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
+    from llmq.train.model_of_run import model_of_run, vocabulary_line
 
     values = given_values(given, file)
     inherited = {}
@@ -158,8 +187,9 @@ def load_run(
 
         inherited = inherited_options(values)
     config = make_config(given, file, inherited)
-    model, model_dir = resolve_model(config.model, config.from_scratch)
+    model, model_dir = model_of_run(config, weights=weights)
     config.validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)
-    warn(idle + model_warnings(model_dir))
+    line = vocabulary_line(config, model, trains=trains)
+    warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
     return config, model, model_dir

@@ -8,6 +8,7 @@ import typer
 
 from llmq.commands.common import (
     ConfigFile,
+    Reserve,
     SaveConfig,
     load_run,
     save_config,
@@ -32,8 +33,12 @@ def plan(
     ] = None,
     card: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Card to plan for, such as 4090: predicts the speed."),
+        typer.Option(
+            metavar="NAME",
+            help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
+        ),
     ] = None,
+    reserve: Reserve = None,
     fit: Annotated[
         bool,
         typer.Option(
@@ -53,14 +58,14 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
-    config, model, _ = load_run(given, config_file)
+    config, model, _ = load_run(given, config_file, weights=False)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),
+        "reserve": size_of("--reserve", reserve, least=0),
     }
     from llmq.plan.report import run_plan
 
-    fields = given_fields(given, config_file)
-    kept = fields if fit else None
+    kept = given_fields(given, config_file) if fit else None
     best = run_plan(config, model, **sizes, card=card, fit=kept, placement=placement, json=json)
-    save_config(save, best, fields)
+    save_config(save, best)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from llmq.base.errors import ConfigError
 from llmq.commands.common import checked
 
 
@@ -20,21 +21,35 @@ def sample(
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 42,
     num_samples: Annotated[int, typer.Option(min=1, help="Number of continuations.")] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer --prompt, or each line of standard input.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Template of --chat, a file; the tokenizer's.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
 ) -> None:
     """Continue a text with a trained model."""
+    options = {
+        "prompt": prompt,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "num_samples": num_samples,
+        "device": checked("device", device),
+        "model_dtype": checked("model_dtype", model_dtype),
+    }
+    if chat:
+        from llmq.train.chat import run_chat
+
+        return run_chat(model, system=system, chat_template=chat_template, **options)
+    for flag, value in (("--system", system), ("--chat-template", chat_template)):
+        if value is not None:
+            raise ConfigError(f"{flag}: needs --chat")
     from llmq.train.sampling import run_sample
 
-    run_sample(
-        model,
-        prompt=prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        num_samples=num_samples,
-        device=checked("device", device),
-        model_dtype=checked("model_dtype", model_dtype),
-    )
+    return run_sample(model, **options)

@@ -1,4 +1,4 @@
-"""`llmq tokenize`: text to token files."""
+"""`llmq tokenize`: texts and conversations to token files."""
 
 from __future__ import annotations
 
@@ -8,37 +8,75 @@ from typing import Annotated
 import typer
 
 from llmq.base.signals import ending_children
+from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
+
+Tokenizer = Annotated[
+    str, typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache.")
+]
+SpecialTokens = Annotated[
+    str, typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none.")
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        help="Records: text, or conversations: messages, conversations, prompt, instruction; "
+        "auto: by their fields."
+    ),
+]
+TrainOn = Annotated[
+    str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
+]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")
+]
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents that are longer.")]
 
 
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, JSON or Parquet; globs.")],
-    tokenizer: Annotated[str, typer.Option(help="bytes, or a folder with tokenizer.json.")],
+    tokenizer: Tokenizer,
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
-    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    inputs: Inputs = None,
+    dataset: Dataset = None,
+    split: Split = None,
+    field: Field = None,
+    template: Template = None,
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
     ] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
-    special_tokens: Annotated[
-        str,
-        typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none."),
-    ] = "auto",
+    special_tokens: SpecialTokens = "auto",
+    format: Format = "auto",
+    train_on: TrainOn = "assistant",
+    chat_template: ChatTemplate = None,
+    seq_len: SeqLen = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
+    ] = False,
 ) -> None:
-    """Turn text into token files."""
+    """Turn texts and conversations into token files."""
+    from llmq.checkpoint.hub import find_tokenizer
+    from llmq.data.hub_dataset import dataset_of
+    from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 
     with ending_children():
         summary = tokenize(
-            inputs,
-            tokenizer=tokenizer,
+            inputs or [],
+            tokenizer=find_tokenizer(tokenizer, download),
             out=out,
-            field=field,
+            dataset=dataset_of(dataset, split),
+            field=one_field(field, template),
+            template=template,
             eval_fraction=eval_fraction,
             shard_tokens=shard_tokens,
             workers=workers,
             overwrite=overwrite,
             special_tokens=special_tokens,
+            format=format,
+            train_on=train_on,
+            chat_template=chat_template,
+            seq_len=seq_len,
         )
     print(summary.describe())

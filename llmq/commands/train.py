@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
+from llmq.base.errors import ConfigError
+from llmq.commands.common import (
+    ConfigFile,
+    Reserve,
+    SaveConfig,
+    load_run,
+    save_config,
+    size_of,
+    train_options,
+)
 from llmq.config.command_line import command_line
 from llmq.config.options_io import given_fields
 
@@ -28,16 +37,20 @@ def train(
             "what is given stays, micro-batch times accumulation too.",
         ),
     ] = False,
+    reserve: Reserve = None,
 ) -> None:
     """Train a model, or continue to."""
-    config, model, model_dir = load_run(given, config_file)
-    argv, fields = sys.argv, given_fields(given, config_file)
+    if reserve is not None and not auto:
+        raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
+    config, model, model_dir = load_run(given, config_file, trains=True, weights=not dry_run)
+    argv = sys.argv
     if auto:
         from llmq.plan.report import choose
 
-        config = choose(config, model, fields)
-        argv = command_line(config, log_file="log_file" in fields)
-    save_config(save, config, fields)
+        fields = given_fields(given, config_file)
+        config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
+        argv = command_line(config)
+    save_config(save, config)
     if dry_run:
         from llmq.plan.report import run_plan
 

@@ -22,8 +22,8 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
-    config, model, model_dir = load_run(given, config_file)
-    save_config(save, config, given_fields(given, config_file))
+    config, model, model_dir = load_run(given, config_file, trains=not synthetic)
+    save_config(save, config)
     from llmq.bench.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}

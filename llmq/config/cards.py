@@ -6,6 +6,7 @@ measured on one card, and follows for others from the speeds that llm.q publishe
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -19,9 +20,11 @@ GIB = 1 << 30
 class Card:
     """One GPU.
 
-    memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction,
-    as copies reach it; link: to another card over NVLink, as collectives reach it, 0 without; all
-    in GB/s. tf32, bf16, fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
+    name: what its driver calls it; of a card that is sold with several sizes of memory under one
+    name, those after the first one have the size behind it. memory: in GiB, about what CUDA
+    reports. bandwidth: of that; bus: to the host, one direction, as copies reach it; link: to
+    another card over NVLink, as collectives reach it, 0 without; all in GB/s. tf32, bf16, fp8:
+    dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
     sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
     at the power limit. source: where that is from, for the user.
     """
@@ -39,6 +42,20 @@ class Card:
     sustained: tuple[float, float]
     source: str
 
+    @property
+    def size(self) -> int:
+        """The memory that it is sold with, in GB."""
+        return next(size for size in _SIZES if size >= self.memory)
+
+    @property
+    def driver_name(self) -> str:
+        """What its driver calls it, which may be the name of a card with other memory, too."""
+        plain = _without_size(self.name)
+        return plain if plain in CARDS else self.name
+
+
+# What cards are sold with, in GB.
+_SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288)
 
 # What copies between a card and pinned memory reach, in GB/s. PCIe 5 x16: measured on an H100.
 _PCIE5, _PCIE4 = 55.0, 26.0
@@ -122,6 +139,43 @@ _SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
     "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, _RTX_6000_ADA),
     "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, _RTX_6000_ADA),
     "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, _RTX_PRO_6000),
+    # Sold under a name that is above, with other memory; some have other chips, too.
+    "GeForce RTX 5060 Ti 8GB": (36, 2572, 7.6, 448, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 4060 Ti 8GB": (34, 2535, 7.6, 288, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 3080 12GB": (70, 1710, 11.6, 912, _PCIE4, _RTX_3070),
+    "GeForce RTX 3060 8GB": (28, 1777, 7.6, 240, _PCIE4, _RTX_3070),
+    "GeForce RTX 3050": (20, 1777, 7.6, 224, _PCIE4_X8, _RTX_3070),
+    "GeForce RTX 3050 6GB": (18, 1470, 5.6, 168, _PCIE4_X8, _RTX_3070),
+    "RTX A2000 6GB": (26, 1200, 5.6, 288, _PCIE4, _RTX_A6000),
+    # Of laptops: multiprocessors (CUDA cores / 128), the upper end of the boost clock, memory and
+    # the width of its bus from NVIDIA's table for GeForce laptops
+    # (nvidia.com/geforce/gaming-laptops/compare); bandwidth is width x rate of its chips. Those of
+    # RTX Ada: the clock at which they have their data sheets' FP32 TFLOP/s. Of the generation
+    # after Ada no laptop gives the card more than 8 lanes for certain.
+    "GeForce RTX 5090 Laptop GPU": (82, 2160, 23.5, 896, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5080 Laptop GPU": (60, 2287, 15.5, 896, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5070 Ti Laptop GPU": (46, 2220, 11.6, 672, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5070 Laptop GPU": (36, 2347, 7.6, 384, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5060 Laptop GPU": (26, 2497, 7.6, 384, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 5050 Laptop GPU": (20, 2662, 7.6, 384, _PCIE5_X8, _RTX_5070),
+    "GeForce RTX 4090 Laptop GPU": (76, 2040, 15.5, 576, _PCIE4, _RTX_4090),
+    "GeForce RTX 4080 Laptop GPU": (58, 2280, 11.6, 432, _PCIE4, _RTX_4090),
+    "GeForce RTX 4070 Laptop GPU": (36, 2175, 7.6, 256, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 4060 Laptop GPU": (24, 2370, 7.6, 256, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 4050 Laptop GPU": (20, 2370, 5.6, 192, _PCIE4_X8, _RTX_4090),
+    "GeForce RTX 3080 Ti Laptop GPU": (58, 1590, 15.5, 512, _PCIE4, _RTX_3070),
+    "GeForce RTX 3080 Laptop GPU": (48, 1710, 15.5, 448, _PCIE4, _RTX_3070),
+    "GeForce RTX 3080 Laptop GPU 8GB": (48, 1710, 7.6, 448, _PCIE4, _RTX_3070),
+    "GeForce RTX 3070 Ti Laptop GPU": (46, 1485, 7.6, 448, _PCIE4, _RTX_3070),
+    "GeForce RTX 3070 Laptop GPU": (40, 1620, 7.6, 448, _PCIE4, _RTX_3070),
+    "GeForce RTX 3060 Laptop GPU": (30, 1703, 5.6, 336, _PCIE4, _RTX_3070),
+    "GeForce RTX 3050 Ti Laptop GPU": (20, 1695, 3.6, 192, _PCIE4_X8, _RTX_3070),
+    "GeForce RTX 3050 Laptop GPU": (16, 1740, 3.6, 192, _PCIE4_X8, _RTX_3070),
+    "RTX 5000 Ada Generation Laptop GPU": (76, 2190, 15.5, 576, _PCIE4, _RTX_6000_ADA),
+    "RTX 4000 Ada Generation Laptop GPU": (58, 2263, 11.6, 432, _PCIE4, _RTX_6000_ADA),
+    "RTX 3500 Ada Generation Laptop GPU": (40, 2246, 11.6, 432, _PCIE4, _RTX_6000_ADA),
+    "RTX 3000 Ada Generation Laptop GPU": (36, 2159, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
+    "RTX 2000 Ada Generation Laptop GPU": (24, 2360, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
 }
 
 MEASURED = "measured on this card"
@@ -133,12 +187,33 @@ PUBLISHED = "from llm.q's published speeds on this card"
 # not). They can exceed 1: GeForce cards clock higher than their sheets say.
 _SUSTAINED: dict[str, tuple[float, float, str]] = {
     "H100 80GB HBM3": (0.71, 0.615, MEASURED),
+    "H200": (0.71, 0.59, MEASURED),  # in bf16 as the H100: not measured
     "GeForce RTX 4090": (1.08, 1.19, PUBLISHED),
     "GeForce RTX 5090": (0.95, 1.21, PUBLISHED),
     "GeForce RTX 5060 Ti": (1.09, 1.09, PUBLISHED),
     "RTX PRO 6000 Blackwell Server Edition": (0.76, 0.67, PUBLISHED),
     "L40S": (0.56, 0.39, PUBLISHED),
 }
+
+
+def _without_size(name: str) -> str:
+    return re.sub(r" \d+GB$", "", name)
+
+
+def is_laptop(name: str) -> bool:
+    """Whether a card of this name is built into laptops."""
+    return "Laptop" in name
+
+
+def is_data_center(name: str) -> bool:
+    """Whether a card of this name is made for servers, where it drives no display.
+
+    Their names are letters and a number (H100, L40S, A10, Tesla T4), but for the GB10 of desktop
+    machines, and editions for servers.
+    """
+    words = name.removeprefix("NVIDIA ").removeprefix("Tesla ").replace("-", " ").split()
+    product = words[0] if words else ""
+    return "Server" in words or (product != "GB10" and bool(re.match(r"[A-Z]+\d", product)))
 
 
 def _like(name: str, capability: int) -> str:
@@ -160,10 +235,13 @@ def _card(name: str) -> Card:
         sheet = (capability, num_sms, memory, bandwidth, bus, 0.0, *peaks)
     else:
         sheet = _SHEETS[name]
-    like = name if name in _SUSTAINED else _like(name, sheet[0])
+    own = _without_size(name)
+    like = own if own in _SUSTAINED else _like(name, sheet[0])
     *sustained, source = _SUSTAINED[like]
-    if like != name:
+    if like != own:
         source = f"from its data sheet, of which it is taken to reach as much as {like}"
+        if is_laptop(name):
+            source += "; at the highest power that a laptop gives it"
     columns = dict(zip(_COLUMNS, sheet, strict=True))
     return Card(name=f"NVIDIA {name}", **columns, sustained=tuple(sustained), source=source)
 
@@ -182,31 +260,65 @@ def spec_of(card: Card) -> DeviceSpec:
 CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}
 
 
-def find_card(words: str) -> Card:
-    """The card of --card: the first one whose name contains all words, "4090" or "pro 6000".
+NEAREST = 5  # cards that are named where none is known
 
-    Words that are on no card are taken apart where digits begin or end: "rtx5060ti".
+
+def find_card(words: str) -> Card:
+    """The card of --card: the first one that has all words in its name, "4090" or "pro 6000", or as
+    the size of its memory, "5060 ti 8gb": with a size, the first one with the shortest name.
+
+    Words that are on no card are taken apart where digits begin or end: "rtx5060ti". ConfigError
+    names the nearest cards.
     """
-    given = words.lower().replace("-", " ")
-    for wanted in (given.split(), re.findall(r"\d+|[^\d\s]+", given)):
-        for name, card in CARDS.items():
-            if wanted and set(wanted) <= set(name.lower().replace("-", " ").split()):
-                return card
-    raise ConfigError(f"--card: no card is known as '{words}'; known are {', '.join(CARDS)}")
+    given = re.sub(r"(\d+) ?(gb|gib|g)\b", r" \1gb ", words.lower().replace("-", " "))
+    apart = re.findall(r"\d+gb\b|\d+|[^\d\s]+", given)
+    for wanted in (given.split(), apart):
+        found = [card for card in CARDS.values() if wanted and set(wanted) <= _words(card)]
+        if any(re.fullmatch(r"\d+gb", word) for word in wanted):
+            found.sort(key=lambda card: len(_without_size(card.name).split()))
+        if found:
+            return found[0]
+    if not apart:
+        raise ConfigError("--card: expected words of a card's name, such as 4090 or '5060 ti 8gb'")
+    near = ", ".join(f"{c.name} ({c.size} GB)" for c in _nearest(apart))
+    raise ConfigError(f"--card: no card is known as '{words}'; the nearest are {near}")
+
+
+def _words(card: Card) -> set[str]:
+    return {*_plain(card).split(), f"{card.size}gb"}
+
+
+def _plain(card: Card) -> str:
+    return card.name.lower().replace("-", " ")
+
+
+def _nearest(wanted: list[str]) -> list[Card]:
+    """The cards with most of the words, and of these those whose names look most alike."""
+    text = " ".join(wanted)
+
+    def likeness(card: Card) -> tuple[int, float]:
+        name = _plain(card).removeprefix("nvidia ").removeprefix("geforce ")
+        return len(set(wanted) & _words(card)), difflib.SequenceMatcher(None, text, name).ratio()
+
+    return sorted(CARDS.values(), key=likeness, reverse=True)[:NEAREST]
 
 
 def card_of(spec: DeviceSpec) -> Card:
     """The card of a GPU that is there; for one that is not known, a similar one scaled to it.
 
-    Similar: of the nearest capability, and of these with the nearest number of multiprocessors.
+    Where several have its name, the one with its memory. Similar: of the nearest capability, of
+    laptops or not, and of these with the nearest number of multiprocessors.
     """
-    known = CARDS.get(spec.name)
-    if known is not None:
-        return known
-    near = min(
-        CARDS.values(),
-        key=lambda c: (abs(c.capability - spec.capability), abs(c.num_sms - spec.num_sms)),
-    )
+    named = [card for card in CARDS.values() if spec.name in (card.name, card.driver_name)]
+    if named:
+        return min(named, key=lambda card: abs(card.memory * GIB - spec.memory))
+
+    def unlikeness(card: Card) -> tuple[int, bool, int]:
+        other_kind = is_laptop(card.name) != is_laptop(spec.name)
+        sms = abs(card.num_sms - spec.num_sms)
+        return abs(card.capability - spec.capability), other_kind, sms
+
+    near = min(CARDS.values(), key=unlikeness)
     ratio = spec.num_sms / near.num_sms
     return replace(
         near,

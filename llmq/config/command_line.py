@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from itertools import chain
 from typing import Any
 
 from llmq.config.option_types import parse_bool
@@ -11,20 +13,31 @@ from llmq.config.options import OPTIONS, TrainConfig
 
 def flag(name: str, value: Any) -> str:
     """One option of TrainConfig with a value, as on the command line."""
+    return " ".join(_flags(name, value))
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    """The words of the command line: one, or one for each of several values."""
+    if isinstance(value, tuple):
+        return [_word(name, each) for each in value]
+    return [_word(name, value)]
+
+
+def _word(name: str, value: Any) -> str:
     option = OPTIONS[name]
     if option.parse is parse_bool:
         return option.flag if value else f"--no-{option.flags[0]}"
     return f"{option.flag}={value}"
 
 
-def fewest_values(config: TrainConfig, *, log_file: bool = False) -> dict[str, Any]:
+def fewest_values(config: TrainConfig) -> dict[str, Any]:
     """The values, by field, without which it would be another configuration.
 
-    What is as by default is left out, and so is what others imply. config: normalized. log_file:
-    compare it too; it was given, not made from the time of the start.
+    What is as by default is left out, and so is what others imply; so is a log that is called after
+    the time of a start. config: normalized.
     """
     names = [field.name for field in dataclasses.fields(config)]
-    if not log_file:
+    if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
         names.remove("log_file")
 
     def values(chosen: dict[str, Any]) -> list[Any]:
@@ -40,10 +53,7 @@ def fewest_values(config: TrainConfig, *, log_file: bool = False) -> dict[str, A
     return given
 
 
-def command_line(config: TrainConfig, *, log_file: bool = False) -> list[str]:
-    """`llmq train` with the flags without which it would be another configuration.
-
-    Arguments as of fewest_values.
-    """
-    given = fewest_values(config, log_file=log_file)
-    return ["llmq", "train", *(flag(name, value) for name, value in given.items())]
+def command_line(config: TrainConfig) -> list[str]:
+    """`llmq train` with the flags of fewest_values. config: normalized."""
+    given = fewest_values(config).items()
+    return ["llmq", "train", *chain(*(_flags(*pair) for pair in given))]

@@ -13,6 +13,8 @@ from llmq.config.option_types import (
     parse_every,
     parse_layers,
     parse_name,
+    parse_patterns,
+    parse_repeated,
     parse_size,
     parse_switch,
     switch,
@@ -21,6 +23,7 @@ from llmq.config.option_types import (
 FP8_DTYPES = ("e4m3", "e5m2")
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
+_EVALUATION = "Evaluation in the run"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
 _RANKS = "Several GPUs"
 
@@ -33,6 +36,9 @@ class Fields:
         _MODEL,
         ".",
         "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
+    )
+    download: bool = switch(
+        _MODEL, "Fetch what of --model is not in the local cache from the Hugging Face hub"
     )
     from_scratch: bool = switch(_MODEL, "Start from random weights")
     init_proj_to_zero: bool = switch(
@@ -83,17 +89,41 @@ class Fields:
         _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
     )
 
-    train_file: str = option(
-        _DATA, f"{SHAKESPEARE}/train.bin", "Training token files, a glob pattern"
+    train_file: tuple[str, ...] = option(
+        _DATA,
+        (f"{SHAKESPEARE}/train.bin",),
+        "Training token files, a glob pattern; may be given several times, also with weights: "
+        "a.bin:0.7 b.bin:0.3",
     )
-    eval_file: str | None = option(
+    eval_file: str | tuple[str, ...] | None = option(
         _DATA,
         None,
         "Validation token files, a glob pattern; none: no validation; split: a part of the "
-        "training files; if not given: eval.bin beside the default --train-file, split with others",
+        "training files; if not given: eval.bin beside the default --train-file, split with "
+        "others; NAME=PATTERN, repeated: validations of their own",
+        parse=parse_patterns,
     )
     eval_fraction: float = option(
         _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
+    )
+    packing: str = option(
+        _DATA,
+        "concat",
+        "What a sequence is; concat: a window of the files, best-fit: whole documents, as many as "
+        "fit, none: one document",
+        choices=("concat", "best-fit", "none"),
+    )
+    document_mask: bool | None = option(
+        _DATA,
+        None,
+        "Keep attention and positions within a document; on if not given with --packing best-fit "
+        "and none",
+    )
+    document_separator: int | None = option(
+        _DATA,
+        None,
+        "Id of the token that ends a document, for token files that have no .docs file",
+        min=0,
     )
     train_seed: int = option(
         _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
@@ -159,6 +189,27 @@ class Fields:
         _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
     )
 
+    eval_task: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Task of llmq eval to evaluate on in the run, FILE or KIND=FILE; may be repeated",
+        parse=parse_repeated,
+    )
+    task_every: int = option(
+        _EVALUATION, -1, "Steps between evaluations on tasks; 0 or less: only at the end"
+    )
+    task_limit: int | None = option(
+        _EVALUATION, None, "Take only as many records of each task, from its start", min=1
+    )
+    sample_prompt: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Text to continue in the run, as a sample; may be repeated",
+        parse=parse_repeated,
+    )
+    sample_every: int = option(_EVALUATION, -1, "Steps between samples; 0 or less: only at the end")
+    sample_tokens: int = option(_EVALUATION, 64, "Longest continuation of a sample", min=1)
+
     name: str = option(
         _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
     )
@@ -166,10 +217,19 @@ class Fields:
     checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
     ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
     ckpt_keep_n: int = option(
-        _OUTPUT, -1, "Checkpoints to keep, older ones are deleted; 0 or less: all"
+        _OUTPUT,
+        3,
+        "Newest checkpoints to keep beside those of --ckpt-major, older ones are deleted; 0 or "
+        "less: all",
     )
     ckpt_major: int = option(
-        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted"
+        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted; -1: none"
+    )
+    keep_best: str | None = option(
+        _OUTPUT,
+        None,
+        "Write and keep the checkpoint at which this was best: loss, NAME/loss of a named "
+        "--eval-file, or TASK/METRIC of an --eval-task",
     )
     save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
     continue_from: str | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,19 +44,25 @@ class ModelConfig:
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
-    """Positions that a token sees, itself included; None: all. Not longer than max_positions."""
+    """Positions that a token sees, itself included; None: all. Shorter than max_positions."""
+    windowed_layers: tuple[bool, ...] | None = None
+    """Whether each layer has the sliding window; None: all have."""
     norm: str
     """'rmsnorm' or 'layernorm'."""
     norm_eps: float
     """Added to the mean square (or variance) before the root."""
     activation: str
-    """'swiglu', or 'gelu': its tanh approximation."""
+    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
     positions: str
     """'rope' or 'learned'."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by its root; None: by that of Hd. RoPE's tables have the difference."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool
@@ -86,7 +92,24 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """The MLP has a gate: its up projection has 2F rows, the second F are the gate's."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def embedding_scale(self) -> float:
+        """What rows of the embedding are multiplied by; ops round it to their format."""
+        return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
+
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None, float] | None:
+        """Base and stretching of the rotary frequencies in a layer, and the length of its table's
+        rows, which makes scores what query_pre_attn_scalar says; None without RoPE.
+        """
+        if self.positions != "rope":
+            return None
+        length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        if windowed and self.local_rope_theta is not None:
+            return self.local_rope_theta, None, length
+        return self.rope_theta, self.rope_scaling, length
 
     @property
     def qkv_channels(self) -> int:
@@ -98,10 +121,15 @@ class ModelConfig:
         """Vp: rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in a layer, itself included; None: all."""
+        windowed = self.windowed_layers is None or self.windowed_layers[layer]
+        return self.sliding_window if windowed else None
+
     @property
-    def longest(self) -> int:
-        """Longest sequence for which full attention, which is what there is, is the model's."""
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+    def windows(self) -> set[int | None]:
+        """The windows of all layers."""
+        return {self.window_of(layer) for layer in range(self.num_layers)}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -109,6 +137,19 @@ class ModelConfig:
         return (
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
+
+    @property
+    def layer_kinds(self) -> dict[int, int]:
+        """The first layer of each kind, with and without a window, and how many are like it."""
+        windows = self.windowed_layers or (True,) * self.num_layers
+        return {windows.index(kind): windows.count(kind) for kind in dict.fromkeys(windows)}
+
+    def with_layers(self, layers: Iterable[int]) -> ModelConfig:
+        """With a layer like each of these, which may be the same."""
+        layers, windows = tuple(layers), self.windowed_layers
+        if windows is not None:
+            windows = tuple(windows[layer] for layer in layers)
+        return replace(self, num_layers=len(layers), windowed_layers=windows)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
@@ -138,6 +179,9 @@ class ModelConfig:
             raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
+        scalar = self.query_pre_attn_scalar
+        if scalar is not None and scalar <= 0:
+            raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
         scaling = self.rope_scaling
         if scaling is not None:
             if scaling.kind not in ("llama3", "linear"):
@@ -150,6 +194,11 @@ class ModelConfig:
                     "model rope_scaling: low_freq_factor must be positive and less than "
                     f"high_freq_factor, got {low} and {high}"
                 )
+        windows = self.windowed_layers
+        if windows is not None and len(windows) != self.num_layers:
+            raise ConfigError(
+                f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
+            )
         for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)

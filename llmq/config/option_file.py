@@ -74,16 +74,16 @@ def read_option_file(file: Path) -> dict[str, Any]:
     return content
 
 
-def save_options(file: Path, config: TrainConfig, *, log_file: bool = False) -> None:
+def save_options(file: Path, config: TrainConfig) -> None:
     """Write a configuration as YAML, with a comment for each option, also for those not set.
 
     Set are those without which it would be another configuration; options of one command, such as
-    --continue, are left out. log_file: as of fewest_values. ConfigError for another kind of file,
-    and where one is there that says something else: it may have been edited.
+    --continue, are left out. ConfigError for another kind of file, and where one is there that says
+    something else: it may have been edited.
     """
     if file.suffix not in YAML_SUFFIXES:
         raise ConfigError(f"--save-config: writes YAML, so '{file}' must end in .yaml or .yml")
-    content = _as_yaml(config, log_file)
+    content = _as_yaml(config)
     if file.exists():
         with disk_errors(file):
             same = file.read_bytes() == content.encode()
@@ -97,8 +97,8 @@ def save_options(file: Path, config: TrainConfig, *, log_file: bool = False) -> 
     write_file(file, content)
 
 
-def _as_yaml(config: TrainConfig, log_file: bool) -> str:
-    given, defaults = fewest_values(config, log_file=log_file), TrainConfig()
+def _as_yaml(config: TrainConfig) -> str:
+    given, defaults = fewest_values(config), TrainConfig()
     lines, group = [_HEAD], None
     for name, option in OPTIONS.items():
         if name in ONCE:
@@ -118,5 +118,6 @@ def _scalar(value: Any) -> str:
     if value is None:
         return ""
     plain = str(value) if isinstance(value, Path) else value
+    plain = list(plain) if isinstance(plain, tuple) else plain
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10**9)
     return f" {text.removesuffix('...' + chr(10)).strip()}"

@@ -37,6 +37,9 @@ NEWEST = "latest"
 NONE = "none"
 """Value of --eval-file that stands for no validation at all."""
 
+AUTO = "auto"
+"""Value of --vocab-size that stands for what the training files have."""
+
 SPLIT = "split"
 """Value of --eval-file that stands for a part of the training files."""
 
@@ -79,6 +82,14 @@ def parse_str(value: Any) -> str:
     return str(value)
 
 
+def parse_texts(value: Any) -> tuple[str, ...]:
+    """One text or a list of them, each not empty. ValueError otherwise."""
+    texts = value if isinstance(value, list | tuple) else [value]
+    if not texts:
+        raise ValueError(f"expected text, got {value!r}")
+    return tuple(parse_str(text) for text in texts)
+
+
 def parse_name(value: Any) -> str:
     """Text that can be the name of one file. ValueError otherwise."""
     name = parse_str(value)
@@ -93,6 +104,31 @@ def parse_path(value: Any) -> Path:
         return Path(parse_str(value)).expanduser()
     except RuntimeError:  # left as it is, it would become a directory called ~name
         raise ValueError(f"~ names a user who has no home directory here, got {value!r}") from None
+
+
+def parse_repeated(value: Any) -> tuple[str, ...]:
+    """As parse_texts, or none at all."""
+    return () if value in ((), []) else parse_texts(value)
+
+
+def parse_patterns(value: Any) -> str | tuple[str, ...]:
+    """One pattern of files as it is, or several; those with a name are NAME=PATTERN. ValueError
+    where two have the same name, or none."""
+    patterns = parse_texts(value)
+    names = [named_pattern(pattern)[0] for pattern in patterns]
+    for name, pattern in map(named_pattern, patterns):
+        if names.count(name) > 1:
+            what = f"two patterns are called {name}" if name else "only one may be without a name"
+            raise ValueError(f"{what}: write NAME=PATTERN with names that differ")
+        if name and pattern in (NONE, SPLIT):
+            raise ValueError(f"{name} needs files of its own, got {pattern}")
+    return patterns[0] if len(patterns) == 1 else patterns
+
+
+def named_pattern(text: str) -> tuple[str, str]:
+    """Name and pattern of NAME=PATTERN; the name is "" where there is none."""
+    named = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
+    return (named[1], named[2]) if named else ("", text)
 
 
 def parse_word(value: Any) -> str:
@@ -136,6 +172,19 @@ def parse_continue(value: Any) -> str | None:
     return parse_str(value)
 
 
+def parse_vocab_size(value: Any) -> int | str:
+    """A number of tokens, or AUTO. ValueError otherwise."""
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    try:
+        number = parse_int(value)
+    except ValueError:
+        raise ValueError(f"expected a number of tokens or {AUTO}, got {value!r}") from None
+    if number < 1:
+        raise ValueError(f"must be at least 1, got {number}")
+    return number
+
+
 def parse_every(value: Any) -> int:
     """A number of steps; true: every step, false: never. ValueError otherwise."""
     if isinstance(value, bool):
@@ -171,6 +220,11 @@ class Option:
     max: float | None = None
 
     @property
+    def repeats(self) -> bool:
+        """Whether the command line may give it several times."""
+        return self.parse in (parse_texts, parse_repeated, parse_patterns)
+
+    @property
     def flag(self) -> str:
         """The name that messages use, with dashes."""
         return f"--{self.flags[0]}"
@@ -202,12 +256,16 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_int: "INT",
     parse_float: "FLOAT",
     parse_str: "TEXT",
+    parse_texts: "TEXT",
     parse_name: "TEXT",
     parse_path: "PATH",
+    parse_repeated: "TEXT",
+    parse_patterns: "[NAME=]TEXT",
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_layers: "LAYERS",
+    parse_vocab_size: "N|auto",
 }
 
 
@@ -217,6 +275,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "float": parse_float,
     "str": parse_str,
     "Path": parse_path,
+    "tuple[str, ...]": parse_texts,
 }
 """By the type of the field, as it is written."""
 

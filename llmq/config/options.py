@@ -9,16 +9,18 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.config.fields import FP8_DTYPES, SHAKESPEARE, Fields
+from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
-from llmq.config.option_types import NONE, SPLIT, Option, options_of
+from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
+from llmq.config.sizes import SizeFields, check_from_scratch
+from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(Fields):
+class TrainConfig(SizeFields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
@@ -39,8 +41,10 @@ class TrainConfig(Fields):
         for implied, implying, least in _IMPLICATIONS:
             values[implied] = values[implied] or values[implying] >= least
         if values["eval_file"] is None:  # the default one is of the default training data
-            default = values["train_file"] == f"{SHAKESPEARE}/train.bin"
+            default = values["train_file"] == (f"{SHAKESPEARE}/train.bin",)
             values["eval_file"] = f"{SHAKESPEARE}/eval.bin" if default else SPLIT
+        if values["document_mask"] is None:
+            values["document_mask"] = values["packing"] != "concat"
         if values["log_file"] is None:
             start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
@@ -87,6 +91,7 @@ class TrainConfig(Fields):
             if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
                 flag = OPTIONS[name].flag
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
+        split_weights(self.train_file)
         self._validate_matmul()
         self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
@@ -95,6 +100,7 @@ class TrainConfig(Fields):
             self.check_total(self.steps)
         if self.init_proj_to_zero and not self.from_scratch:
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
+        check_from_scratch(self)
         if self.new_data and self.continue_from is None:
             raise ConfigError("--new-data: needs --continue")
         if self.measure_scaling and self.debug_time_breakdown:
@@ -108,12 +114,37 @@ class TrainConfig(Fields):
     @property
     def splits(self) -> bool:
         """Whether the validation data are a part of the training files."""
-        return self.eval_file == SPLIT
+        return self.eval_pattern == SPLIT
+
+    @property
+    def eval_pattern(self) -> str:
+        """What --eval-file says without a name; NONE where all its patterns have one."""
+        return self._eval_patterns.get("", NONE)
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Named patterns of validation files beside it."""
+        return {name: pattern for name, pattern in self._eval_patterns.items() if name}
+
+    @property
+    def _eval_patterns(self) -> dict[str, str]:
+        given = self.eval_file if isinstance(self.eval_file, tuple) else (self.eval_file,)
+        return dict(map(named_pattern, given))
 
     @property
     def validates(self) -> bool:
-        """Whether there are validation files."""
-        return self.eval_file != NONE
+        """Whether there are validation files without a name."""
+        return self.eval_pattern != NONE
+
+    @property
+    def train_patterns(self) -> list[str]:
+        """The glob patterns of --train-file, without weights."""
+        return split_weights(self.train_file)[0]
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """The weights of these patterns; None if they have none, or there is only one."""
+        return split_weights(self.train_file)[1]
 
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""
@@ -171,11 +202,6 @@ class TrainConfig(Fields):
         if self.seq_len > model.max_positions:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
-            )
-        if self.seq_len > model.longest:
-            raise ConfigError(
-                f"--seq-len: {self.seq_len} exceeds the sliding_window {model.sliding_window} of "
-                "the model, and only full attention is implemented: use at most as many"
             )
         try:
             layer_set(self.recompute_layers, model.num_layers)

@@ -10,6 +10,7 @@ from typing import Any
 from llmq.base.errors import ConfigError
 from llmq.config.model import ModelConfig
 from llmq.config.options import OPTIONS, TrainConfig, implied_by
+from llmq.config.sizes import SIZES
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
 
@@ -123,7 +124,8 @@ def option_rows(
     not report. total-batch (tokens per optimizer step) and steps-per-epoch are left out where the
     number they need is not given; total_steps replaces --steps. None is reported as 'none'.
     """
-    shown = {opt.flags[0]: getattr(config, name) for name, opt in OPTIONS.items()}
+    names = [name for name in OPTIONS if name not in SIZES]  # the model's own say it
+    shown = {OPTIONS[name].flags[0]: getattr(config, name) for name in names}
     for row, name in _RENAMED.items():
         shown[row] = shown.pop(OPTIONS[name].flags[0])
     shown = {row: _label(row, value) for row, value in shown.items()}
@@ -149,6 +151,7 @@ def option_rows(
     ]
     rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
     rows += [("head-dim", model.head_dim), ("max-positions", model.max_positions)]
+    rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
     return rows + list(shown.items())
 
 
@@ -160,4 +163,6 @@ def _label(row: str, value: Any) -> bool | int | float | str:
         return "none"
     if row.endswith("-dtype"):
         return parse_dtype(value).label
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
     return value if isinstance(value, bool | int | float) else str(value)

@@ -13,6 +13,8 @@ from llmq.base.errors import ConfigError
 from llmq.config.model import ModelConfig
 from llmq.model.arch import ARCHITECTURES
 from llmq.model.arch.common import ignored_fields
+from llmq.model.arch.gemma3 import windowed_but_every
+from llmq.model.arch.rope_family import RopeScaling
 
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads num_layers norm_eps tied_embeddings"
@@ -54,6 +56,15 @@ _OLMO2 = {
     "OLMo-2-13B": (5120, 13824, 40, 40, 40, 1e-6, False),
     "OLMo-2-32B": (5120, 27648, 40, 8, 64, 1e-6, False),
 }
+_GEMMA3 = {
+    "gemma-3-270m": (640, 2048, 4, 1, 18, 1e-6, True),
+    "gemma-3-1b": (1152, 6912, 4, 1, 26, 1e-6, True),
+}
+_GEMMA3_LARGE = {
+    "gemma-3-4b": (2560, 10240, 8, 4, 34, 1e-6, True),
+    "gemma-3-12b": (3840, 15360, 16, 8, 48, 1e-6, True),
+    "gemma-3-27b": (5376, 21504, 32, 16, 62, 1e-6, True),
+}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 _BYTES = (257, None, 256, None, 1024, 1e4, None)
@@ -83,6 +94,8 @@ _FAMILIES = (
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
     ("Phi3ForCausalLM", _PHI3, 32064, 1, 32000, 32000, 4096, 1e4, None),
     ("Olmo2ForCausalLM", _OLMO2, 100352, None, 100257, 100277, 4096, 5e5, None),
+    ("Gemma3ForCausalLM", _GEMMA3, 262144, 2, 1, 0, 32768, 1e6, 256),
+    ("Gemma3ForCausalLM", _GEMMA3_LARGE, 262208, 2, 1, 0, 131072, 1e6, 256),
     ("Qwen2ForCausalLM", {"tiny": _TINY_ROPE}, *_BYTES),
     ("Qwen3ForCausalLM", {"tiny-qwen3": _TINY_ROPE}, *_BYTES),
     ("LlamaForCausalLM", {"tiny-llama": _TINY_ROPE}, *_BYTES),
@@ -90,7 +103,28 @@ _FAMILIES = (
     ("GPT2LMHeadModel", {"tiny-gpt2": _TINY_GPT2}, *_BYTES),
     ("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, *_BYTES),
     ("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, *_BYTES),
+    ("Gemma3ForCausalLM", {"tiny-gemma3": _TINY_ROPE}, *_BYTES),
 )
+
+
+def _windows(num_layers: int, window: int) -> dict[str, Any]:
+    """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
+    windowed = windowed_but_every(6, num_layers)
+    return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
+
+
+_STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
+# What single models have besides.
+_MORE = {
+    "gemma-3-270m": _windows(18, 512),
+    "gemma-3-1b": _windows(26, 512),
+    "gemma-3-4b": _windows(34, 1024) | _STRETCHED,
+    "gemma-3-12b": _windows(48, 1024) | _STRETCHED,
+    "gemma-3-27b": _windows(62, 1024)
+    | _STRETCHED
+    | {"head_dim": 128, "query_pre_attn_scalar": 168},
+    "tiny-gemma3": _windows(6, 256),
+}
 
 
 def _presets() -> Iterator[tuple[str, ModelConfig]]:
@@ -98,7 +132,7 @@ def _presets() -> Iterator[tuple[str, ModelConfig]]:
         fields = {"architecture": architecture, **ARCHITECTURES[architecture].kinds()}
         fields |= zip(_SHARED, shared, strict=True)
         for name, sizes in models.items():
-            own = fields | dict(zip(_SIZES, sizes, strict=True))
+            own = fields | dict(zip(_SIZES, sizes, strict=True)) | _MORE.get(name, {})
             own["head_dim"] = own["head_dim"] or own["hidden_size"] // own["num_heads"]
             yield name, ModelConfig(**own).validate()
 
@@ -151,9 +185,9 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
         return preset(name), None
     if is_preset(name):
         raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
-    where = f"--model: {name!r} is not a directory and not a repository in the cache {_hub_cache()}"
+    where = f"--model: {name!r} is not a directory and not a repository in the cache {hub_cache()}"
     if name.count("/") == 1 and name[0] not in "./~":
-        raise ConfigError(f"{where}; download it first: hf download {name}")
+        raise ConfigError(f"{where}: add --download to fetch it from the hub")
     raise ConfigError(f"{where}; presets need --from-scratch, {_near_presets(name)}")
 
 
@@ -178,7 +212,7 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
     return content
 
 
-def _hub_cache() -> Path:
+def hub_cache() -> Path:
     """Directory of downloaded repositories, by the rules of huggingface_hub."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.path.expanduser(os.environ["HF_HUB_CACHE"]))
@@ -188,7 +222,7 @@ def _hub_cache() -> Path:
 
 def _cached_snapshot(repository: str) -> Path | None:
     """The snapshot that refs/main names, else the newest one; None if there is none."""
-    cached = _hub_cache() / f"models--{repository.replace('/', '--')}"
+    cached = hub_cache() / f"models--{repository.replace('/', '--')}"
     reference = cached / "refs" / "main"
     if reference.is_file():
         snapshot = cached / "snapshots" / reference.read_text().strip()

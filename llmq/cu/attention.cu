@@ -1,6 +1,7 @@
 // attention.cu -- causal self-attention with grouped key/value heads.
 //
-//   S = q k^T / sqrt(Hd), keys after their query masked;  lse = log sum exp(S);  P = exp(S - lse)
+//   S = q k^T / sqrt(Hd), keys that the query does not see masked
+//   lse = log sum exp(S);  P = exp(S - lse)
 //   out = P v;   delta = sum over Hd of d_out * out
 //   dS = P * (d_out v^T - delta)
 //   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
@@ -9,13 +10,18 @@
 //          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
 //          (tensor cores, attention_mma.cuh) or F32 (attention_fma.cuh). Sums and statistics F32;
 //          BF16 P and dS are rounded before they are multiplied. Any seq_len; HEAD_DIM a multiple
-//          of 16 up to 128.
+//          of 16 up to 256. With MASKED = 1 query t sees keys from max(starts[t], t - window + 1)
+//          on: starts: I32 (B, seq_len), never falling along a sequence, or null. With MASKED = 0
+//          it sees all up to its own.
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention.py. delta: 8 threads a row, grid (blocks, B).
 //          decode: grid (Hq, new positions, B).
 // Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
-//          3 in those that own queries); a tile is read by every block that meets it, mostly in L2.
+//          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
+//          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
+//          in which no query sees a key are skipped, so that with MASKED = 1 work goes with what
+//          is seen. What is not seen changes nothing, not even if it is NaN.
 // Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
 //          every element is summed by one thread in a fixed order.
 // Same name  llmq/ops/attention.py  llmq/ref/attention.py  tests/ops/test_attention.py
@@ -23,6 +29,45 @@
 
 // How many pieces of this size cover n.
 __host__ __device__ constexpr int pieces(int n, int size) { return (n + size - 1) / size; }
+
+// What the queries of one sequence see. Both limits never fall from one query to the next, so that
+// those of a tile are those of its first and its last query.
+struct Sight {
+    const int* starts;  // of the sequence, or null
+    int window, seq_len;
+
+    static __device__ __forceinline__ Sight of(const int* starts, int batch, int window,
+                                               int seq_len) {
+        return {MASKED && starts ? starts + (i64)batch * seq_len : nullptr, window, seq_len};
+    }
+    // The first key that a query sees, which may lie beyond the sequence.
+    __device__ __forceinline__ int first_key(int query) const {
+        if (!MASKED) { return 0; }
+        query = min(query, seq_len - 1);
+        const int start = starts ? __ldg(starts + query) : 0;
+        return max(start, query + 1 - window);
+    }
+    // The end of the queries that see one of the keys up to `key`, which is in the sequence: by a
+    // search of the whole warp.
+    __device__ __forceinline__ int end_of_queries(int key) const {
+        if (!MASKED) { return seq_len; }
+        int end = window < seq_len - key ? key + window : seq_len;
+        int seen = key;  // by its own query
+        if (!starts) { return end; }
+        while (end - seen > 1) {
+            const int piece = pieces(end - seen - 1, 32);
+            const int query = seen + ((int)threadIdx.x % 32 + 1) * piece;
+            const bool sees = query < end && __ldg(starts + query) <= key;
+            const int count = __popc(__ballot_sync(0xFFFFFFFFu, sees));  // the first ones of all
+            end = min(end, seen + (count + 1) * piece);
+            seen += count * piece;
+        }
+        return end;
+    }
+};
+
+// What a block of the backward computes: dK and dV of its keys, one of both, or dQ of its queries.
+enum class Part { KEYS, ONLY_K, ONLY_V, QUERIES };
 
 #include "attention_fma.cuh"
 #include "attention_mma.cuh"
@@ -38,9 +83,9 @@ template <> struct Attention<bf16> {
     static __device__ __forceinline__ void forward(Args... args) {
         mma::forward<OWN, STEP, THREADS>(args...);
     }
-    template <bool OWN_KEYS, int OWN, int STEP, int THREADS, class... Args>
+    template <Part PART, int OWN, int STEP, int THREADS, class... Args>
     static __device__ __forceinline__ void backward(Args... args) {
-        mma::backward<OWN, STEP, THREADS, OWN_KEYS>(args...);
+        mma::backward<OWN, STEP, THREADS, PART>(args...);
     }
 };
 
@@ -49,18 +94,20 @@ template <> struct Attention<float> {
     static __device__ __forceinline__ void forward(Args... args) {
         simt::forward<OWN, STEP, THREADS>(args...);
     }
-    template <bool OWN_KEYS, int OWN, int STEP, int THREADS, class... Args>
+    template <Part PART, int OWN, int STEP, int THREADS, class... Args>
     static __device__ __forceinline__ void backward(Args... args) {
-        simt::backward<OWN, STEP, THREADS, OWN_KEYS>(args...);
+        simt::backward<OWN, STEP, THREADS, PART>(args...);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
     attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
-                      int seq_len, int num_heads, int num_kv_heads) {
+                      int seq_len, int num_heads, int num_kv_heads,
+                      const int* __restrict__ starts, int window) {
     extern __shared__ uint4 shared[];
+    const Sight sight = Sight::of(starts, blockIdx.z, window, seq_len);
     Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
-        out, lse, qkv, seq_len, num_heads, num_kv_heads, reinterpret_cast<char*>(shared));
+        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, reinterpret_cast<char*>(shared));
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -97,33 +144,38 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
     attention_backward_tiles(T* __restrict__ d_qkv, const T* __restrict__ d_out,
                              const float* __restrict__ lse, const float* __restrict__ delta,
                              const T* __restrict__ qkv, int seq_len, int num_heads,
-                             int num_kv_heads) {
+                             int num_kv_heads, const int* __restrict__ starts, int window) {
     extern __shared__ uint4 shared[];
     char* memory = reinterpret_cast<char*>(shared);
-    // Tiles of one head are neighbours, so that they find what they read in L2. In both directions
-    // the long ones come first.
+    // Tiles of one head are neighbours, so that they find what they read in L2. In all parts the
+    // long ones come first.
     const int tiles = pieces(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
     const int strip = blockIdx.x / tiles, strips = gridDim.x / tiles;
-    const int key_strips = strips / (num_kv_heads + num_heads) * num_kv_heads;
+    const int batches = strips / ((1 + SPLIT_KEYS) * num_kv_heads + num_heads);
+    const int key_strips = batches * num_kv_heads, keys_end = (1 + SPLIT_KEYS) * key_strips;
+#define BACKWARD(part, tile, strip, heads)                                                        \
+    Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                  \
+        d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, (strip) % (heads), \
+        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), memory)
     if (strip < key_strips) {
-        Attention<T>::backward<true, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(
-            d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile,
-            strip % num_kv_heads, strip / num_kv_heads, memory);
+        BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile, strip, num_kv_heads);
+    } else if (SPLIT_KEYS && strip < keys_end) {
+        BACKWARD(Part::ONLY_V, tile, strip - key_strips, num_kv_heads);
     } else {
-        const int query_strip = strip - key_strips;
-        Attention<T>::backward<false, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(
-            d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tiles - 1 - tile,
-            query_strip % num_heads, query_strip / num_heads, memory);
+        const int query_strip = strip - keys_end;
+        BACKWARD(Part::QUERIES, tiles - 1 - tile, query_strip, num_heads);
     }
+#undef BACKWARD
 }
 
-// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys. Keys
-// and values from before `position` come from the cache, new ones from qkv, so that no block reads
-// what another one is storing in the cache.
+// One query head at one new position: a running softmax over blocks of DECODE_THREADS keys, of the
+// last `window` up to its own. Keys and values from before `position` come from the cache, new ones
+// from qkv, so that no block reads what another one is storing in the cache.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
     attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
                      const T* __restrict__ qkv, int position, int num_new, int max_positions,
-                     int num_heads, int num_kv_heads) {
+                     int num_heads, int num_kv_heads, int window) {
+    constexpr int COLUMNS = pieces(HEAD_DIM, DECODE_THREADS);  // tid, tid + DECODE_THREADS, ...
     __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
     const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
     const int group = num_heads / num_kv_heads, kv_head = head / group;
@@ -135,18 +187,17 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
     const T* new_v = new_k + num_kv_heads * HEAD_DIM;
     const i64 cached = (i64)batch * max_positions * cache_pitch + kv_head * HEAD_DIM;
 
-    if (tid < HEAD_DIM) {
-        query[tid] =
-            to_f32(rows[nth * new_pitch + head * HEAD_DIM + tid]) * rsqrtf((float)HEAD_DIM);
+    for (int d = tid; d < HEAD_DIM; d += DECODE_THREADS) {
+        query[d] = to_f32(rows[nth * new_pitch + head * HEAD_DIM + d]) * rsqrtf((float)HEAD_DIM);
         if (head % group == 0) {
-            const i64 to = cached + (position + nth) * cache_pitch + tid;
-            k_cache[to] = new_k[nth * new_pitch + tid];
-            v_cache[to] = new_v[nth * new_pitch + tid];
+            const i64 to = cached + (position + nth) * cache_pitch + d;
+            k_cache[to] = new_k[nth * new_pitch + d];
+            v_cache[to] = new_v[nth * new_pitch + d];
         }
     }
     __syncthreads();
-    float top = -INFINITY, total = 0.0f, sum = 0.0f;  // sum: of element tid of the head
-    for (int first = 0; first < keys; first += DECODE_THREADS) {
+    float top = -INFINITY, total = 0.0f, sum[COLUMNS] = {};  // of the head's elements
+    for (int first = max(0, keys - window); first < keys; first += DECODE_THREADS) {
         const int key = first + tid, end = min(DECODE_THREADS, keys - first);
         float score = -INFINITY;
         if (key < keys) {
@@ -167,20 +218,29 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
         top = new_top;
         probs[tid] = p;
         total = fmaf(total, correction, block_sum(p, reduction));  // and probs are there
-        sum *= correction;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) { sum[j] *= correction; }
         if (tid < HEAD_DIM) {
-#pragma unroll 8
+#pragma unroll 8 / COLUMNS
             for (int i = 0; i < end; ++i) {
                 const int at = first + i;
                 const T* v = at < position ? v_cache + cached + at * cache_pitch
                                            : new_v + (at - position) * new_pitch;
-                sum = fmaf(probs[i], to_f32(v[tid]), sum);
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) {
+                    const int d = min(tid + j * DECODE_THREADS, HEAD_DIM - 1);  // some for nothing
+                    sum[j] = fmaf(probs[i], to_f32(v[d]), sum[j]);
+                }
             }
         }
         __syncthreads();  // before probs are overwritten
     }
-    if (tid < HEAD_DIM) {
-        out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + tid] =
-            from_f32<T>(sum / total);
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        const int d = tid + j * DECODE_THREADS;
+        if (d < HEAD_DIM) {
+            out[(((i64)batch * num_new + nth) * num_heads + head) * HEAD_DIM + d] =
+                from_f32<T>(sum[j] / total);
+        }
     }
 }

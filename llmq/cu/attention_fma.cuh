@@ -97,9 +97,33 @@ __device__ __forceinline__ float max_of_16(float x) {
     return x;
 }
 
+// As in attention_mma.cuh, number by number.
+template <bool CLEAR, int ROWS, int THREADS>
+__device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], float* tile) {
+    bool any = false;
+    for (int i = threadIdx.x; i < ROWS * D; i += THREADS) {
+        float& x = tile[i / D * PITCH + i % D];
+        const bool bad = (__float_as_uint(x) & 0x7F800000u) == 0x7F800000u;
+        if (CLEAR && bad) {
+            x = 0.0f;
+            spoiled[i / D] = __int_as_float(0x7FC00000);
+        }
+        any |= bad;
+    }
+    return any;
+}
+
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void spoil(float (&spoiled)[ROWS], float* tile) {
+    if (!__syncthreads_or(not_finite<false, ROWS, THREADS>(spoiled, tile))) { return; }
+    not_finite<true, ROWS, THREADS>(spoiled, tile);
+    __syncthreads();
+}
+
 template <int OWN, int STEP, int THREADS>
 __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv, int seq_len,
-                                        int num_heads, int num_kv_heads, char* shared) {
+                                        int num_heads, int num_kv_heads, const Sight& sight,
+                                        char* shared) {
     constexpr int R = OWN / 16, C = STEP / 16;
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
@@ -119,31 +143,41 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
     float sum[R][COLUMNS] = {}, row_max[R], row_sum[R] = {};
 #pragma unroll
     for (int i = 0; i < R; ++i) { row_max[i] = -INFINITY; }
+    __shared__ float spoiled[STEP];
     load_rows<OWN, THREADS>(q_tile, q, pitch, own, seq_len);
-    const int end = min(own + OWN, seq_len);
-    for (int step = 0; step < end; step += STEP) {
+    const int begin = sight.first_key(own) / STEP * STEP, end = min(own + OWN, seq_len);
+    const int all = sight.first_key(own + OWN - 1);
+    for (int step = begin; step < end; step += STEP) {
         __syncthreads();
         load_rows<STEP, THREADS>(k_tile, k, pitch, step, seq_len);
         load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
+        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         __syncthreads();
+        const bool partial = MASKED && (step < all || step + STEP - 1 > own);
+        if (partial) { spoil<STEP, THREADS>(spoiled, v_tile); }
         float p[R][C];
         multiply_rows<R, C>(p, q_tile + row * PITCH, k_tile + column * PITCH);
 #pragma unroll
         for (int i = 0; i < R; ++i) {
             float top = row_max[i];
+            const int first = sight.first_key(own + row + 16 * i);
 #pragma unroll
             for (int j = 0; j < C; ++j) {
-                const bool future = step + column + 16 * j > own + row + 16 * i;
-                p[i][j] = future ? -INFINITY : p[i][j] * scale;
+                const int key = step + column + 16 * j;
+                const bool future = key > own + row + 16 * i;
+                const bool unseen = future || (MASKED && key < first);
+                if (partial) { p[i][j] += spoiled[column + 16 * j]; }
+                p[i][j] = unseen ? -INFINITY : p[i][j] * scale;
                 top = fmaxf(top, p[i][j]);
             }
             top = max_of_16(top);
-            const float correction = expf(row_max[i] - top);
+            const float base = MASKED && top == -INFINITY ? 0.0f : top;  // nothing is seen so far
+            const float correction = expf(row_max[i] - base);
             row_max[i] = top;
             row_sum[i] *= correction;
 #pragma unroll
             for (int j = 0; j < C; ++j) {
-                p[i][j] = expf(p[i][j] - top);
+                p[i][j] = expf(p[i][j] - base);
                 row_sum[i] += p[i][j];  // of this thread's columns
             }
 #pragma unroll
@@ -167,11 +201,14 @@ __device__ __forceinline__ void forward(float* out, float* lse, const float* qkv
 }
 
 // As mma::backward.
-template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
+template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const float* lse,
                                          const float* delta, const float* qkv, int seq_len,
                                          int num_heads, int num_kv_heads, int tile, int head,
-                                         int batch, char* shared) {
+                                         int batch, const Sight& sight, char* shared) {
+    constexpr bool OWN_KEYS = PART != Part::QUERIES;
+    constexpr bool WANT_X = PART != Part::ONLY_V;
+    constexpr bool WANT_Y = PART == Part::KEYS || PART == Part::ONLY_V;
     constexpr int R = OWN / 16, C = STEP / 16;
     static_assert(THREADS == 256, "16 x 16 threads");
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
@@ -191,8 +228,12 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
 
     load_rows<OWN, THREADS>(a, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
-    const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
-    const int tiles = pieces(OWN_KEYS ? seq_len : min(own + OWN, seq_len), STEP) - first;
+    // Of the step's tiles, the first and the end of those with something to see.
+    const int last_key = min(own + OWN, seq_len) - 1;
+    const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
+    const int tiles =
+        pieces(OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1, STEP) - first;
+    __shared__ float spoiled[STEP];
     const int steps = OWN_KEYS ? group * tiles : tiles;
     float d_x[R][COLUMNS] = {}, d_y[R][COLUMNS] = {};
     for (int n = 0; n < steps; ++n) {
@@ -201,7 +242,16 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + nth * D : k, pitch, step, seq_len);
         load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + nth * D : v, OWN_KEYS ? out_pitch : pitch,
                                  step, seq_len);
+        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         __syncthreads();
+        if (MASKED) {
+            const int all = sight.first_key(OWN_KEYS ? step + STEP - 1 : own + OWN - 1);
+            const bool diagonal = OWN_KEYS ? step < own + OWN - 1 : step + STEP - 1 > own;
+            if (diagonal || (OWN_KEYS ? own : step) < all) {
+                if (WANT_X) { spoil<STEP, THREADS>(spoiled, x); }
+                if (WANT_Y) { spoil<STEP, THREADS>(spoiled, y); }
+            }
+        }
         float p[R][C], d_s[R][C];
         multiply_rows<R, C>(p, a + row * PITCH, x + column * PITCH);
         multiply_rows<R, C>(d_s, b + row * PITCH, y + column * PITCH);
@@ -212,13 +262,16 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
                 const int mine = own + row + 16 * i, other = step + column + 16 * j;
                 const int query = OWN_KEYS ? other : mine, key = OWN_KEYS ? mine : other;
                 const i64 statistic = statistics + (i64)nth * seq_len + min(query, seq_len - 1);
-                const bool seen = key <= query && query < seq_len;
+                const bool seen =
+                    key <= query && query < seq_len && key >= sight.first_key(query);
+                if (MASKED) { p[i][j] += spoiled[column + 16 * j]; }
                 p[i][j] = seen ? expf(fmaf(p[i][j], scale, -lse[statistic])) : 0.0f;
-                d_s[i][j] = p[i][j] * (d_s[i][j] - delta[statistic]);
+                const float gradient = p[i][j] * (d_s[i][j] - delta[statistic]);
+                d_s[i][j] = MASKED && !seen ? 0.0f : gradient;
             }
         }
-        if (OWN_KEYS) { multiply_columns<R, C>(d_y, p, scores, y + column, column); }
-        multiply_columns<R, C>(d_x, d_s, scores, x + column, column);
+        if (WANT_Y) { multiply_columns<R, C>(d_y, p, scores, y + column, column); }
+        if (WANT_X) { multiply_columns<R, C>(d_x, d_s, scores, x + column, column); }
     }
 #pragma unroll
     for (int i = 0; i < R; ++i) {
@@ -228,8 +281,8 @@ __device__ __forceinline__ void backward(float* d_qkv, const float* d_out, const
             const int first_column = (OWN_KEYS ? num_heads + kv_head : q_head) * D;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                to[first_column + 16 * j] = d_x[i][j] * scale;
-                if (OWN_KEYS) { to[first_column + num_kv_heads * D + 16 * j] = d_y[i][j]; }
+                if (WANT_X) { to[first_column + 16 * j] = d_x[i][j] * scale; }
+                if (WANT_Y) { to[first_column + num_kv_heads * D + 16 * j] = d_y[i][j]; }
             }
         }
     }

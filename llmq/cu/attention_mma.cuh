@@ -164,6 +164,80 @@ __device__ __forceinline__ void mask_future(float (&scores)[M][N][4], int own, i
     }
 }
 
+// Set the scores of keys before the first one that their query sees to -inf, likewise.
+template <bool OWN_KEYS, int M, int N>
+__device__ __forceinline__ void mask_past(float (&scores)[M][N][4], const Sight& sight, int own,
+                                          int step, int lane) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = own + m * 16 + (i >> 1) * 8 + (lane >> 2);
+                const int column = step + n * 8 + (lane & 3) * 2 + (i & 1);
+                const int query = OWN_KEYS ? column : row, key = OWN_KEYS ? row : column;
+                if (key < sight.first_key(query)) { scores[m][n][i] = -INFINITY; }
+            }
+        }
+    }
+}
+
+// Whether this thread's part of a tile of ROWS rows has something that is not finite. With CLEAR 16
+// bytes that have become zeros, and the row's place in `spoiled` NaN.
+template <bool CLEAR, int ROWS, int THREADS>
+__device__ __forceinline__ bool not_finite(float (&spoiled)[ROWS], char* tile) {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < pieces(ROWS * UNITS, THREADS); ++i) {
+        const int unit = i * THREADS + (int)threadIdx.x, row = unit / UNITS;
+        if (ROWS * UNITS % THREADS && unit >= ROWS * UNITS) { break; }
+        uint4* const at = reinterpret_cast<uint4*>(tile + row * ROW_BYTES + unit % UNITS * 16);
+        const u32 word[4] = {at->x, at->y, at->z, at->w};
+        bool bad = false;
+#pragma unroll
+        for (u32 pair : word) {  // by the exponents
+            bad |= (pair & 0x7F80u) == 0x7F80u || (pair & 0x7F800000u) == 0x7F800000u;
+        }
+        if (CLEAR && bad) {
+            *at = make_uint4(0, 0, 0, 0);
+            spoiled[row] = __int_as_float(0x7FC00000);
+        }
+        any |= bad;
+    }
+    return any;
+}
+
+// In tiles where some queries do not see some keys, zero times NaN would carry a value from one to
+// the other: what is not finite in the step's tile becomes zeros there, and `spoiled`, which is
+// added to the scores of those who see the row, NaN in its place. Returns whether there is such a
+// row, the same for all threads; `spoiled` counts only then. There are barriers inside.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
+    if (!__syncthreads_or(not_finite<false, ROWS, THREADS>(spoiled, tile))) { return false; }
+    not_finite<true, ROWS, THREADS>(spoiled, tile);
+    __syncthreads();
+    return true;
+}
+
+// Add `spoiled` of the step's rows to the scores, but to those that are masked already.
+template <int M, int N>
+__device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const float (&spoiled)[8 * N],
+                                            int lane) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+                if (scores[m][n][i] != -INFINITY) {
+                    scores[m][n][i] += spoiled[n * 8 + (lane & 3) * 2 + (i & 1)];
+                }
+            }
+        }
+    }
+}
+
 // One step of the running softmax: scores become probabilities relative to the new maximum.
 template <int M, int N>
 __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&sum)[M][D / 8][4],
@@ -180,8 +254,9 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
             }
             top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-            const float shift = -top * scale_log2;
-            const float correction = exp2_approx((row_max[m][r] - top) * scale_log2);
+            const float base = MASKED && top == -INFINITY ? 0.0f : top;  // nothing is seen so far
+            const float shift = -base * scale_log2;
+            const float correction = exp2_approx((row_max[m][r] - base) * scale_log2);
             const bool changed = top > row_max[m][r];
             row_max[m][r] = top;
             float total = 0.0f;
@@ -209,7 +284,8 @@ __device__ __forceinline__ void softmax_step(float (&scores)[M][N][4], float (&s
 // arrive while the scores are computed, the next keys while the probabilities are used.
 template <int OWN, int STEP, int THREADS>
 __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, int seq_len,
-                                        int num_heads, int num_kv_heads, char* shared) {
+                                        int num_heads, int num_kv_heads, const Sight& sight,
+                                        char* shared) {
     constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
     static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -230,26 +306,41 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
 #pragma unroll
     for (int m = 0; m < M; ++m) { row_max[m][0] = row_max[m][1] = -INFINITY; }
 
+    // All queries of the warp see the keys from warp_all to their own, some see those from
+    // warp_first on; likewise of the block.
+    const int warp_first = sight.first_key(warp_own);
+    const int warp_all = sight.first_key(warp_own + 16 * M - 1);
+    const int begin = sight.first_key(own) / STEP * STEP, all = sight.first_key(own + OWN - 1);
+    __shared__ float spoiled[STEP];
     load_rows<OWN, THREADS>(q_tile, q, pitch, own, seq_len);
-    load_rows<STEP, THREADS>(k_tile, k, pitch, 0, seq_len);
+    load_rows<STEP, THREADS>(k_tile, k, pitch, begin, seq_len);
     cp_async_commit();
     const int end = min(own + OWN, seq_len);
-    for (int step = 0; step < end; step += STEP) {
-        const bool active = step < warp_own + 16 * M;  // its last query sees some keys
+    for (int step = begin; step < end; step += STEP) {
+        // Its last query sees some keys, and so does its first one.
+        const bool active = step < warp_own + 16 * M && (!MASKED || step + STEP > warp_first);
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, the values of the last step are no longer needed
+        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
         load_rows<STEP, THREADS>(v_tile, v, pitch, step, seq_len);
         cp_async_commit();
         float scores[M][N][4];
         if (active) {
             multiply_rows<M, N>(scores, left, k_tile + right_rows_offset(lane));
             if (step + STEP - 1 > warp_own) { mask_future<false>(scores, warp_own, step, lane); }
+            if (MASKED && step < warp_all) {
+                mask_past<false>(scores, sight, warp_own, step, lane);
+            }
         }
         cp_async_wait<0>();
         __syncthreads();  // the values are there, the keys are no longer needed
         if (step + STEP < end) {
             load_rows<STEP, THREADS>(k_tile, k, pitch, step + STEP, seq_len);
             cp_async_commit();
+        }
+        if (MASKED && (step < all || step + STEP - 1 > own)) {
+            const bool bad = spoil<STEP, THREADS>(spoiled, shared + (OWN + STEP) * ROW_BYTES);
+            if (bad && active) { add_spoiled<M, N>(scores, spoiled, lane); }
         }
         if (active) {
             softmax_step<M, N>(scores, sum, row_max, row_sum, scale_log2);
@@ -278,17 +369,20 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
                   seq_len - warp_own, sum, factor, shared + warp_row * ROW_BYTES, lane);
 }
 
-// Gradient of OWN keys and values (OWN_KEYS) or of OWN queries: tile `tile` of head `head`, a
+// Gradient of OWN keys and values, or one of both, or of OWN queries: tile `tile` of head `head`, a
 // key/value head or a query head. With P the probabilities, dP = dO V^T, dS = P * (dP - delta):
 //   dV = P^T dO,   dK = dS^T Q / sqrt(D)            dQ = dS K / sqrt(D)
-// The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). There are
-// two tiles each of x and y: the next step's arrive during this one.
-template <int OWN, int STEP, int THREADS, bool OWN_KEYS>
+// The block owns rows a, b and walks over rows x, y: (K, V | Q, dO) or (Q, dO | K, V). With
+// BACKWARD_STAGES = 2 there are two tiles each of x and y: the next step's arrive during this one.
+template <int OWN, int STEP, int THREADS, Part PART>
 __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const float* lse,
                                          const float* delta, const bf16* qkv, int seq_len,
                                          int num_heads, int num_kv_heads, int tile, int head,
-                                         int batch, char* shared) {
-    constexpr int M = OWN / (THREADS / 2), N = STEP / 8;
+                                         int batch, const Sight& sight, char* shared) {
+    constexpr bool OWN_KEYS = PART != Part::QUERIES;
+    constexpr bool WANT_X = PART != Part::ONLY_V;
+    constexpr bool WANT_Y = PART == Part::KEYS || PART == Part::ONLY_V;
+    constexpr int M = OWN / (THREADS / 2), N = STEP / 8, STAGES = BACKWARD_STAGES;
     constexpr int STAGE_BYTES = 2 * STEP * ROW_BYTES + 2 * STEP * 4;
     static_assert(M * THREADS / 2 == OWN && STEP % 16 == 0, "a warp owns multiples of 16 rows");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -307,12 +401,15 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const SharedAddress left = warp_row * ROW_BYTES + left_offset(lane);
     const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
 
-    const int first = OWN_KEYS ? own / STEP : 0;  // step tiles before it see none of the keys
-    const int end = OWN_KEYS ? seq_len : min(own + OWN, seq_len);
+    // Of the step's tiles, the first and the end of those with something to see.
+    const int last_key = min(own + OWN, seq_len) - 1;
+    const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
+    const int end = OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1;
     const int steps = (pieces(end, STEP) - first) * (OWN_KEYS ? group : 1);
+    __shared__ float spoiled[STEP];
     int next = 0, next_row = first * STEP, next_head = 0;  // the step to load; head of the group
     auto load_step = [&] {
-        const SharedAddress x = stages + next % 2 * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+        const SharedAddress x = stages + next % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * D : k, pitch, next_row, seq_len);
         load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v,
                                  OWN_KEYS ? out_pitch : pitch, next_row, seq_len);
@@ -334,7 +431,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 
     load_rows<OWN, THREADS>(a_tile, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b_tile, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
-    load_step();
+    if (STAGES == 2) { load_step(); }
 
     float row_lse[M][2], row_delta[M][2];  // where the block owns the queries
     if (!OWN_KEYS) {
@@ -352,22 +449,45 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     float d_x[M][D / 8][4] = {}, d_y[M][D / 8][4] = {};
     int following = first * STEP;
     for (int i = 0; i < steps; ++i) {
+        if (STAGES == 1) {
+            __syncthreads();  // the last step's tiles are no longer needed
+            following = next_row;
+            load_step();
+        }
         const int step = following;
         following = next_row;
         cp_async_wait<0>();
         __syncthreads();  // this step's tiles are there, the last step's are no longer needed
-        if (next < steps) { load_step(); }
-        const bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
+        if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
+        if (STAGES == 2 && next < steps) { load_step(); }
+        bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
+        bool past = false, bad = false;  // some keys are before what some queries see
+        if (MASKED) {
+            char* const tiles = shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES;
+            const int step_first = sight.first_key(OWN_KEYS ? step : warp_own);
+            const int step_all =
+                sight.first_key(OWN_KEYS ? step + STEP - 1 : warp_own + 16 * M - 1);
+            active &= step_first < (OWN_KEYS ? warp_own + 16 * M : step + STEP);
+            past = (OWN_KEYS ? warp_own : step) < step_all;
+            const int all = OWN_KEYS ? step_all : sight.first_key(own + OWN - 1);
+            const bool diagonal = OWN_KEYS ? step < own + OWN - 1 : step + STEP - 1 > own;
+            if (diagonal || (OWN_KEYS ? own : step) < all) {
+                if (WANT_X) { bad |= spoil<STEP, THREADS>(spoiled, tiles); }
+                if (WANT_Y) { bad |= spoil<STEP, THREADS>(spoiled, tiles + STEP * ROW_BYTES); }
+            }
+        }
         if (!active) { continue; }
-        const SharedAddress x = stages + i % 2 * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+        const SharedAddress x = stages + i % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         const float2* step_lse = reinterpret_cast<const float2*>(
-            shared + 2 * OWN * ROW_BYTES + i % 2 * STAGE_BYTES + 2 * STEP * ROW_BYTES);
+            shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES + 2 * STEP * ROW_BYTES);
         const float2* step_delta = step_lse + STEP / 2;
 
         float p[M][N][4], d_s[M][N][4];
         multiply_rows<M, N>(p, a_tile + left, x + right_rows_offset(lane));
         const bool diagonal = OWN_KEYS ? step < warp_own + 16 * M - 1 : step + STEP - 1 > warp_own;
+        if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
         if (diagonal) { mask_future<OWN_KEYS>(p, warp_own, step, lane); }
+        if (MASKED && past) { mask_past<OWN_KEYS>(p, sight, warp_own, step, lane); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float2 l = OWN_KEYS ? step_lse[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
@@ -376,11 +496,13 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E : row_lse[m][e >> 1];
-                    p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
+                    const bool unseen = MASKED && p[m][n][e] == -INFINITY;  // whatever the shift is
+                    p[m][n][e] = unseen ? 0.0f : exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
                 }
             }
         }
-        if (OWN_KEYS) { multiply_columns<M, N>(d_y, p, y + right_columns_offset(lane)); }
+        if (WANT_Y) { multiply_columns<M, N>(d_y, p, y + right_columns_offset(lane)); }
+        if (!WANT_X) { continue; }
         multiply_rows<M, N>(d_s, b_tile + left, y + right_rows_offset(lane));
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -390,7 +512,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
-                    d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
+                    const float gradient = p[m][n][e] * (d_s[m][n][e] - shift);
+                    d_s[m][n][e] = MASKED && p[m][n][e] == 0.0f ? 0.0f : gradient;
                 }
             }
         }
@@ -402,8 +525,10 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = scale; }
     const int first_head = OWN_KEYS ? num_heads + kv_head : q_head, rows = seq_len - warp_own;
     bf16* to = d_qkv + (sequence + warp_own) * pitch + first_head * D;
-    store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES, lane);
-    if (OWN_KEYS) {
+    if (WANT_X) {
+        store_rows<M>(to, pitch, rows, d_x, factor, shared + warp_row * ROW_BYTES, lane);
+    }
+    if (WANT_Y) {
 #pragma unroll
         for (int m = 0; m < M; ++m) { factor[m][0] = factor[m][1] = 1.0f; }
         store_rows<M>(to + num_kv_heads * D, pitch, rows, d_y, factor,

@@ -1,9 +1,11 @@
 // embedding.cu -- token and position embeddings, and gradients without floating-point atomics.
 //
-//   forward             out[i] = weight[tokens[i]] + position_weight[first_position + i % seq_len]
+//   forward             out[i] = weight[tokens[i]] * scale
+//                                + position_weight[first_position + i % seq_len - starts[i]]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
-//   backward, finish    d_weight[id] += sum of d_out[i] over the i with tokens[i] == id
+//   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
+//   backward_documents  d_position[p] = or += sum of d_out[b, t] where t - starts[b, t] == p
 //
 // The sort: block b collects the tokens with id % buckets == b in order, which needs no word from
 // other blocks (its place in `order` is the count of tokens with a smaller remainder, which it
@@ -15,11 +17,11 @@
 // id repeated n times is thus as balanced as n different ones.
 //
 // Data     d_out, out, weight, position_weight of T; gradients of G; 16-byte aligned, C % 8 == 0.
-//          n tokens.
+//          n tokens. starts: I32 (n), where each token's document starts in its sequence, or null.
 // Launch   forward: 256 threads, a warp per token. sort: 1024 threads, `buckets` blocks, a power
 //          of 2. backward: 256 threads, a warp per chunk of 32 and slice of 256 channels, slices
 //          side by side. finish: 256 threads, (chunks / 4, slices) blocks. positions: 256 threads,
-//          8 channels each.
+//          8 channels each. documents: 256 threads, a warp per position and slice.
 // Cost     forward: 2 n C elements. backward: d_out read once, rows of distinct ids read and
 //          written, n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about
 //          20 us at 32k.
@@ -37,13 +39,13 @@ constexpr u32 ALL = 0xFFFFFFFFu;
 extern "C" __global__ void __launch_bounds__(THREADS)
 embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* __restrict__ weight,
                   const T* __restrict__ position_weight, i64 n, i32 seq_len, i32 C,
-                  i32 first_position) {
+                  i32 first_position, const i32* __restrict__ starts, f32 scale) {
     constexpr int UNROLL = 4;
     const i64 i = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (i >= n) { return; }
     const T* const row = weight + (i64)tokens[i] * C;
-    const T* const position =
-        position_weight ? position_weight + (i64)(first_position + i % seq_len) * C : nullptr;
+    const i64 p = first_position + i % seq_len - (starts ? starts[i] : 0);
+    const T* const position = position_weight ? position_weight + p * C : nullptr;
     for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
         Pack<T, WIDTH> x[UNROLL];
 #pragma unroll
@@ -55,6 +57,10 @@ embedding_forward(T* __restrict__ out, const i32* __restrict__ tokens, const T* 
         for (int u = 0; u < UNROLL; ++u) {
             const int c = start + u * SLICE;
             if (c >= C) { break; }
+            if (scale != 1.0f) {
+#pragma unroll
+                for (int k = 0; k < WIDTH; ++k) { x[u].set(k, from_f32<T>(x[u].get(k) * scale)); }
+            }
             if (position) {
                 Pack<T, WIDTH> p;
                 p.load(position + c);
@@ -85,14 +91,16 @@ template <class X> struct Channels {
             for (int k = 0; k < N; ++k) { sum[i * N + k] += to_f32(x[k]); }
         }
     }
-    // p gets these, which were there, and x; first: the number of the first in the gradient.
-    __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], u32 seed) {
+    // p gets these, which were there, and scale * x; first: the number of the first in the gradient.
+    __device__ __forceinline__ void store_sum(X* p, i64 first, const float (&x)[WIDTH], float scale,
+                                              u32 seed) {
 #pragma unroll
         for (int i = 0; i < WIDTH / N; ++i) {
             Vec<X> sums = unpack<X>(part[i]);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                sums[k] = add_gradient(sums[k], x[i * N + k], seed, (u64)first | (i * N + k));
+                const float sum = scale * x[i * N + k];
+                sums[k] = add_gradient(sums[k], sum, seed, (u64)first | (i * N + k));
             }
             store_vec_stream(p + i * N, sums);
         }
@@ -224,7 +232,7 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
-                   const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+                   const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
     constexpr int UNROLL = 2;  // two loads each; more would cost occupancy
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
@@ -263,7 +271,7 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
             x[u].add_to(sum);
             const bool end = ends >> j & 1;
             if (whole >> j & 1) {
-                before[u].store_sum(d_weight + place, place, sum, seed);
+                before[u].store_sum(d_weight + place, place, sum, scale, seed);
             } else if (end || j == count - 1) {
                 const bool started_before = from_before && (ends & ((1u << j) - 1)) == 0;
                 float* const piece = partial + (2 * chunk + !started_before) * C + c;
@@ -294,7 +302,7 @@ __device__ __forceinline__ i32 run_to_finish(const i32* __restrict__ tokens,
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
-                 const StepScalars* __restrict__ scalars, i32 n, i32 C, u32 salt) {
+                 const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float shared[WARPS][SLICE];
     __shared__ i32 ids[FINISH_CHUNKS];
@@ -341,8 +349,22 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
         for (int k = 0; k < WIDTH; ++k) {
             sum[k] = 0.0f;
             for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
+            sum[k] *= scale;
         }
         add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, seed);
+    }
+}
+
+// 8 channels of the gradient of positions; i: the number of the first one in it.
+__device__ __forceinline__ void store_position(G* d_position, i64 i, const float (&sum)[WIDTH],
+                                               bool accumulate, u32 seed) {
+    if (accumulate) {
+        add_gradients<G, WIDTH>(d_position, i, sum, seed);
+    } else {
+        Pack<G, WIDTH> result;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) { result.set(k, from_f32<G>(sum[k])); }
+        result.store(d_position + i);
     }
 }
 
@@ -368,12 +390,36 @@ embedding_backward_positions(G* __restrict__ d_position, const T* __restrict__ d
             }
         }
     }
-    if (accumulate) {
-        add_gradients<G, WIDTH>(d_position, i, sum, gradient_seed(scalars, salt));
-    } else {
-        Pack<G, WIDTH> result;
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) { result.set(k, from_f32<G>(sum[k])); }
-        result.store(d_position + i);
+    store_position(d_position, i, sum, accumulate, gradient_seed(scalars, salt));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_backward_documents(G* __restrict__ d_position, const T* __restrict__ d_out,
+                             const i32* __restrict__ starts,
+                             const StepScalars* __restrict__ scalars, i32 positions, i32 batch,
+                             i32 seq_len, i32 C, i32 accumulate, u32 salt) {
+    const int slices = (C + SLICE - 1) / SLICE, lane = threadIdx.x % 32;
+    const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const i32 position = warp / slices, c = warp % slices * SLICE + lane * WIDTH;
+    if (position >= positions) { return; }
+    float sum[WIDTH] = {};
+    for (int b = 0; b < batch; ++b) {
+        const i32* const row = starts + (i64)b * seq_len;
+        for (int first = position; first < seq_len; first += 32) {  // none is before its position
+            const int t = first + lane;
+            u32 same = __ballot_sync(ALL, t < seq_len && t - row[min(t, seq_len - 1)] == position);
+            for (; same; same &= same - 1) {
+                const i64 token = (i64)b * seq_len + first + __ffs(same) - 1;
+                Channels<T> x;
+                if (c < C) {
+                    x.load(d_out + token * C + c);
+                    x.add_to(sum);
+                }
+            }
+        }
+    }
+    if (c < C) {
+        store_position(d_position, (i64)position * C + c, sum, accumulate,
+                       gradient_seed(scalars, salt));
     }
 }

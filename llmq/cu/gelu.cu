@@ -13,12 +13,12 @@
 // Launch   256 threads, ceil(n / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns, grid (across, down).
 // Cost     forward reads n and writes n, backward reads 2n and writes n, or 2n with out; memory-
-//          bound, about 30 instructions per element: the sigmoid form has no branch, unlike tanhf,
-//          and no cancellation. _fp8: twice as many loads in flight, about 10 instructions more;
+//          bound, about 30 instructions per element. _fp8: twice as many loads in flight, about 10 instructions more;
 //          codes in both layouts are as many bytes as BF16; 8 KiB of shared memory for each
 //          transposed result.
 // Needs    _fp8: rows and columns multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/gelu.py  llmq/ref/gelu.py  tests/ops/test_gelu.py
+#include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
 
@@ -26,22 +26,17 @@ constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that the registers must do for
 constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && (OUT || OUT_TRANSPOSED) ? 3 : TILES_ON_SM;
-constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
-constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
-constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the reference rounds 3 * C3
 
 __device__ __forceinline__ T activation(T x) {
     const float v = to_f32(x);
-    return from_f32<T>(sigmoid((v * v * C3 + C1) * v) * v);
+    return from_f32<T>(Gelu::share(v) * v);
 }
 
 // out: activation() again, of the same sigmoid.
 __device__ __forceinline__ T gradient(T& out, T d_out, T x) {
-    const float v = to_f32(x);
-    const float s = sigmoid((v * v * C3 + C1) * v);
-    const float slope = (v * v * THREE_C3 + C1) * v * s * (1.0f - s) + s;
+    const float v = to_f32(x), s = Gelu::share(v);
     out = from_f32<T>(s * v);
-    return from_f32<T>(slope * to_f32(d_out));
+    return from_f32<T>(Gelu::slope(v, s) * to_f32(d_out));
 }
 
 __device__ __forceinline__ i64 offset(int i) {

@@ -12,6 +12,9 @@
 //              without mean(d_norm) in RMSNorm
 //              d_weight = sum over rows of d_out * x_hat        d_bias = sum over rows of d_out
 //
+//   OFFSET = 1, of RMSNorm: 1 + weight (F32) takes the place of weight everywhere, and forward
+//   rounds as post does, T(rstd * x * (1 + weight)).
+//
 // Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; mean and
 //          rstd F32. mean and bias are LayerNorm's, else not touched, may be null. partial: F32
 //          (1 + CENTRED, gridDim.x, C), sums of a block for d_weight, then d_bias. abs_max: F32
@@ -47,6 +50,11 @@ using Registers = Row<T, WARPS, VECTORS>;
 template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES>;
 template <bool HELD> using Parameter = RowParameter<T, WARPS, VECTORS, HELD>;
+
+// What an element is multiplied by.
+__device__ __forceinline__ float factor(T weight) {
+    return OFFSET ? 1.0f + to_f32(weight) : to_f32(weight);
+}
 
 __device__ __forceinline__ float centred(T x, float centre) {
     if constexpr (CENTRED) { return to_f32(x) - centre; }
@@ -139,11 +147,13 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
                 for (int k = 0; k < N; ++k) {
                     const float x_hat = to_f32(values.v[i][k]) * scale;
                     if constexpr (ADDITION == AFTER) {
-                        const T normed = from_f32<T>(x_hat * to_f32(w_i[k]));
+                        const T normed = from_f32<T>(x_hat * factor(w_i[k]));
                         result.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(normed));
+                    } else if constexpr (OFFSET) {
+                        result.v[i][k] = from_f32<T>(x_hat * factor(w_i[k]));
                     } else {
                         const T rounded = from_f32<T>(x_hat);
-                        result.v[i][k] = from_f32<T>(to_f32(rounded) * to_f32(w_i[k]));
+                        result.v[i][k] = from_f32<T>(to_f32(rounded) * factor(w_i[k]));
                     }
                 }
             }
@@ -226,7 +236,7 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
                     d_bias[i][k] += g;
                 } else {
                     const float product = g * to_f32(values.v[i][k]);
-                    dot = fmaf(product, to_f32(w_i[k]), dot);
+                    dot = fmaf(product, factor(w_i[k]), dot);
                     d_weight[i][k] = fmaf(product, scale, d_weight[i][k]);
                 }
             }
@@ -243,7 +253,7 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
             const Vec<T>& w_i = w.vector(i);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
-                const float weighted = to_f32(grad.v[i][k]) * to_f32(w_i[k]);
+                const float weighted = to_f32(grad.v[i][k]) * factor(w_i[k]);
                 const float added = to_f32(past.v[i][k]);
                 if constexpr (CENTRED) {
                     const float x_hat = centred(values.v[i][k], centre) * scale;

@@ -6,7 +6,8 @@
 //
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
 //          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned, HEAD_DIM % 16 == 0.
-//          Token i has position first_position + i % seq_length.
+//          Token i has position first_position + i % seq_length, less starts[i] with DOCUMENTS = 1:
+//          starts: I32 (tokens), the first position of each one's document; else null.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
 //          included; else not touched, may be null.
 //          fused: out is d_qkv or null. partial: with BIAS = 1 F32 (ceil(tokens / 64), features),
@@ -60,7 +61,7 @@ template <int COUNT> struct Angles {
 template <bool BACKWARD, bool VALUES>
 __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64 tokens,
                                       i32 seq_length, i32 num_heads, i32 num_kv_heads,
-                                      i32 first_position) {
+                                      i32 first_position, const i32* __restrict__ starts) {
     const u32 heads = num_heads + num_kv_heads, all = heads + num_kv_heads;
     const u32 loaded = VALUES ? all : heads;
     const u32 chunks = (loaded + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
@@ -80,7 +81,7 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
             x2[j] = load_vec(first + head * HEAD_DIM + HALF);
         }
     }
-    const i64 position = first_position + token % seq_length;
+    const i64 position = first_position + token % seq_length - (DOCUMENTS ? starts[token] : 0);
     const f32* angles = table + (position * HALF + column) * 2;
     Angles<N> turn;
     turn.load<BACKWARD>(angles);
@@ -105,15 +106,16 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_forward(T* qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-             i32 num_kv_heads, i32 first_position) {
-    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, first_position);
+             i32 num_kv_heads, i32 first_position, const i32* __restrict__ starts) {
+    rotate<false, false>(qkv, table, tokens, seq_length, num_heads, num_kv_heads, first_position,
+                         starts);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_backward(T* d_qkv, const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-              i32 num_kv_heads, f32* abs_max) {
+              i32 num_kv_heads, const i32* __restrict__ starts, f32* abs_max) {
     const u32 largest =
-        rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, 0);
+        rotate<true, ABS_MAX>(d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, 0, starts);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
@@ -256,8 +258,9 @@ struct FusedShared {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_ON_SM)
 rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
                     const f32* __restrict__ table, i64 tokens, i32 seq_length, i32 num_heads,
-                    i32 num_kv_heads, i32 block_tiles, f32* abs_max, Q* __restrict__ codes,
-                    Q* __restrict__ transposed, const f32* __restrict__ scale, i32* saturated) {
+                    i32 num_kv_heads, const i32* __restrict__ starts, i32 block_tiles, f32* abs_max,
+                    Q* __restrict__ codes, Q* __restrict__ transposed,
+                    const f32* __restrict__ scale, i32* saturated) {
 #if BIAS || CODES || TRANSPOSED
     constexpr bool FP8 = CODES || TRANSPOSED;
     extern __shared__ uint4 memory[];
@@ -296,7 +299,9 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             i32 position = row % seq_length;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                turn[i].load<true>(table + ((i64)position * HALF + column % HEAD_DIM) * 2);
+                const i32 start = DOCUMENTS && row + i < tokens ? starts[row + i] : 0;
+                const i64 row_of_table = position - start;
+                turn[i].load<true>(table + (row_of_table * HALF + column % HEAD_DIM) * 2);
                 if (++position == seq_length) { position = 0; }
             }
         }

@@ -1,7 +1,7 @@
 // swiglu.cu -- the gated activation of Llama- and Qwen-class MLPs, and its gradient.
 //
-//   out = up * (gate * s)        s = sigmoid(gate)
-//   d_up = d_out * (gate * s)    d_gate = d_out * up * s * (1 + gate * (1 - s))
+//   out = up * (gate * s)        s = sigmoid(gate), or with GELU = 1 GELU's (activation.cuh)
+//   d_up = d_out * (gate * s)    d_gate = d_out * up * d(gate * s) / d gate
 //
 // Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
 //          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
@@ -20,24 +20,27 @@
 //          shared memory for transposed codes, and 8 KiB for those of out.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
+#include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
 
+template <bool> struct Choice { using Type = Silu; };
+template <> struct Choice<true> { using Type = Gelu; };
+using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
 
 __device__ __forceinline__ T activation(T up, T gate) {
     const float g = to_f32(gate);
-    return from_f32<T>(to_f32(up) * (g * sigmoid(g)));
+    return from_f32<T>(to_f32(up) * (g * Gate::share(g)));
 }
 
 // out: activation() again, of the same sigmoid.
 __device__ __forceinline__ void gradients(T& d_up, T& d_gate, T& out, T d_out, T up, T gate) {
-    const float g = to_f32(gate), s = sigmoid(g), d = to_f32(d_out);
-    const float slope = ((1.0f - s) * g + 1.0f) * s;
+    const float g = to_f32(gate), s = Gate::share(g), d = to_f32(d_out);
     d_up = from_f32<T>(g * s * d);
-    d_gate = from_f32<T>(slope * to_f32(up) * d);
+    d_gate = from_f32<T>(Gate::slope(g, s) * to_f32(up) * d);
     out = from_f32<T>(to_f32(up) * (g * s));
 }
 

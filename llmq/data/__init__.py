@@ -1,5 +1,5 @@
 """From text to token files to batches.
 
-Imports base, and the cache folder of runtime.
+Imports base, the cache folder of runtime, and from config where models are.
 Start with `tokens.py` and `loader.py`.
 """

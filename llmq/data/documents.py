@@ -1,8 +1,8 @@
-"""The documents of text files, JSON and Parquet, as a stream that can be resumed anywhere.
+"""The documents of files and data sets, as a stream that can be resumed anywhere.
 
-A text file is one document; each record of JSON and each row of Parquet is one (`records.py`).
-Memory is constant: a long text comes in pieces of up to 256 KiB, Parquet is read one row group at a
-time.
+A text file is one document (`text_files.py`); each record of JSON and each row of Parquet is one
+(`records.py`), and so is each record of a data set (`hub_dataset.py`). Memory is constant: a long
+text comes in pieces of up to 256 KiB, Parquet is read one row group at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from llmq.base.errors import DataError
-from llmq.base.records import Item, column_names, json_layout, read_json, read_parquet
+from llmq.base.errors import ConfigError, DataError
+from llmq.base.records import Item, Wanted, column_names, json_layout, read_json, read_parquet
+from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
+from llmq.data import text_files
+from llmq.data.hub_dataset import HubDataset
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
+from llmq.data.record_text import RecordText
+from llmq.data.standard_input import is_standard_input
+from llmq.data.text_files import NotTextError, find_cut, read_text
 from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokens import expand_pattern
 
-PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
 BLOCK_PIECES = 1024  # small documents that travel together
 
 _JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
@@ -32,13 +37,29 @@ _JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input file. in_folder: found by walking a folder, so it may be left out."""
+    """One input file. in_folder: found by walking a folder, so it may be left out.
+
+    dataset: None for a file. Its size may not be known (0), and its time is that of no clock.
+    """
 
     path: str
-    kind: str  # text, jsonl, json or parquet
+    kind: str  # text, jsonl, json, parquet or dataset
     size: int  # bytes
     mtime_ns: int
     in_folder: bool
+    dataset: HubDataset | None = None
+
+    @classmethod
+    def of_dataset(cls, dataset: HubDataset) -> Source:
+        """Opens it, which may need the network. DataError if it cannot be opened."""
+        size, number = dataset.facts()
+        return cls(str(dataset), "dataset", size, number, False, dataset)
+
+    @property
+    def identity(self) -> list[str | int]:
+        """By which an interrupted run knows its inputs again."""
+        path = os.path.abspath(self.path) if self.dataset is None else self.path
+        return [path, self.size, self.mtime_ns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,14 @@ class Block(NamedTuple):
 # Which files
 
 
-def find_sources(inputs: Sequence[str], exclude: Path) -> list[Source]:
+def find_sources(inputs: Sequence[str], dataset: HubDataset | None, exclude: Path) -> list[Source]:
+    """What is to be read, either a data set or files as `find_files` finds them."""
+    if bool(inputs) == (dataset is not None):
+        raise ConfigError("give either files or --dataset")
+    return [Source.of_dataset(dataset)] if dataset is not None else find_files(inputs, exclude)
+
+
+def find_files(inputs: Sequence[str], exclude: Path) -> list[Source]:
     """The files that files, folders and glob patterns name, once each; links are followed.
 
     Hidden files, the folder `exclude` (the output) and, in folders, what `llmq tokenize` wrote are
@@ -139,7 +167,9 @@ def _unreadable(error: OSError) -> NoReturn:
 def _source(path: Path, in_folder: bool) -> Source:
     name = path.name.lower()
     kind = "text"
-    if json_name := _JSON_NAME.fullmatch(name):
+    if is_standard_input(path):
+        kind = json_layout(str(path)) or "text"
+    elif json_name := _JSON_NAME.fullmatch(name):
         kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
     elif name.endswith((".parquet", ".pq")):
         kind = "parquet"
@@ -164,32 +194,31 @@ def _json_kind(path: Path, in_folder: bool) -> str:
     return kind or "text"
 
 
-def having_field(sources: Sequence[Source], field: str) -> tuple[list[Source], list[str]]:
-    """Leave out the JSON and Parquet files of folders that lack the field; what to warn of.
+def having_fields(sources: Sequence[Source], text: RecordText) -> tuple[list[Source], list[str]]:
+    """Leave out the JSON and Parquet files of folders that lack a field; what to warn of.
 
     Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
     """
-    fields = {source: _fields(source) if source.in_folder else None for source in sources}
-    lacking = {source: names for source, names in fields.items() if names and field not in names}
+    fields = {source: field_names(source) if source.in_folder else None for source in sources}
+    lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
     kept = [source for source in sources if source not in lacking]
     only_texts = all(source.kind == "text" for source in kept)
     if not lacking:
-        idle = only_texts and field != "text"
-        return kept, [f"--field {field} has no effect: all inputs are plain text"] if idle else []
+        idle = only_texts and not text.is_default
+        return kept, [f"{text.flag} has no effect: all inputs are plain text"] if idle else []
     first, names = next(iter(lacking.items()))
     if only_texts:
-        raise DataError(
-            f"'{first.path}' has no field '{field}': use --field with one of {', '.join(names)}, "
-            "or leave the file out"
-        )
-    text = f"{len(lacking)} files in folders have no field '{field}': left out, the first is "
-    return kept, [f"{text}'{first.path}'"]
+        raise text.lacks(f"'{first.path}'", names, "or leave the file out")
+    said = f"{len(lacking)} files in folders have no field '{text.missing(names)}': left out"
+    return kept, [f"{said}, the first is '{first.path}'"]
 
 
-def _fields(source: Source) -> list[str] | None:
-    """Of Parquet, or of a JSON file's first record; None for a text, and what cannot be read."""
+def field_names(source: Source) -> list[str] | None:
+    """Of Parquet, a data set, or a JSON file's first record; None for a text, and if unreadable."""
     if source.kind == "text":
         return None
+    if source.dataset is not None:
+        return source.dataset.field_names()
     try:
         if source.kind == "parquet":
             return column_names(source.path)
@@ -220,10 +249,11 @@ class EvalSplit:
             self.offset = self._cut(sources[0])
 
     def _cut(self, source: Source) -> int:
-        offset = int(source.size * (1 - self._fraction))
-        start = max(0, offset - PIECE_BYTES)
-        with open(source.path, "rb") as file:
-            file.seek(start)
+        size = unpacked_size(source.path) if is_packed(source.path) else source.size
+        offset = int(size * (1 - self._fraction))
+        start = max(0, offset - text_files.PIECE_BYTES)
+        with open(source.path, "rb") as raw, unpack(source.path, raw) as file:
+            skip(file, start)
             return start + find_cut(file.read(offset - start))
 
     def is_eval(self, document: int) -> bool:
@@ -245,11 +275,11 @@ class EvalSplit:
 
 
 def read_blocks(
-    sources: Sequence[Source], field: str, split: EvalSplit, start: Position
+    sources: Sequence[Source], wanted: Wanted, split: EvalSplit, start: Position
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    field: the column of Parquet that holds the text. DataError for what cannot be read.
+    wanted: of rows of tables. DataError for what cannot be read.
     """
     pieces: list[Piece] = []
     size = 0
@@ -258,7 +288,7 @@ def read_blocks(
     for number in range(start.source, len(sources)):
         source = sources[number]
         try:
-            for item in _read(source, field, at, split.offset):
+            for item in _read(source, wanted, at, split.offset):
                 is_eval = split.is_eval(at.document)
                 if split.offset is not None:
                     is_eval = item.offset > split.offset
@@ -273,10 +303,10 @@ def read_blocks(
                 )
                 pieces.append(Piece(item.text, is_eval, item.is_end, item.where, is_start))
                 size += len(item.text)
-                if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
+                if size >= text_files.PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
                     yield Block(pieces, at)
                     pieces, size = [], 0
-        except _NotTextError:
+        except NotTextError:
             at = replace(at, skipped=at.skipped + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"cannot read '{source.path}': {error}") from error
@@ -285,80 +315,11 @@ def read_blocks(
     yield Block(pieces, at)
 
 
-class _NotTextError(Exception):
-    """A file in a folder is not text."""
-
-
-def _read(source: Source, field: str, at: Position, cut: int | None) -> Iterator[Item]:
+def _read(source: Source, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
     if source.kind == "text":
-        return _read_text(source, at.offset, cut)
+        return read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
     if source.kind == "parquet":
-        return read_parquet(source.path, field, source.size, at.offset)
+        return read_parquet(source.path, wanted, source.size, at.offset)
+    if source.dataset is not None:
+        return source.dataset.read(wanted, source.size, at.offset)
     return read_json(source.path, source.kind, at.offset, at.line)
-
-
-def _read_text(source: Source, offset: int, cut: int | None) -> Iterator[Item]:
-    """Pieces of a text. It is cut at `cut`, and where a cut does not change the tokens."""
-    with open(source.path, "rb") as file:
-        for stop in [source.size] if cut is None else [cut, source.size]:
-            while offset < stop:
-                # A piece depends on its own offset only, so a resumed run makes the same ones.
-                file.seek(offset)
-                wanted = min(PIECE_BYTES, stop - offset)
-                block = file.read(wanted)
-                if len(block) < wanted:
-                    raise DataError(f"'{source.path}' became shorter while it was read")
-                if offset + wanted < stop:
-                    block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
-                text = _decode(source, offset, block)
-                offset += len(block)
-                yield Item(text, offset == source.size, offset, 0, offset, source.path)
-
-
-def _decode(source: Source, offset: int, data: bytes) -> str:
-    if source.in_folder and offset == 0 and b"\0" in data:
-        raise _NotTextError
-    try:
-        return data.decode("utf-8-sig" if offset == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        if source.in_folder and offset == 0:
-            raise _NotTextError from error
-        raise DataError(
-            f"'{source.path}' is not UTF-8 text at byte {offset + error.start}: convert it "
-            "(`iconv -t UTF-8`) or leave it out"
-        ) from error
-
-
-def find_cut(block: bytes) -> int:
-    """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
-
-    The best place is after a line end between two visible characters: there the usual byte-level
-    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Then after any line end, then
-    before a space, then anywhere between two characters, but not inside `<|…|>`. The first three
-    are looked for in the second half. 0 only for a block without a boundary between characters.
-    """
-    blank = b" \t\n\r\v\f"
-    half = max(1, len(block) // 2)
-    after_any_line_end = 0
-    for at in _positions(block, b"\n", half):
-        if block[at + 1] not in blank:
-            if block[at - 1] not in blank:
-                return at + 1
-            after_any_line_end = after_any_line_end or at + 1
-    if after_any_line_end:
-        return after_any_line_end
-    for at in _positions(block, b" ", half):
-        if block[at + 1] not in blank and block[at - 1] not in blank:
-            return at
-    end = max(0, len(block) - 1)
-    while end > 0 and block[end] & 0xC0 == 0x80:  # a continuation byte
-        end -= 1
-    bracket = block.rfind(b"<", max(1, end - 64), end)
-    return bracket if bracket > 0 else end
-
-
-def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
-    """Where a byte is, from the last but one place of the block back to `start`."""
-    at = len(block) - 1
-    while (at := block.rfind(byte, start, at)) >= 0:
-        yield at

@@ -20,12 +20,12 @@ from typing import Any
 from llmq.base.errors import DataError
 from llmq.base.files import write_shared
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
-from llmq.data.tokens import expand_pattern
+from llmq.data.tokens import find_token_files
 from llmq.runtime.compile import cache_dir
 
 MANIFEST = "tokenize.json"
 RUN_FILE = "llmq.json"  # in a model directory: what made it
-SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.bin(\.partial)?")
+SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|mask)(\.partial)?")
 _CACHE_VERSION = b"1"
 
 
@@ -144,13 +144,12 @@ def _fingerprint_of_files(folder: Path) -> str | None:
 def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId | None]]:
     """Every token file that a glob pattern names, and what made it; None where nothing says so."""
     manifests: dict[Path, TokenizerId | None] = {}
-    for path in expand_pattern(pattern):
+    for path in find_token_files(pattern):
         folder = path.parent
         if folder not in manifests:
             record = read_manifest(folder).get("tokenizer")
             manifests[folder] = TokenizerId.from_record(record)
-        if not path.is_dir():
-            yield path, manifests[folder] if SHARD_NAME.fullmatch(path.name) else None
+        yield path, manifests[folder] if SHARD_NAME.fullmatch(path.name) else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The folder that `llmq tokenize` writes: token files filled one after the other, and a manifest.
 
     train-000.bin …    token files of at most `shard_tokens` tokens
+    train-000.docs …   where their documents end
     eval-000.bin …     the same for the evaluation part
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
@@ -16,19 +17,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, write_file
+from llmq.data.counts import Counts, count_documents
+from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
 from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId
-from llmq.data.tokenizer import HfTokenizer, Tokenizer
-from llmq.data.tokens import TokenFile, TokenWriter, partial_path
+from llmq.data.mask_file import mask_path
+from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
+from llmq.data.tokens import TokenFile, TokenWriter
 
 SPLITS = ("train", "eval")
-NO_SPECIAL_TOKENS = {"special_tokens": [[], []]}  # of the options in a manifest
+# Options that manifests of earlier versions do not have.
+EARLIER = {"special_tokens": [[], []], "format": "text", "train_on": None, "chat_template": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,7 @@ class TokenizeSummary:
     was_resumed: bool
     warnings: list[str]
     special_tokens: str  # those added to each document, in words; "" if none are
+    counts: Counts | None  # None of files that do not say where their documents are
 
     def describe(self) -> str:
         """The result in lines for the console."""
@@ -53,42 +59,81 @@ class TokenizeSummary:
             if files:
                 pattern = files[0] if len(files) == 1 else files[0].parent / f"{split}-*.bin"
                 lines.append(f"  {split}: {tokens} tokens in {pattern}")
+        if self.counts is not None:
+            lines += [f"  {line}" for line in self.counts.lines()]
         if self.special_tokens:
             lines.append(f"  special tokens of each document: {self.special_tokens}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+class Ids(NamedTuple):
+    """A part of a split: token ids (n,) int32.
+
+    ends: (k,) int64, how many of them come before each end of a document. mask: (n,) bool, which
+    are trained; None for a run whose files have no masks.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    mask: np.ndarray | None = None
 
 
 class ShardWriter:
     """Writes one split into files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
 
     def __init__(
-        self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int
+        self,
+        out: Path,
+        split: str,
+        vocab_size: int,
+        shard_tokens: int,
+        tokens: int,
+        *,
+        with_masks: bool = False,
     ) -> None:
         """tokens: how many the last saved state counts; whatever was written after is dropped."""
-        self.out, self.split = out, split
+        self.out, self.split, self.with_masks = out, split, with_masks
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
         self.tokens = tokens
         number, keep = divmod(tokens, shard_tokens)
         path = self._path(number)
-        if keep and path.exists():  # completed after the state was saved
-            os.replace(path, partial_path(path))
-        for stale in _token_files(out, split):
-            if _shard_number(stale) >= number and not (keep and stale == partial_path(path)):
+        kept = [mask_path(path), documents_path(path), path] if keep else []
+        for complete in kept:  # after the state was saved
+            if complete.exists():
+                os.replace(complete, partial_path(complete))
+        for stale in _own_files(out, split):
+            is_later = (
+                _shard_number(stale) >= number or SHARD_NAME.fullmatch(stale.name)[3] == "mask"
+            )
+            if is_later and stale not in map(partial_path, kept):
                 stale.unlink()
-        self._writer = TokenWriter(path, vocab_size, keep_tokens=keep) if keep else None
+        self._writer = self._open(number, keep) if keep else None
+
+    def _open(self, number: int, keep: int = 0) -> TokenWriter:
+        path = self._path(number)
+        return TokenWriter(
+            *(path, self.vocab_size),
+            with_masks=self.with_masks,
+            with_documents=True,
+            keep_tokens=keep,
+        )
 
     def _path(self, number: int) -> Path:
         return self.out / f"{self.split}-{number:03d}.bin"
 
-    def write(self, ids: np.ndarray) -> None:
-        while len(ids):
+    def write(self, ids: Ids) -> None:
+        tokens, ends, mask = ids
+        while len(tokens):
             number, used = divmod(self.tokens, self.shard_tokens)
             if self._writer is None:
-                self._writer = TokenWriter(self._path(number), self.vocab_size)
-            part = ids[: self.shard_tokens - used]
-            self._writer.write(part)
+                self._writer = self._open(number)
+            part = tokens[: self.shard_tokens - used]
+            inside = int(np.searchsorted(ends, len(part), side="right"))
+            of_part = None if mask is None else mask[: len(part)]
+            self._writer.write(part, mask=of_part, ends=ends[:inside])
             self.tokens += len(part)
-            ids = ids[len(part) :]
+            mask = None if mask is None else mask[len(part) :]
+            tokens, ends = tokens[len(part) :], ends[inside:] - len(part)
             if self.tokens % self.shard_tokens == 0:
                 self.finish()
 
@@ -106,10 +151,17 @@ class ShardWriter:
             self._writer.suspend()
 
 
-def _token_files(out: Path, *splits: str) -> list[Path]:
+def _own_files(out: Path, *splits: str) -> list[Path]:
     """Files in `out` that are named like ours, complete or not, sorted."""
     matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
+
+
+def _token_files(out: Path, *splits: str) -> list[Path]:
+    """Those of them that hold tokens."""
+    return [
+        path for path in _own_files(out, *splits) if SHARD_NAME.fullmatch(path.name)[3] == "bin"
+    ]
 
 
 def _shard_number(path: Path) -> int:
@@ -125,6 +177,7 @@ class Manifest:
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
+        self.chat_template: str | None = None  # to be saved with the tokenizer, in place of its own
 
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
@@ -133,7 +186,7 @@ class Manifest:
         for writer in shards.values():
             writer.sync()
         if complete:
-            _save_tokenizer(self._tokenizer, self.out / "tokenizer")
+            _save_tokenizer(self._tokenizer, self.out / "tokenizer", self.chat_template)
         self.data["position"] = asdict(position)
         self.data["splits"] = {split: writer.tokens for split, writer in shards.items()}
         self.data["complete"] = complete
@@ -148,14 +201,24 @@ class Manifest:
             _remove(self.out)
 
     def summary(
-        self, warnings: Sequence[str], *, was_complete: bool = False, was_resumed: bool = False
+        self,
+        warnings: Sequence[str],
+        was_complete: bool,
+        was_resumed: bool,
+        seq_len: int | None,
     ) -> TokenizeSummary:
-        """The result; warnings: of the inputs. DataError if files are missing or damaged."""
+        """The result; warnings: of the inputs. DataError if files are missing or damaged.
+
+        seq_len: the counts say how many documents are longer.
+        """
         tokens, position = self.data["splits"], self.data["position"]
         files = _token_files(self.out, *SPLITS)
-        if sum(TokenFile(path).num_tokens for path in files) != sum(tokens.values()):
+        opened = [TokenFile(path) for path in files]
+        if sum(file.num_tokens for file in opened) != sum(tokens.values()):
             raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
-        warnings = [*warnings]
+        is_known = all(documents_path(path).exists() for path in files)
+        counts = count_documents(opened, seq_len) if is_known else None
+        warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]
@@ -174,10 +237,11 @@ class Manifest:
             was_resumed=was_resumed,
             warnings=warnings,
             special_tokens=self._special_tokens(),
+            counts=counts,
         )
 
     def _special_tokens(self) -> str:
-        before, after = (NO_SPECIAL_TOKENS | self.data["options"])["special_tokens"]
+        before, after = (EARLIER | self.data["options"])["special_tokens"]
         sides = [(before, "before it"), (after, "behind it")]
         return ", ".join(
             f"{self._tokenizer.decode(ids)} ({' '.join(map(str, ids))}) {side}"
@@ -199,7 +263,7 @@ def open_manifest(
     """
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    inputs = [[os.path.abspath(s.path), s.size, s.mtime_ns] for s in sources]
+    inputs = [source.identity for source in sources]
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
     if earlier is not None and not _is_empty(earlier):
@@ -207,7 +271,7 @@ def open_manifest(
         return Manifest(out, earlier, tokenizer)
     if overwrite or earlier is not None:  # the latter of a run that was killed early
         _remove(out)
-    if files := _token_files(out, *SPLITS):
+    if files := _own_files(out, *SPLITS):
         raise DataError(f"'{files[0]}' is of another origin: choose another --out or --overwrite")
     data = {
         "complete": False,
@@ -231,18 +295,20 @@ def _is_empty(data: dict[str, Any]) -> bool:
 
 def _remove(out: Path) -> None:
     """The manifest first: token files alone are never taken for complete."""
-    for path in [out / MANIFEST, *_token_files(out, *SPLITS)]:
+    for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | None) -> None:
     """Put the tokenizer's files into `folder`, in place of those of another one."""
-    if isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve():
-        return  # it is used from there already
+    is_there = isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve()
     with disk_errors(folder):
-        for name in HfTokenizer.FILES:
-            (folder / name).unlink(missing_ok=True)
-        tokenizer.save(folder)
+        if not is_there:
+            for name in HfTokenizer.FILES:
+                (folder / name).unlink(missing_ok=True)
+            tokenizer.save(folder)
+        if chat_template is not None:
+            write_file(folder / TEMPLATE_FILE, chat_template)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -262,7 +328,7 @@ def _check_same(
     inputs: list[list],
 ) -> None:
     """DataError if the tokens that are there were made in another way."""
-    then = NO_SPECIAL_TOKENS | data["options"]
+    then = EARLIER | data["options"]
     changed = [name for name in options if options[name] != then.get(name)]
     if "tokenizer" in changed:
         other = TokenizerId.from_record(data.get("tokenizer")) or "one that it does not name"

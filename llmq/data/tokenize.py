@@ -1,4 +1,4 @@
-"""Turn text files, JSON and Parquet into token files, in constant memory, resumable.
+"""Turn texts and conversations into token files, in constant memory, resumable.
 
 One process reads and writes, worker processes encode. Results are written in the order of the
 inputs, so the files do not depend on the number of workers. From time to time the files written so
@@ -8,39 +8,27 @@ command cuts the files back to that place and goes on, with the same result to t
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import locked
-from llmq.base.records import check_text
-from llmq.data.documents import (
-    Block,
-    EvalSplit,
-    Piece,
-    Position,
-    Source,
-    find_sources,
-    having_field,
-    read_blocks,
-)
+from llmq.data.chat_masks import TRAIN_ON, Chat
+from llmq.data.chat_template import end_of_turn, load_chat_template
+from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
+from llmq.data.encode import Encoder, Recipe, encode_in_workers
+from llmq.data.hub_dataset import HubDataset
+from llmq.data.record_format import choose_format
+from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.standard_input import reading_standard_input
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
 
 SAVE_SECONDS = 15.0  # how often the state is saved: what an interruption costs at most
@@ -48,12 +36,15 @@ REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
+@reading_standard_input
 def tokenize(
     inputs: Sequence[str],
     *,
     tokenizer: str,
     out: str | Path,
-    field: str = "text",
+    field: str = DEFAULT_FIELD,
+    template: str | None = None,
+    dataset: HubDataset | None = None,
     eval_fraction: float = 0.01,
     shard_tokens: int = 100_000_000,
     seed: int = 0,
@@ -61,57 +52,107 @@ def tokenize(
     overwrite: bool = False,
     progress: bool = True,
     special_tokens: str = "auto",
+    format: str = "auto",
+    train_on: str = "assistant",
+    chat_template: str | None = None,
+    seq_len: int | None = None,
 ) -> TokenizeSummary:
-    """Write the documents of `inputs`, each ended by the tokenizer's end-of-text token, to `out`.
+    """Write the documents of `inputs` to `out`, texts with the tokenizer's end-of-text token.
 
-    inputs: files, folders and glob patterns. tokenizer: see load_tokenizer. field: of JSON and
-    Parquet; files of folders that lack it are left out, if others have it. eval_fraction: of the
-    documents, at least one of two or more (of a single text: its last part); 0: none. workers:
-    processes; 1 encodes in this one, None chooses. special_tokens: "auto" adds to each document
-    what transformers' AutoTokenizer adds to a text; where the end-of-text token is among that, it
-    is not added again. "none": nothing but the end of the text. Continues an interrupted run with
-    the same arguments; does nothing if it was complete. DataError or ConfigError for what the user
-    can mend.
+    inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer.
+    field, template: see RecordText; files of folders that lack a field are left out, if others have
+    it. dataset: instead of inputs. eval_fraction: of the documents, at least one of two or more (of
+    a single text: its last part); 0: none. workers: processes; 1 encodes in this one, None chooses.
+    special_tokens: "auto" adds to each text what transformers' AutoTokenizer adds; where the end of
+    the text is among that, it is not added again. "none": only that end. format: of FORMATS.
+    Conversations are written as their chat template renders them: the tokenizer's, or chat_template
+    (see load_chat_template). train_on: what is trained of them, of TRAIN_ON. seq_len: the summary
+    says how many documents are longer. Continues an interrupted run with the same arguments; does
+    nothing if it was complete. DataError or ConfigError for what the user can mend.
     With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
-    _check_options(eval_fraction, shard_tokens, workers, special_tokens)
-    out = Path(out)
-    sources, warnings = having_field(find_sources(inputs, exclude=out), field)
+    _check_options(eval_fraction, shard_tokens, workers, special_tokens, train_on, seq_len)
+    sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
+    wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     loaded = load_tokenizer(tokenizer)
-    if loaded.eos_id is None:
-        raise DataError(
-            f"the tokenizer '{tokenizer}' names no end-of-text token: set eos_token in its "
-            "tokenizer_config.json"
-        )
+    if isinstance(wanted, RecordText):
+        recipe = Recipe(tokenizer, wanted, _added(loaded, tokenizer, special_tokens))
+    else:
+        chat = _chat(loaded, tokenizer, train_on, chat_template)
+        recipe = Recipe(tokenizer, wanted, ([], []), chat)
+    warnings += _idle_options(recipe, special_tokens, train_on, chat_template)
     options = {
         "tokenizer": loaded.fingerprint,
-        "field": field,
         "eval_fraction": eval_fraction,
         "shard_tokens": shard_tokens,
         "seed": seed,
-        "special_tokens": [*loaded.added] if special_tokens == "auto" else [[], []],
+        **recipe.record(),
     }
-    if workers is None:
-        workers = _default_workers(sources, loaded)
-    encode = _Encoder(loaded, field, options["special_tokens"]).encode_blocks
-    if workers > 1:
-        of_workers = (tokenizer, field, options["special_tokens"])
-        encode = partial(_encode_in_workers, of_workers=of_workers, workers=workers)
     with locked(out / ".lock", "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        if manifest.data["complete"]:
-            return manifest.summary(warnings, was_complete=True)
-        was_resumed = manifest.data["position"] != asdict(Position())
-        try:
-            _run(manifest, sources, encode, progress)
-        except BaseException:
-            manifest.discard_if_empty()
-            raise
-        return manifest.summary(warnings, was_resumed=was_resumed)
+        _note_chat(manifest, recipe, loaded, was_given=chat_template is not None)
+        was_complete = manifest.data["complete"]
+        was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
+        if not was_complete:
+            workers = workers or _default_workers(sources, loaded)
+            _run_or_discard(manifest, sources, Encoder(loaded, recipe), workers, progress)
+        return manifest.summary(warnings, was_complete, was_resumed, seq_len)
+
+
+def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
+    """Before and behind each text. The end of the text comes behind it in any case."""
+    if tokenizer.eos_id is None:
+        raise DataError(
+            f"the tokenizer '{spec}' names no end-of-text token: set eos_token in its "
+            "tokenizer_config.json"
+        )
+    return tokenizer.added if special_tokens == "auto" else ([], [])
+
+
+def _chat(tokenizer: Tokenizer, spec: str, train_on: str, given: str | None) -> Chat:
+    template = load_chat_template(tokenizer, given)
+    if template is None:
+        raise DataError(
+            f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
+            "--chat-template FILE, or the tokenizer of a model that has one"
+        )
+    return Chat(template, train_on)
+
+
+def _note_chat(
+    manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
+) -> None:
+    """What a training has to know of a template: a given one replaces the tokenizer's, and the
+    model stops where a turn of the assistant ends."""
+    if recipe.chat is None:
+        return
+    template = recipe.chat.template
+    manifest.chat_template = template.source() if was_given else None
+    stop = end_of_turn(template, tokenizer)
+    manifest.data["end_of_turn"] = next(iter(stop.ids), None) if stop.text is None else None
+
+
+def _idle_options(
+    recipe: Recipe, special_tokens: str, train_on: str, chat_template: str | None
+) -> list[str]:
+    """One line for every option that has no effect on records of this format."""
+    if recipe.chat is not None:
+        idle = [f"--special-tokens {special_tokens}"] * (special_tokens != "auto")
+        reason = "the chat template says which special tokens a conversation has"
+    else:
+        idle = [f"--train-on {train_on}"] * (train_on != "assistant")
+        idle += [f"--chat-template {chat_template}"] * (chat_template is not None)
+        reason = "the inputs are texts, not conversations"
+    return [f"{flag} has no effect: {reason}" for flag in idle]
 
 
 def _check_options(
-    eval_fraction: float, shard_tokens: int, workers: int | None, special_tokens: str
+    eval_fraction: float,
+    shard_tokens: int,
+    workers: int | None,
+    special_tokens: str,
+    train_on: str,
+    seq_len: int | None,
 ) -> None:
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
@@ -121,6 +162,10 @@ def _check_options(
         raise ConfigError(f"--workers is {workers}: give at least 1")
     if special_tokens not in ("auto", "none"):
         raise ConfigError(f"--special-tokens is {special_tokens}: give auto or none")
+    if train_on not in TRAIN_ON:
+        raise ConfigError(f"--train-on is {train_on}: give {', '.join(TRAIN_ON)}")
+    if seq_len is not None and seq_len < 1:
+        raise ConfigError(f"--seq-len is {seq_len}: give at least 1")
 
 
 def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
@@ -132,21 +177,39 @@ def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
     return min(cpus, 16)
 
 
+def _run_or_discard(manifest: Manifest, *args: Any) -> None:
+    """Run; of a run that fails at once leave nothing behind."""
+    try:
+        _run(manifest, *args)
+    except BaseException:
+        manifest.discard_if_empty()
+        raise
+
+
 def _run(
     manifest: Manifest,
     sources: Sequence[Source],
-    encode: Callable[[Iterator[Block]], Iterator[Encoded]],
+    encoder: Encoder,
+    workers: int,
     progress: bool,
 ) -> None:
     """Encode from the manifest's position to the end, saving the state now and then."""
     options, state = manifest.data["options"], manifest.data
+    recipe = encoder.recipe
     shards = {
-        split: ShardWriter(manifest.out, split, state["vocab_size"], options["shard_tokens"], done)
+        split: ShardWriter(
+            *(manifest.out, split, state["vocab_size"], options["shard_tokens"], done),
+            with_masks=recipe.with_masks,
+        )
         for split, done in state["splits"].items()
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    encoded = encode(read_blocks(sources, options["field"], split, start))
+    blocks = read_blocks(sources, recipe.wanted, split, start)
+    in_workers = workers > 1
+    encoded = (
+        encode_in_workers(blocks, recipe, workers) if in_workers else encoder.encode_blocks(blocks)
+    )
     report = _Report(sum(source.size for source in sources), progress)
     saved = time.monotonic()
     try:
@@ -166,108 +229,6 @@ def _run(
     finally:
         for writer in shards.values():
             writer.suspend()
-
-
-# ------------------------------------------------------------------------------------------------
-# Encoding, in this process or in others
-
-
-# Where a block ends in the input, and its ids for training and for evaluation.
-Encoded = tuple[Position, tuple[np.ndarray, np.ndarray]]
-
-
-class _Encoder:
-    """Encodes blocks; each worker process has one."""
-
-    def __init__(self, tokenizer: Tokenizer, field: str, added: Sequence[list[int]]) -> None:
-        """added: ids before and behind each document; the end of the text need not be among them.
-
-        Ids of nothing but added tokens would be a document without text, so an empty one has none.
-        """
-        self.tokenizer = tokenizer
-        self.field = field
-        before, after = added
-        end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
-        self._before, self._after = np.array(before, np.int32), np.array([*after, *end], np.int32)
-
-    def encode(self, pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids for training and for evaluation, int32 each; an empty document has none."""
-        texts = [
-            piece.text
-            if isinstance(piece.text, str)
-            else _parse_json(piece.text, self.field, piece.where)
-            for piece in pieces
-        ]
-        parts: tuple[list[np.ndarray], ...] = ([self._after[:0]], [self._after[:0]])
-        all_ids = self.tokenizer.encode_batch(texts)
-        for piece, text, ids in zip(pieces, texts, all_ids, strict=True):
-            if piece.is_start and text:
-                parts[piece.is_eval].append(self._before)
-            parts[piece.is_eval].append(ids)
-            if piece.is_end and text:
-                parts[piece.is_eval].append(self._after)
-        return np.concatenate(parts[0]), np.concatenate(parts[1])
-
-    def encode_blocks(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
-        """Encode in this process."""
-        for block in blocks:
-            yield block.end, self.encode(block.pieces)
-
-
-def _parse_json(line: bytes, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a {type(record).__name__} instead of a JSON object on each line")
-    if field not in record:
-        raise DataError(f"{where}: no field '{field}': use --field with one of {', '.join(record)}")
-    text = check_text(record[field], field, where)
-    if b"\\ud" in line.lower():  # JSON can write half a character, which no UTF-8 text can hold
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-_worker: _Encoder
-
-
-def _start_worker(tokenizer: str, field: str, added: Sequence[list[int]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
-    global _worker
-    _worker = _Encoder(load_tokenizer(tokenizer), field, added)
-
-
-def _encode_in_worker(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-    return _worker.encode(pieces)
-
-
-def _encode_in_workers(
-    blocks: Iterator[Block], of_workers: tuple[Any, ...], workers: int
-) -> Iterator[Encoded]:
-    """Encode in other processes, in the order of the blocks, a few of them in flight.
-
-    of_workers: the arguments of _start_worker.
-    """
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, of_workers)
-    waiting: deque[tuple[Position, Future]] = deque()
-    try:
-        for block in blocks:
-            waiting.append((block.end, pool.submit(_encode_in_worker, block.pieces)))
-            if len(waiting) > 2 * workers:
-                end, future = waiting.popleft()
-                yield end, future.result()
-        for end, future in waiting:
-            yield end, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died, perhaps for lack of memory: run it again with fewer --workers "
-            "to go on where it was"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------

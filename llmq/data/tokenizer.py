@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.config.presets import find_directory
+from llmq.data.tokenizer_files import END_OF_TEXT, QWEN2_WORDS, open_tokenizer, read_json
 
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
 EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
+TEMPLATE_FILE = "chat_template.jinja"
 
 Added = tuple[list[int], list[int]]
 """Ids that go before and behind each text."""
@@ -32,8 +35,11 @@ _BYTES_AS_FILES = "67d112c6d383d71fe45cedc46f6bb068d2663802be0b7e45858f02c97d1b1
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt); DataError if not."""
-    return ByteTokenizer() if str(spec) == "bytes" else HfTokenizer(Path(spec))
+    """`bytes`, or a folder with tokenizer.json (or vocab.json and merges.txt), or the repository of
+    this name in the Hugging Face cache; DataError if it is none of them."""
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    return HfTokenizer(find_directory(str(spec)) or Path(spec))
 
 
 class ByteTokenizer:
@@ -42,6 +48,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id: int | None = 256
     bos_id: int | None = 256
+    prefix_id: int | None = 256
     fingerprint = "bytes"
     added: Added = ([], [])
 
@@ -53,12 +60,31 @@ class ByteTokenizer:
         """Token ids of each text, int32 (n,)."""
         return [self._encode(text) for text in texts]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        return [(self._encode(text), self._offsets(text)) for text in texts]
+
+    def _offsets(self, text: str) -> np.ndarray:
+        lengths: list[np.ndarray] = []  # of characters in bytes, 0 inside of an end of text
+        for number, part in enumerate(text.split(END_OF_TEXT)):
+            if number:
+                lengths.append(np.array([1, *[0] * (len(END_OF_TEXT) - 1)]))
+            lengths.append(np.array([len(character.encode()) for character in part], np.int64))
+        counts = np.concatenate(lengths).astype(np.int64)
+        starts = np.repeat(np.arange(len(counts)), counts)
+        ends = starts + np.where(self._encode(text) == self.eos_id, len(END_OF_TEXT), 1)
+        return np.stack([starts, ends], axis=1)
+
     def _encode(self, text: str) -> np.ndarray:
         parts: list[np.ndarray] = []
         for part in text.split(END_OF_TEXT):
             parts.append(np.full(min(len(parts), 1), self.eos_id, np.int32))  # between two parts
             parts.append(np.frombuffer(part.encode(), np.uint8).astype(np.int32))
         return np.concatenate(parts)
+
+    def is_byte(self, token: int) -> bool:
+        """No decoder replaces what is before a byte: it is like any token of a byte-level BPE."""
+        return False
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; U+FFFD for bytes that are not UTF-8."""
@@ -67,31 +93,52 @@ class ByteTokenizer:
         )
         return text.decode(errors="replace")
 
+    def is_special(self, token: int) -> bool:
+        """Whether an id is that of a token which is never cut."""
+        return token == self.eos_id
+
     def save(self, folder: Path) -> None:
         """Write files from which transformers' AutoTokenizer makes the same tokenizer.
 
         It is a byte-level BPE without merges, whose vocabulary maps the character that stands for a
         byte to that byte.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
         model = Tokenizer(models.BPE(vocab, []))
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model.decoder = decoders.ByteLevel()
-        model.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**30,  # transformers' own value for "no limit"
-            **special,
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(model.to_str(pretty=True) + "\n", "utf-8")
-        for name, content in [("tokenizer_config", config), ("special_tokens_map", special)]:
-            (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        save_tokenizer(folder, model, special, [END_OF_TEXT])
+
+
+def save_tokenizer(
+    folder: Path, tokenizer: tokenizers.Tokenizer, named: dict[str, str], special: Sequence[str]
+) -> None:
+    """Write a tokenizer's files, which AutoTokenizer takes as they are.
+
+    named: which token is "eos_token" and the like. special: all special tokens; they get ids behind
+    those that are there.
+    """
+    from tokenizers import AddedToken
+
+    added = [AddedToken(token, normalized=False, special=True) for token in special]
+    tokenizer.add_special_tokens(added)
+    others = [token for token in special if token not in named.values()]
+    named = named | ({"additional_special_tokens": others} if others else {})
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,  # transformers' own value for "no limit"
+        **named,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", "utf-8")
+    for name, content in [("tokenizer_config", config), ("special_tokens_map", named)]:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / f"{name}.json").write_text(text, "utf-8")
 
 
 def _byte_level_alphabet() -> list[str]:
@@ -108,12 +155,14 @@ class HfTokenizer:
     """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
 
     added: what transformers' AutoTokenizer puts before and behind a text.
+    prefix_id: of the token behind which a text is predicted from its first token on: what the files
+    name as BOS or, without one, as EOS; a BOS of the model's config is often another thing.
     """
 
     # What transformers may look for beside the weights.
     FILES = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
-        *("merges.txt", "added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+        *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
         EXACT_MODULE,
     )
     # Those of them that decide the ids of a text.
@@ -129,13 +178,15 @@ class HfTokenizer:
             raise DataError(
                 f"no tokenizer folder '{folder}': give 'bytes' or a folder with tokenizer.json"
             )
-        self._tokenizer = _load_hf(folder)
+        self._tokenizer = open_tokenizer(folder)
         self._tokenizer.no_truncation()  # some files carry a maximum length
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids) + 1  # there may be gaps in the ids
         self.eos_id = self._special_id("eos")
         self.bos_id = self._special_id("bos")
+        named = self._named_id("bos"), self._named_id("eos"), self.bos_id, self.eos_id
+        self.prefix_id = next((i for i in named if i is not None), None)
         self.added = self._added_ids()
 
     @cached_property
@@ -156,7 +207,7 @@ class HfTokenizer:
         """Whether texts are cut into words as transformers' Qwen2Tokenizer does."""
         content = json.loads(self._tokenizer.to_str())
         parts = (content["pre_tokenizer"] or {}).get("pretokenizers", [{}])
-        words = parts[0].get("pattern") == {"Regex": _QWEN2_WORDS}
+        words = parts[0].get("pattern") == {"Regex": QWEN2_WORDS}
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
@@ -211,6 +262,31 @@ class HfTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, and (n, 2): which of its characters each token stands for."""
+        encodings = self._with_offsets.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+    @cached_property
+    def _with_offsets(self) -> tokenizers.Tokenizer:
+        """Without the post-processor: some of them take blanks out of a token's characters."""
+        from tokenizers import Tokenizer
+
+        copy = Tokenizer.from_str(self._tokenizer.to_str())
+        copy.post_processor = None
+        return copy
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is that of a token added to the vocabulary, which is never cut."""
+        return token in self._tokenizer.get_added_tokens_decoder()
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token stands for one byte of a character that the vocabulary lacks."""
+        return bool(re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(token) or ""))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens written out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -231,99 +307,3 @@ def _without_absent(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_absent(v) for k, v in value.items() if v is not None and v is not False}
     return [_without_absent(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _load_hf(folder: Path) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer
-
-    fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    try:
-        if fast.exists():
-            return Tokenizer.from_file(str(fast))
-        if vocab.exists() and merges.exists():
-            return _from_vocab_and_merges(folder)
-    except DataError:
-        raise
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
-        raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
-    raise DataError(
-        f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "
-        "with transformers' AutoTokenizer.save_pretrained, or copy them from the model"
-    )
-
-
-# How the tokenizers that are saved as vocab.json and merges.txt cut a text into words. For GPT-2
-# the library knows the expression.
-_QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
-    """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    config = read_json(folder / "tokenizer_config.json")
-    name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
-    tokenizer = Tokenizer(
-        models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    )
-    if name == "GPT2Tokenizer":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif name == "Qwen2Tokenizer":
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
-        raise DataError(
-            f"'{folder}' has no tokenizer.json, and vocab.json of a {name} cannot be used: write "
-            "tokenizer.json there with transformers' AutoTokenizer.save_pretrained"
-        )
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, folder, config)
-    return tokenizer
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids they have there.
-
-    The library numbers them itself, so they are added in the order of their ids and checked.
-    """
-    from tokenizers import AddedToken
-
-    ids: dict[str, int] = read_json(folder / "added_tokens.json")
-    added: dict[str, dict[str, Any]] = {text: {"special": True} for text in ids}
-    if tokenizer.token_to_id(END_OF_TEXT) is not None:
-        added[END_OF_TEXT] = {"special": True}
-    for token_id, token in config.get("added_tokens_decoder", {}).items():
-        text = token["content"]
-        ids[text] = int(token_id)
-        flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
-        added[text] = {flag: token[flag] for flag in flags if flag in token}
-    for text in sorted(added, key=lambda text: ids.get(text, -1)):
-        token = AddedToken(text, **{"normalized": False, **added[text]})
-        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
-        add([token])
-        if text in ids and tokenizer.token_to_id(text) != ids[text]:
-            raise DataError(
-                f"'{folder}': added token {text!r} should have id {ids[text]} but gets "
-                f"{tokenizer.token_to_id(text)}: use a folder with tokenizer.json"
-            )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"cannot read '{path}': {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"cannot read '{path}': it holds no JSON object")
-    return content

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.data.tokenizer import END_OF_TEXT, EXACT_MODULE, HfTokenizer, read_json
+from llmq.data.tokenizer import EXACT_MODULE, HfTokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT, read_json
 
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}
@@ -29,9 +30,10 @@ class ExactTokenizer(PreTrainedTokenizerFast):
 
 # Special tokens that a class has where the file does not say: they are written out, so that they
 # are not lost together with the class.
-_OWN_TOKENS = {
+OWN_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
     "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
+    "GemmaTokenizer": {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"},
     "LlamaTokenizer": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
 }
 
@@ -60,7 +62,7 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
         changed["auto_map"] = {"AutoTokenizer": [None, f"{module}.ExactTokenizer"]}
     if named not in _SAFE:
         changed["tokenizer_class"] = AS_IT_IS
-        own = _OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
+        own = OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
         _name_tokens(changed, tokenizer, own)
     if named is None:
         ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}

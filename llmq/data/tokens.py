@@ -27,6 +27,8 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, sync_directory
+from llmq.data.document_file import SUFFIX, DocumentWriter, documents_path, partial_path
+from llmq.data.mask_file import MaskWriter, mask_path
 
 MAGIC = b"BIN.TOK\n"
 VERSION = 2
@@ -83,6 +85,12 @@ def _expand_braces(pattern: str) -> list[str]:
     return [pattern]
 
 
+def find_token_files(pattern: str | Path) -> list[Path]:
+    """What a glob pattern names, without folders and the `.docs` files beside token files."""
+    found = expand_pattern(pattern)
+    return [path for path in found if path.suffix != SUFFIX and not path.is_dir()]
+
+
 def open_token_files(
     patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
 ) -> list[TokenFile]:
@@ -95,7 +103,7 @@ def open_token_files(
         patterns = [patterns]
     paths: set[Path] = set()
     for pattern in patterns:
-        found = [path for path in expand_pattern(pattern) if not path.is_dir()]
+        found = find_token_files(pattern)
         if not found:
             raise DataError(
                 f"no token file matches '{pattern}': give a .bin file or a quoted pattern such as "
@@ -188,6 +196,10 @@ class TokenFile:
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
         return out.astype(np.int32, copy=False)
 
+    def read_tokens_into(self, start: int, out: np.ndarray) -> None:
+        """The same, as many as `out` has room for, into it: contiguous, of dtype "<i4"."""
+        self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
+
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Mask bits [start, start + count), bool: True where predicting that token counts."""
         if not self.has_masks:
@@ -229,28 +241,48 @@ class TokenWriter:
     """Write one token file piece by piece; it appears under its name only when it is complete.
 
     Until `close` the data is in `partial_path(path)`. As a context manager it closes at the end,
-    or discards the partial file if the block raises. Memory: with masks 1 bit per token, else none.
+    or discards the partial file if the block raises. It keeps nothing in memory.
     """
 
     def __init__(
-        self, path: str | Path, vocab_size: int, *, with_masks: bool = False, keep_tokens: int = 0
+        self,
+        path: str | Path,
+        vocab_size: int,
+        *,
+        with_masks: bool = False,
+        with_documents: bool = False,
+        keep_tokens: int = 0,
     ) -> None:
-        """keep_tokens: go on after that many tokens of a partial file that `suspend` left."""
-        if with_masks and keep_tokens:
-            raise ValueError("TokenWriter: a file with masks cannot be continued")
+        """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
+
+        with_documents: write the `.docs` file too. Without it one of an earlier file is removed.
+        """
         self.path = Path(path)
+        self._documents: DocumentWriter | None = None
+        self._masks: MaskWriter | None = None
         self.vocab_size = vocab_size
         self.with_masks = with_masks
         self.num_tokens = keep_tokens
-        self._mask_bytes = bytearray()
-        self._mask_rest = np.empty(0, bool)  # fewer than 8 bits that do not fill a byte yet
         partial = partial_path(self.path)
+        if with_masks:
+            self._masks = self._open_masks(keep_tokens)
         with disk_errors(partial):
             self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
             if keep_tokens:
                 self._keep(keep_tokens)
             else:
                 self._file.write(self._header())
+        if with_documents:
+            self._documents = DocumentWriter(documents_path(self.path), keep_tokens)
+
+    def _open_masks(self, keep_tokens: int) -> MaskWriter:
+        path = mask_path(self.path)
+        if keep_tokens and not partial_path(path).exists():  # the token file was complete already
+            complete = TokenFile(partial_path(self.path))
+            kept = complete.read_mask(0, keep_tokens)
+            complete.close()
+            return MaskWriter(path, kept)
+        return MaskWriter(path, keep_tokens)
 
     def _keep(self, tokens: int) -> None:
         length = HEADER_BYTES + TOKEN_BYTES * tokens
@@ -269,9 +301,16 @@ class TokenWriter:
         )
         return fields.ljust(HEADER_BYTES - 1, b"*") + b"\n"
 
-    def write(self, tokens: np.ndarray | Iterable[int], mask: np.ndarray | None = None) -> None:
+    def write(
+        self,
+        tokens: np.ndarray | Iterable[int],
+        mask: np.ndarray | None = None,
+        ends: np.ndarray | Sequence[int] = (),
+    ) -> None:
         """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts.
 
+        ends: with_documents only, how many of these tokens come before each end of a document;
+        rising, 0 to n. A document may go on in the next call.
         ValueError for ids outside the vocabulary; LlmqError when the disk is full or the file
         would hold more than 2^31 - 1 tokens.
         """
@@ -283,42 +322,68 @@ class TokenWriter:
             )
         if (mask is not None) != self.with_masks or (mask is not None and len(mask) != len(tokens)):
             raise ValueError("TokenWriter.write: give one mask bit per token iff with_masks is set")
+        ends = np.asarray(ends, np.int64)
+        steps = np.diff(ends, prepend=0, append=len(tokens))
+        if (steps < 0).any() or (len(ends) and self._documents is None):
+            raise ValueError(
+                "TokenWriter.write: ends must rise within the tokens, and need with_documents"
+            )
         if self.num_tokens + len(tokens) > MAX_TOKENS:
             raise DataError(f"'{self.path}' would exceed {MAX_TOKENS} tokens: write several files")
         with disk_errors(self.path):
             self._file.write(tokens.astype(_TOKEN, copy=False).tobytes())
+        if self._documents is not None:
+            self._documents.add(ends + self.num_tokens)
         self.num_tokens += len(tokens)
-        if mask is not None:
-            bits = np.concatenate([self._mask_rest, mask.astype(bool)])
-            whole = len(bits) // 8 * 8
-            self._mask_bytes += np.packbits(bits[:whole], bitorder="little").tobytes()
-            self._mask_rest = bits[whole:]
+        if self._masks is not None:
+            self._masks.write(mask)
 
     def sync(self) -> None:
         """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
+        for beside in self._beside():
+            beside.sync()
 
     def suspend(self) -> None:
         """Leave the partial file as it is, to be continued with `keep_tokens`."""
         self._file.close()
+        for beside in self._beside():
+            beside.suspend()
 
     def discard(self) -> None:
         """Give up: remove the partial file."""
-        self._file.close()
+        self.suspend()
         partial_path(self.path).unlink(missing_ok=True)
+        for beside in self._beside():
+            beside.discard()
 
     def close(self) -> None:
-        """Write masks and header, force the file to the disk and give it its name."""
+        """Write masks and header, force the file to the disk and give it its name.
+
+        The `.docs` file gets its name first, so that no complete token file lacks its own.
+        """
         with disk_errors(self.path), self._file:
-            self._mask_bytes += np.packbits(self._mask_rest, bitorder="little").tobytes()
-            self._file.write(self._mask_bytes)
+            if self._masks is not None:
+                self._masks.copy_to(self._file)
             self._file.seek(0)
             self._file.write(self._header())
             self.sync()
+        if self._documents is not None:
+            complete = TokenFile(partial_path(self.path))
+            self._documents.close(self.num_tokens, complete.read_tokens)
+            complete.close()
+        else:
+            documents_path(self.path).unlink(missing_ok=True)
         os.replace(partial_path(self.path), self.path)
         sync_directory(self.path.parent)
+        if self._masks is not None:
+            self._masks.discard()
+
+    def _beside(self) -> list[DocumentWriter | MaskWriter]:
+        """What is written together with the tokens."""
+        return [writer for writer in (self._documents, self._masks) if writer is not None]
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -328,8 +393,3 @@ class TokenWriter:
             self.close()
         else:
             self.discard()
-
-
-def partial_path(path: Path) -> Path:
-    """Where a file lies until it is complete."""
-    return path.with_name(path.name + ".partial")

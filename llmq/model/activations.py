@@ -68,19 +68,34 @@ class Activation(NamedTuple):
 
 
 class NormSite(NamedTuple):
-    """One norm of one layer, and the residual stream there; see pre_norm.py and post_norm.py.
+    """The norms in front of a half of one layer, and the residual stream there; see block_norms.py.
 
     stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
+    stats: of the stream's norm, post_stats: of the branch's; None where there is none.
     """
 
     stream: Tensor
     branch: Tensor
-    stats: Stats
+    stats: Stats | None
+    post_stats: Stats | None
     out: Activation
 
     def parameters(self, block: BlockParameters[T]) -> tuple[T | None, T | None]:
-        """Weight and bias of this norm among those of its block, or their gradients."""
+        """Weight and bias of the stream's norm among those of its block, or their gradients."""
         return getattr(block, self.out.name), getattr(block, f"{self.out.name}_bias")
+
+    def post_weight(self, block: BlockParameters[T]) -> T | None:
+        """The weight of the branch's norm, or its gradient."""
+        return getattr(block, f"{self.out.name}_post")
+
+
+def _site_stats(
+    dev: Device, config: ModelConfig, name: str, rows: int
+) -> tuple[Stats | None, Stats | None]:
+    """Those of a NormSite."""
+    pre, post = config.arch.pre_norm, config.arch.post_norm
+    stats = norm.alloc_stats(dev, config, name, rows) if pre else None
+    return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
 class Layer:
@@ -123,22 +138,23 @@ class Layer:
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
         self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
-        stats1 = norm.alloc_stats(dev, config, f"ln1.{index}", rows)
-        stats2 = norm.alloc_stats(dev, config, f"ln2.{index}", rows)
+        stats1 = _site_stats(dev, config, f"ln1.{index}", rows)
+        stats2 = _site_stats(dev, config, f"ln2.{index}", rows)
         self.lse = alloc("lse", B, Hq, T, dtype=F32)
-        # With post_norm the stream is the halves' input, and norms need their output in backward.
-        pre = not config.arch.post_norm
-        att_branch = branch if pre or r.block else alloc("att_branch", rows, C)
-        self.mlp_branch = branch if pre else alloc("mlp_branch", rows, C)
+        # A norm behind a half needs its output in backward. Without one in front of it, its input
+        # is the stream.
+        pre, post = config.arch.pre_norm, config.arch.post_norm
+        att_branch = alloc("att_branch", rows, C) if post and not r.block else branch
+        self.mlp_branch = alloc("mlp_branch", rows, C) if post else branch
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
         kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att))
         ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
-        self.ln1 = NormSite(residual, branch_before, stats1, ln1)
+        self.ln1 = NormSite(residual, branch_before, *stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
         ln2 = activation("ln2", C, kept=pre and not (r.norm or r.ffn), may_be_codes=True)
-        self.ln2 = NormSite(self.residual_att, att_branch, stats2, ln2)
+        self.ln2 = NormSite(self.residual_att, att_branch, *stats2, ln2)
         self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
         self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, may_be_codes=True)
         self.qk_raw = self.qk_rstd = None

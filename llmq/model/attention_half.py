@@ -8,7 +8,9 @@ Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
@@ -20,7 +22,7 @@ from llmq.model.activations import Layer
 from llmq.model.linear import Linear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, qk_norm, rope, wide_qk_norm
+from llmq.ops import attention, qk_norm, rope
 from llmq.runtime.device import Device
 
 
@@ -40,14 +42,29 @@ class AttentionAgain(NamedTuple):
     o_input: Operand
 
 
-def alloc_rope_table(dev: Device, config: ModelConfig, positions: int) -> Tensor | None:
-    """F32 (positions, Hd/2, 2), filled; None for models without RoPE."""
-    if config.positions != "rope":
-        return None
-    table = rope.make_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-    tensor = dev.alloc("rope_table", table.shape, F32, "Activations")
-    dev.upload(tensor, table)
-    return tensor
+def alloc_rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
+    """Of each layer F32 (positions, Hd/2, 2), filled; None for models without RoPE.
+
+    Layers with the same angles share a table.
+    """
+    tables: dict[tuple, Tensor] = {}
+
+    def table_of(layer: int) -> Tensor | None:
+        angles = config.rope_of(layer)
+        if angles is not None and angles not in tables:
+            table = rope.make_table(positions, config.head_dim, *angles)
+            name = f"rope_table.{len(tables)}" if tables else "rope_table"
+            tables[angles] = dev.alloc(name, table.shape, F32, "Activations")
+            dev.upload(tables[angles], table)
+        return tables.get(angles)
+
+    return [table_of(layer) for layer in range(config.num_layers)]
+
+
+def qk_normalization(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The calls of the model's norm of queries and keys: forward, backward."""
+    kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
+    return partial(qk_norm.forward, **kind), partial(qk_norm.backward, **kind)
 
 
 class AttentionHalf:
@@ -61,15 +78,18 @@ class AttentionHalf:
         operands: Operands,
         linear: Linear,
         backend: str,
+        starts: Tensor | None,
     ):
-        """backend: "native" or "cudnn"."""
+        """backend: "native" or "cudnn". starts: I32 (B,T), of documents; None: all are 0."""
         self.dev, self.operands, self.linear = dev, operands, linear
         self.B, self.T = options.batch_size, options.seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps = config.head_dim, config.norm_eps
         self.backend, self.chunks = backend, options.attn_bwd_chunks
-        self.rope_table = alloc_rope_table(dev, config, self.T)
-        self.qk_norm = wide_qk_norm if config.arch.wide_qk_norm else qk_norm
+        windows = map(config.window_of, range(config.num_layers))
+        self.starts, self.sights = starts, [attention.Sight(starts, window) for window in windows]
+        self.rope_tables = alloc_rope_tables(dev, config, self.T)
+        self.qk_norm, self.qk_norm_backward = qk_normalization(config)
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         """(rows, n * Hd) as (B, T, n, Hd)."""
@@ -101,16 +121,20 @@ class AttentionHalf:
         self.linear.forward(to.qkv, x, w.qkv, w.qkv_bias)
         qkv = self._by_head(to.qkv)
         if to.qk_raw is not None:
-            self.qk_norm.forward(
+            self.qk_norm(
                 self.dev, qkv, to.qk_raw, layer.qk_rstd, w.q_norm, w.k_norm, self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
-        if self.rope_table is not None:
-            rope.forward(self.dev, qkv, self.rope_table, self.Hq, self.Hkv)
+        table = self.rope_tables[layer.index]
+        if table is not None:
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, starts=self.starts)
 
     def _attend(self, layer: Layer, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
-        attention.forward(self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, backend=self.backend)
+        sight = self.sights[layer.index]
+        attention.forward(
+            self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, sight, backend=self.backend
+        )
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -150,7 +174,8 @@ class AttentionHalf:
                 self.linear.weight_gradients(g.o, g.o_bias, d_o, again.o_input)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
-                    self._by_head(qkv), self.Hq, self.Hkv, chunks=self.chunks, backend=self.backend,
+                    self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
+                    backend=self.backend,
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(d_x, d_product, w.qkv)
@@ -170,19 +195,20 @@ class AttentionHalf:
         Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
         """
         slot, by_head = layer.slot("d_qkv"), self._by_head(d_qkv)
-        if self.rope_table is not None and qk_raw is None:
+        table = self.rope_tables[layer.index]
+        if table is not None and qk_raw is None:
 
             def write(to: Target) -> None:
                 rope.backward(
-                    self.dev, by_head, self.rope_table, self.Hq, self.Hkv,
+                    self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
                     abs_max=to.abs_max, d_bias=g.qkv_bias, fp8=to.fp8,
                 )  # fmt: skip
 
             return self.operands.gradient(temps, slot, write, out=d_qkv, bias=False), None
-        if self.rope_table is not None:
-            rope.backward(self.dev, by_head, self.rope_table, self.Hq, self.Hkv)
+        if table is not None:
+            rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
         if qk_raw is not None:
-            self.qk_norm.backward(
+            self.qk_norm_backward(
                 self.dev, by_head, g.q_norm, g.k_norm, qk_raw, layer.qk_rstd, w.q_norm, w.k_norm,
                 self.Hq, self.Hkv,
             )  # fmt: skip

@@ -2,13 +2,13 @@
 
     residual[l] -> ln1 -> [ qkv (-> qk_norm) -> rope -> attention -> o ] --+--> residual_att
                                                              residual[l] --+
-    residual_att -> ln2 -> [ up -> swiglu|gelu -> down ] --+--> residual[l+1]
+    residual_att -> ln2 -> [ up -> swiglu|geglu|gelu -> down ] --+--> residual[l+1]
                                              residual_att -+
 
 A half (in brackets) turns its input x into a branch of the residual stream: `attention_half.py`,
-`mlp_half.py`. Where norms stand, and where branches are added, is in `pre_norm.py` (as above) and
-`post_norm.py`: both additions happen with the norm that follows, the second one in the next block's
-ln1 or in the head, which is why a block's output stays split into `residual_att` and a branch.
+`mlp_half.py`. Where norms stand (mostly as above), and where branches are added, is in
+`block_norms.py`: both additions happen with a norm, the second one in front of the next block or in
+the head, which is why a block's output stays split into `residual_att` and a branch.
 Activations are (rows, features), rows = B*T.
 """
 
@@ -22,12 +22,11 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
+from llmq.model.block_norms import BlockNorms
 from llmq.model.linear import FAST, Linear
 from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.model.post_norm import PostNorm
-from llmq.model.pre_norm import PreNorm
 from llmq.model.residuals import Residuals
 from llmq.runtime.device import Device
 
@@ -43,8 +42,9 @@ class Blocks:
         operands: Operands,
         options: TrainConfig,
         backend: str,
+        starts: Tensor | None,
     ):
-        """Allocates every activation of a micro-step. backend: "native" or "cudnn" attention."""
+        """Allocates every activation of a micro-step. backend, starts: as Model has them."""
         shape, dtype = operands.shape, operands.dtype
         kinds, shared = recompute_of_layers(options, config.num_layers), None
         if any(kind.block for kind in kinds):
@@ -57,9 +57,8 @@ class Blocks:
             self.layers.append(layer)
             before = layer.mlp_branch
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
-        norms = PostNorm if config.arch.post_norm else PreNorm
-        self.norms = norms(dev, config, operands)
-        self.attention = AttentionHalf(dev, config, options, operands, linear, backend)
+        self.norms = BlockNorms(dev, config, operands)
+        self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
         self.mlp = MlpHalf(dev, config, operands, linear)
 
     def forward(self, index: int, w: BlockWeights) -> None:

@@ -10,11 +10,12 @@ from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.model.attention_half import alloc_rope_table
+from llmq.model.attention_half import alloc_rope_tables, qk_normalization
 from llmq.model.linear import Linear
+from llmq.model.mlp_half import activation
 from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
-from llmq.ops import attention, embedding, gelu, qk_norm, rope, swiglu, wide_qk_norm
+from llmq.ops import attention, embedding, rope
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
@@ -26,6 +27,7 @@ class Decoder:
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
         self.dtype: DType = weights.placement["embed"].work.dtype
         self.linear, self.norm = Linear(dev), Normalization(dev, config)
+        self.activate, _ = activation(config)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -34,7 +36,7 @@ class Decoder:
 
         self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
         self.tokens = dev.alloc("tokens", (positions,), I32, "Activations")
-        self.rope_table = alloc_rope_table(dev, config, positions)
+        self.rope_tables = alloc_rope_tables(dev, config, positions)
         self.logits = dev.alloc("logits", (1, config.padded_vocab), self.dtype, "Activations")
 
     def forward(self, tokens: np.ndarray, position: int) -> None:
@@ -58,7 +60,8 @@ class Decoder:
             stats = Stats(scratch("rstd", n, dtype=F32), mean)
             w = EmbeddingWeights(**self._get("embed"))
             rows, ids = residual.view(1, n, C), part.view(1, n)
-            embedding.forward(self.dev, rows, ids, w.embed, w.positions, position)
+            scale = self.config.embedding_scale
+            embedding.forward(self.dev, rows, ids, w.embed, w.positions, position, scale)
             for layer in range(self.config.num_layers):
                 self._block(layer, residual, branch, out, stats, position)
             self._head(residual, branch, out, stats)
@@ -79,37 +82,44 @@ class Decoder:
         position: int,
     ) -> None:
         dev, config, n = self.dev, self.config, out.shape[0]
-        w, to = BlockWeights(**self._get(f"layers.{layer}")), Target(out)
-        x = residual if config.arch.post_norm else out
-        if layer > 0:
-            self._norm(to, stats, residual, branch, w.ln1, w.ln1_bias)
-        elif not config.arch.post_norm:
-            self.norm.forward(to, stats, residual, w.ln1, w.ln1_bias)
+        w, before = BlockWeights(**self._get(f"layers.{layer}")), branch if layer > 0 else None
+        x = self._norm(out, stats, residual, before, w.ln1_post, w.ln1, w.ln1_bias)
         self._attention(layer, w, branch, x, position)
-        self._norm(to, stats, residual, branch, w.ln2, w.ln2_bias)
-        F, gated = config.intermediate_size, config.gated
+        x = self._norm(out, stats, residual, branch, w.ln2_post, w.ln2, w.ln2_bias)
+        F = config.intermediate_size
         with (
             dev.scratch("mlp_up", (n, w.up.shape[0]), self.dtype) as mlp_up,
             dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
         ):
             self.linear.forward(mlp_up, x, w.up, w.up_bias)
-            (swiglu if gated else gelu).forward(dev, mlp_act, mlp_up)
+            self.activate(dev, mlp_act, mlp_up)
             self.linear.forward(branch, mlp_act, w.down, w.down_bias)
 
     def _norm(
         self,
-        to: Target,
+        out: Tensor,
         stats: Stats,
         residual: Tensor,
-        branch: Tensor,
-        weight: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        weight: Tensor | None,
         bias: Tensor | None,
-    ) -> None:
-        """A norm behind the first half: the branch goes into the residual stream, and to `to`."""
-        if self.config.arch.post_norm:
-            self.norm.post(Target(residual), stats, branch, residual, weight)
+    ) -> Tensor:
+        """The branch, if there is one, goes into the residual stream; returns a half's input.
+
+        post, weight: of the branch's and of the stream's norm, None where there is none.
+        """
+        to = Target(out)
+        if post is not None and branch is not None:
+            self.norm.post(Target(residual), stats, branch, residual, post)
+            branch = None
+        if weight is None:
+            return residual
+        if branch is None:
+            self.norm.forward(to, stats, residual, weight, bias)
         else:
             self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
+        return out
 
     def _attention(
         self, layer: int, w: BlockWeights, branch: Tensor, x: Tensor, position: int
@@ -128,21 +138,23 @@ class Decoder:
                     dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
                     dev.scratch("qk_rstd", (1, n, 2 if wide else Hq + Hkv), F32) as rstd,
                 ):
-                    normalise, eps = (wide_qk_norm if wide else qk_norm).forward, config.norm_eps
-                    normalise(dev, qkv, raw, rstd, w.q_norm, w.k_norm, eps, Hq, Hkv)
-            if self.rope_table is not None:
-                rope.forward(dev, qkv, self.rope_table, Hq, Hkv, first_position=position)
+                    normalise, _ = qk_normalization(config)
+                    normalise(dev, qkv, raw, rstd, w.q_norm, w.k_norm, config.norm_eps, Hq, Hkv)
+            table = self.rope_tables[layer]
+            if table is not None:
+                rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)
             k, v = self.k_cache[layer], self.v_cache[layer]
-            attention.decode(dev, att.view(1, n, Hq, Hd), qkv, k, v, position, Hq, Hkv)
+            window, out = config.window_of(layer), att.view(1, n, Hq, Hd)
+            attention.decode(dev, out, qkv, k, v, position, Hq, Hkv, window)
             self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
         config, n = self.config, out.shape[0]
-        w, to = HeadWeights(**self._get("head")), Target(out)
+        w = HeadWeights(**self._get("head"))
         if config.arch.post_norm:
-            self._norm(to, stats, residual, branch, w.ln1, None)
-            self.norm.post(to, stats, residual, None, w.norm)
+            self._norm(out, stats, residual, branch, w.ln1_post, None, None)
+            self.norm.post(Target(out), stats, residual, None, w.norm)
         else:
-            self._norm(to, stats, residual, branch, w.norm, w.norm_bias)
+            self._norm(out, stats, residual, branch, None, w.norm, w.norm_bias)
         lm_head = self._get("embed")["embed"] if config.tied_embeddings else w.lm_head
         self.linear.forward(self.logits, out.rows(n - 1, n), lm_head)

@@ -8,7 +8,7 @@ the target's -1. Its elements are bounded, so the scale is a constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -64,7 +64,7 @@ class Head:
         """The final norm, of the last block's residual_att + branch, both (rows, C)."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1)
+            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1_post)
             self.norm.post(to, stats, residual, None, w.norm)
         else:
             self.norm.forward_residual(
@@ -85,6 +85,22 @@ class Head:
                         targets.rows(start, stop),
                         self.config.vocab_size,
                     )
+
+    def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> np.ndarray:
+        """F32 (len(rows), V) of these rows, which rise, after `loss`; waits for the device.
+
+        Their chunks' products are made once more, so that nothing needs memory of its own.
+        """
+        found = [np.zeros((0, self.config.padded_vocab), np.float32)]
+        for start, stop in self._chunks():
+            inside = [row - start for row in rows if start <= row < stop]
+            if not inside:
+                continue
+            with ExitStack() as temps:
+                x = self._input(temps, start, stop, transposed=False)
+                with self._logits(start, stop, x, lm_head) as logits:
+                    found += [self.dev.download(logits.rows(r, r + 1)) for r in inside]
+        return np.concatenate(found, dtype=np.float32)[:, : self.config.vocab_size]
 
     def loss_and_backward(
         self,
@@ -117,7 +133,8 @@ class Head:
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
         if post:
             stats = self.branch_stats
-            self.norm.backward(to, g.ln1, None, d_residual, branch, w.ln1, stats, None)
+            weight, d_weight = w.ln1_post, g.ln1_post
+            self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
 
     @contextmanager
     def _d_logits(

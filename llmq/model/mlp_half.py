@@ -1,13 +1,15 @@
 """The MLP half of a block, between its norm and the residual stream.
 
-    x -> up -> swiglu|gelu -> down -> out
+    x -> up -> swiglu|geglu|gelu -> down -> out
 
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from llmq.base.operand import Operand, Target
@@ -19,6 +21,14 @@ from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
+
+
+def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The calls of the model's activation: forward, backward."""
+    if not config.gated:
+        return gelu.forward, gelu.backward
+    geglu = config.activation == "geglu"
+    return partial(swiglu.forward, gelu=geglu), partial(swiglu.backward, gelu=geglu)
 
 
 class MlpAgain(NamedTuple):
@@ -33,7 +43,7 @@ class MlpHalf:
 
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: Linear):
         self.dev, self.operands, self.linear = dev, operands, linear
-        self.activation = swiglu if config.gated else gelu
+        self.activate, self.activate_backward = activation(config)
 
     def forward(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
@@ -43,7 +53,7 @@ class MlpHalf:
         self.linear.forward(mlp_up, x, w.up, w.up_bias)
 
         def activate(to: Target) -> None:
-            self.activation.forward(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+            self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, activate)
         self.linear.forward(out, mlp_act, w.down, w.down_bias)
@@ -102,7 +112,7 @@ class MlpHalf:
         self, temps: ExitStack, layer: Layer, mlp_up: Tensor, d_mlp_act: Tensor, to: Target
     ) -> Operand:
         """Returns the activation, which the same kernel makes again if it was not kept."""
-        dev, backward = self.dev, self.activation.backward
+        dev, backward = self.dev, self.activate_backward
         kept = self.operands.kept(layer.mlp_act)
         if kept is not None:
             backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)

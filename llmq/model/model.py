@@ -34,18 +34,25 @@ class Model:
         options: TrainConfig,
         weights: Weights,
         backend: str,
+        starts: Tensor | None = None,
+        *,
+        trains: bool = True,
     ):
-        """backend: "native" or "cudnn" attention."""
-        self.dev, self.config, self.weights = dev, config, weights
+        """backend: "native" or "cudnn" attention. starts: I32 (B,T), see Batch; None: all are 0.
+
+        trains: False without backward passes.
+        """
+        self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         dtype = parse_dtype(options.model_dtype)
         shape = (options.batch_size * options.seq_len, config.hidden_size)
         offload, layers = options.offload_residual, config.num_layers
-        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload)
+        self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         self.operands = make_operands(dev, options, layers, shape)
-        self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend)
+        self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend, starts)
         self.head = Head(dev, config, self.operands, options)
-        self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
-        self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
+        if trains:
+            self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
+            self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
 
     @property
     def _layers(self) -> range:
@@ -68,7 +75,9 @@ class Model:
         weights.gather("layers.0")
         residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = EmbeddingWeights(**weights.get("embed"))
-        embedding.forward(self.dev, residual, tokens, w.embed, w.positions)
+        scale = self.config.embedding_scale
+        options = {"scale": scale, "starts": self.starts}
+        embedding.forward(self.dev, residual, tokens, w.embed, w.positions, **options)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
@@ -126,9 +135,10 @@ class Model:
         if g.embed is not None:
             if not self.config.tied_embeddings and not g.embed.accumulate:
                 dev.zero(g.embed.tensor)  # rows of tokens that do not occur
-            embedding.backward(dev, g.embed._replace(accumulate=True), d_residual, tokens)
+            target, scale = g.embed._replace(accumulate=True), self.config.embedding_scale
+            embedding.backward(dev, target, d_residual, tokens, scale)
         if g.positions is not None:
-            embedding.backward_positions(dev, g.positions, d_residual)
+            embedding.backward_positions(dev, g.positions, d_residual, self.starts)
         grads.notify("embed")
 
     def _backward_head(self, grads: Gradients, targets: Tensor) -> None:

@@ -36,7 +36,7 @@ class Normalization:
     """The calls, on one device."""
 
     def __init__(self, dev: Device, config: ModelConfig):
-        self.dev, self.eps = dev, config.norm_eps
+        self.dev, self.eps, self.offset = dev, config.norm_eps, config.arch.norm_offset
 
     def forward(
         self, to: Target, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -44,7 +44,8 @@ class Normalization:
         """to (rows, C) = norm(x)."""
         dev, (rstd, mean) = self.dev, stats
         with _results(dev, to, x.shape) as results:
-            norm.forward(dev, to.out, mean, rstd, x, weight, bias, self.eps, **results)
+            args = (to.out, mean, rstd, x, weight, bias, self.eps)
+            norm.forward(dev, *args, offset=self.offset, **results)
 
     def forward_residual(
         self,
@@ -57,11 +58,10 @@ class Normalization:
         bias: Tensor | None,
     ) -> None:
         """residual_out = residual + branch; to = norm(residual_out); all (rows, C)."""
-        dev, out, (rstd, mean), eps = self.dev, to.out, stats, self.eps
+        dev, (rstd, mean) = self.dev, stats
         with _results(dev, to, residual.shape) as results:
-            norm.forward_residual(
-                dev, residual_out, out, mean, rstd, residual, branch, weight, bias, eps, **results
-            )
+            args = (residual_out, to.out, mean, rstd, residual, branch, weight, bias, self.eps)
+            norm.forward_residual(dev, *args, offset=self.offset, **results)
 
     def post(
         self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
@@ -71,7 +71,8 @@ class Normalization:
         Its backward pass is `backward` without d_residual.
         """
         with _results(self.dev, to, x.shape) as results:
-            norm.post(self.dev, to.out, stats.rstd, x, residual, weight, self.eps, **results)
+            args = (to.out, stats.rstd, x, residual, weight, self.eps)
+            norm.post(self.dev, *args, offset=self.offset, **results)
 
     def backward(
         self,
@@ -90,9 +91,8 @@ class Normalization:
         """
         dev, d_x, (rstd, mean) = self.dev, to.out, stats
         with _results(dev, to, x.shape) as results:
-            norm.backward(
-                dev, d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual, **results
-            )
+            args = (d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual)
+            norm.backward(dev, *args, offset=self.offset, **results)
 
 
 @contextmanager

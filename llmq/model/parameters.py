@@ -25,11 +25,13 @@ class EmbeddingParameters(NamedTuple, Generic[T]):
 class BlockParameters(NamedTuple, Generic[T]):
     """Matrices are (out_features, in_features); a bias, where the model has one, (out_features,).
 
-    ln1 (of the first block not with post_norm), ln2, their biases: (C,). q_norm, k_norm, with
-    qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,). qkv: the rows of all query
-    heads, key heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate.
+    ln1, ln2, with pre_norm, and their biases: (C,). ln1_post, ln2_post, with post_norm: (C,), of
+    what the half before has put out, so that the first block has no ln1_post. q_norm, k_norm, with
+    qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,). qkv: the rows of all query heads, key
+    heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate.
     """
 
+    ln1_post: T | None = None
     ln1: T | None = None
     ln1_bias: T | None = None
     qkv: T | None = None
@@ -38,6 +40,7 @@ class BlockParameters(NamedTuple, Generic[T]):
     k_norm: T | None = None
     o: T | None = None
     o_bias: T | None = None
+    ln2_post: T | None = None
     ln2: T | None = None
     ln2_bias: T | None = None
     up: T | None = None
@@ -47,11 +50,11 @@ class BlockParameters(NamedTuple, Generic[T]):
 
 
 class HeadParameters(NamedTuple, Generic[T]):
-    """norm, its bias: (C,). ln1: (C,), with post_norm, of what the last block puts out.
+    """norm, its bias: (C,). ln1_post: (C,), with post_norm, of what the last block puts out.
     lm_head: (Vp, C).
     """
 
-    ln1: T | None = None
+    ln1_post: T | None = None
     norm: T | None = None
     norm_bias: T | None = None
     lm_head: T | None = None

@@ -20,15 +20,23 @@ class Residuals:
     """Of all layers of a model, (rows, C) each. `tensors[layer]`: where it is while in use."""
 
     def __init__(
-        self, dev: Device, num_layers: int, shape: tuple[int, int], dtype: DType, *, offload: bool
+        self,
+        dev: Device,
+        num_layers: int,
+        shape: tuple[int, int],
+        dtype: DType,
+        *,
+        offload: bool,
+        keep: bool = True,
     ):
+        """keep: backward will read them; else two buffers take turns and nothing leaves."""
         self.dev = dev
-        count = min(SLOTS, num_layers) if offload else num_layers
+        count = min(SLOTS, num_layers) if offload or not keep else num_layers
         buffers = [dev.alloc(f"residual.{i}", shape, dtype, "Activations") for i in range(count)]
         self.tensors = [buffers[layer % count] for layer in range(num_layers)]
         self._host = [
             dev.alloc(f"residual.host.{i}", shape, dtype, "Activations", "pinned")
-            for i in range(num_layers - count)
+            for i in range(num_layers - count if keep else 0)
         ]
         # Empty after each backward pass: all that left in forward has arrived again.
         self._lane = Lane(dev, range(SLOTS))

@@ -6,7 +6,7 @@ pinned slots (scalars, tokens, targets), and comes back through another (losses,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -127,11 +127,7 @@ class Step:
         """options: normalized. placement: of them. backend: "native" or "cudnn" attention."""
         self.dev, self.config, self.options = dev, config, options
         self.table = weight_table(config, dev.world_size)
-        B, T = options.batch_size, options.seq_len
-        self.inbox = dev.alloc("inbox", (HEADER + 2 * B * T,), I32, "Activations")
-        self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
-        self.tokens = self.inbox.rows(HEADER, HEADER + B * T).view(B, T)
-        self.targets = self.inbox.rows(HEADER + B * T, HEADER + 2 * B * T).view(B, T)
+        words = self._open_inbox()
         self.report = dev.alloc("stats", (STEP_REPORT_WORDS,), F64, "Activations")
         self.stats = self.report.rows(0, len(STATS))
         at = (STEP_BEGIN, STEP_END)
@@ -144,7 +140,7 @@ class Step:
         # normally been read, and its slots are free without asking the device. Longer steps wait
         # until the device has got what it was sent so many micro-steps ago.
         slots = min(2 * options.grad_accumulation, MOST_SLOTS)
-        self.outgoing = Ring(dev, "inbox", slots, HEADER + 2 * B * T, I32)
+        self.outgoing = Ring(dev, "inbox", slots, words, I32)
         self.incoming = Ring(dev, "stats", RESULTS, STEP_REPORT_WORDS, F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
@@ -152,7 +148,23 @@ class Step:
         all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
         self.optimizer = AdamW(dev, self.table, placement, options)
-        self.model = Model(dev, config, options, self.weights, backend)
+        self.model = Model(dev, config, options, self.weights, backend, self.starts)
+
+    def _open_inbox(self) -> int:
+        """Where the device finds what one micro-step reads; returns its words.
+
+        With documents that are masked, starts (B, T) follow tokens and targets.
+        """
+        B, T = self.options.batch_size, self.options.seq_len
+        arrays = 3 if self.options.document_mask else 2
+        words = HEADER + arrays * B * T
+        self.inbox = self.dev.alloc("inbox", (words,), I32, "Activations")
+        self.scalars = self.inbox.rows(0, STEP_SCALARS_WORDS)
+        edges = range(HEADER, words, B * T)
+        parts = [self.inbox.rows(first, first + B * T).view(B, T) for first in edges]
+        self.tokens, self.targets = parts[:2]
+        self.starts = parts[2] if arrays == 3 else None
+        return words
 
     def _open_clock(self) -> None:
         """Let the device measure how long it waits for other ranks."""
@@ -244,6 +256,20 @@ class Step:
         key = ("evaluate", stale, self.model.operands.scales.ready)
         self.dev.graph(key, lambda: self._evaluate(stale))
 
+    def score(self, batch: Batch) -> np.ndarray:
+        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
+
+        As an evaluation it changes nothing of the training; all ranks do as many.
+        """
+        self._goes_on = False
+        self.evaluate_batch(batch)
+        return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
+
+    def next_logits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+        """F32 (len(rows), V): what is predicted behind these of the B*T tokens. As `score`."""
+        self.score(batch)
+        return self.model.head.logits_of(self.weights.lm_head(), rows)
+
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; waits until it is done.
 
@@ -331,7 +357,11 @@ class Step:
         if self.dev.kind != "plan":
             words = self.outgoing.slots[index].numpy()
             words[:STEP_SCALARS_WORDS] = scalars
-            words[HEADER:] = np.concatenate([part.reshape(-1) for part in batch[:2]])
+            inputs, targets, starts, *_ = Batch(*batch)
+            parts = [inputs, targets]
+            if self.starts is not None:  # None: each sequence is one document
+                parts.append(np.zeros_like(inputs) if starts is None else starts)
+            words[HEADER:] = np.concatenate([part.reshape(-1) for part in parts])
         self.dev.copy(self.inbox, self.outgoing.slots[index])
         self.dev.record(self.outgoing.events[index])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_accumulator, expect_float
@@ -21,7 +23,7 @@ FORWARD = Kernel(
     "embedding.cu",
     "embedding_forward",
     args="T* out, const i32* tokens, const T* weight, const T*? position_weight, "
-    "i64 n, i32 seq_len, i32 C, i32 first_position",
+    "i64 n, i32 seq_len, i32 C, i32 first_position, const i32*? starts, f32 scale",
 )
 SORT = Kernel(
     "embedding.cu",
@@ -32,19 +34,25 @@ BACKWARD = Kernel(
     "embedding.cu",
     "embedding_backward",
     args="inout G* d_weight, f32* partial, const T* d_out, const i32* tokens, "
-    "const i32* order, const i32* scalars, i32 n, i32 C, u32 salt",
+    "const i32* order, const i32* scalars, i32 n, i32 C, f32 scale, u32 salt",
 )
 FINISH = Kernel(
     "embedding.cu",
     "embedding_finish",
     args="inout G* d_weight, const f32* partial, const i32* tokens, const i32* order, "
-    "const i32* scalars, i32 n, i32 C, u32 salt",
+    "const i32* scalars, i32 n, i32 C, f32 scale, u32 salt",
 )
 BACKWARD_POSITIONS = Kernel(
     "embedding.cu",
     "embedding_backward_positions",
     args="inout G* d_position, const T* d_out, const i32* scalars, i32 positions, i32 batch, "
     "i32 seq_len, i32 C, i32 accumulate, u32 salt",
+)
+BACKWARD_DOCUMENTS = Kernel(
+    "embedding.cu",
+    "embedding_backward_documents",
+    args="inout G* d_position, const T* d_out, const i32* starts, const i32* scalars, "
+    "i32 positions, i32 batch, i32 seq_len, i32 C, i32 accumulate, u32 salt",
 )
 
 
@@ -60,19 +68,25 @@ def forward(
     weight: Tensor,
     position_weight: Tensor | None,
     first_position: int = 0,
+    scale: float = 1.0,
+    starts: Tensor | None = None,
 ) -> None:
-    """out[b, t] = weight[tokens[b, t]] (+ position_weight[first_position + t]).
+    """out[b, t] = X(weight[tokens[b, t]] * scale) (+ position_weight[p]).
+
+    p = first_position + t - starts[b, t]. scale: rounded to X.
 
     Args (X is BF16 or F32):
         out              out  X   (B, T, C)   C a multiple of 8
         tokens           in   I32 (B, T)      ids in [0, Vp)
         weight           in   X   (Vp, C)
         position_weight  in   X   (P, C) or None; first_position + T <= P
+        starts           in   I32 (B, T) or None; where each one's document starts, None: 0
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
     """
     op = "embedding.forward"
     B, T, C = _check(op, "out", out, tokens)
+    scale = _rounded(scale, out)
     expect(op, "weight", weight, out.dtype, (weight.shape[0], C))
     if position_weight is not None:
         P = position_weight.shape[0]
@@ -81,18 +95,23 @@ def forward(
             raise ValueError(
                 f"{op}: positions [{first_position}, {first_position + T}) are outside of [0, {P})"
             )
+    if starts is not None:
+        expect(op, "starts", starts, I32, (B, T))
     dev.launch(
         FORWARD,
         ceil_div(B * T, THREADS // 32),
         THREADS,
-        (out, tokens, weight, position_weight, B * T, T, C, first_position),
+        (out, tokens, weight, position_weight, B * T, T, C, first_position, starts, scale),
     )
 
 
-def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) -> None:
-    """d_weight[id] += sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
+def backward(
+    dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor, scale: float = 1.0
+) -> None:
+    """d_weight[id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
 
     Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are.
+    scale: as in forward.
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_weight  inout  Accumulator G (Vp, C), accumulate must be True
@@ -104,7 +123,7 @@ def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) 
     """
     op = "embedding.backward"
     B, T, C = _check(op, "d_out", d_out, tokens)
-    n, vocab = B * T, d_weight.tensor.shape[0]
+    n, vocab, scale = B * T, d_weight.tensor.shape[0], _rounded(scale, d_out)
     weight, accumulate, scalars, salt = d_weight
     expect_accumulator(op, "d_weight", d_weight, (vocab, C))
     if not accumulate:
@@ -121,22 +140,27 @@ def backward(dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor) 
             BACKWARD,
             ceil_div(chunks * slices, THREADS // 32),
             THREADS,
-            (weight, partial, d_out, tokens, order, scalars, n, C, salt),
+            (weight, partial, d_out, tokens, order, scalars, n, C, scale, salt),
         )
         dev.launch(
             FINISH,
             (ceil_div(chunks, FINISH_CHUNKS), slices),
             THREADS,
-            (weight, partial, tokens, order, scalars, n, C, salt),
+            (weight, partial, tokens, order, scalars, n, C, scale, salt),
         )
 
 
-def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> None:
-    """d_position[t] = sum over b of d_out[b, t]; rows >= T are zeroed unless accumulating.
+def backward_positions(
+    dev: Device, d_position: Accumulator, d_out: Tensor, starts: Tensor | None = None
+) -> None:
+    """d_position[p] = sum of d_out[b, t] where t - starts[b, t] = p, in the order of (b, t).
+
+    Rows >= T are zeroed unless accumulating.
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_position  inout  Accumulator G (P, C), P >= T
         d_out       in     X (B, T, C)   C a multiple of 8
+        starts      in     I32 (B, T) or None: 0
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
@@ -148,12 +172,27 @@ def backward_positions(dev: Device, d_position: Accumulator, d_out: Tensor) -> N
     if T > P:
         raise ValueError(f"{op}: d_position must have at least {T} rows, got {P}")
     rows = T if accumulate else P
+    sizes = (rows, B, T, C, int(accumulate), salt)
+    if starts is not None:
+        expect(op, "starts", starts, I32, (B, T))
+        dev.launch(
+            BACKWARD_DOCUMENTS,
+            ceil_div(rows * ceil_div(C, SLICE), THREADS // 32),
+            THREADS,
+            (target, d_out, starts, scalars, *sizes),
+        )
+        return
     dev.launch(
         BACKWARD_POSITIONS,
         ceil_div(rows * C, WIDTH * THREADS),
         THREADS,
-        (target, d_out, scalars, rows, B, T, C, int(accumulate), salt),
+        (target, d_out, scalars, *sizes),
     )
+
+
+def _rounded(scale: float, x: Tensor) -> float:
+    """In the format of x, as HF has it."""
+    return float(np.float32(scale).astype(x.dtype.numpy))
 
 
 def _check(op: str, name: str, x: Tensor, tokens: Tensor | None) -> tuple[int, int, int]:

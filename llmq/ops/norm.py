@@ -71,13 +71,17 @@ def forward(
     bias: Tensor | None,
     eps: float,
     *,
+    offset: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
     """out = the norm of x.
 
         RMSNorm    rstd = 1 / sqrt(mean(x^2) + eps)      out = T(T(rstd * x) * weight), as in HF
+                   with offset                           out = T(rstd * x * (1 + weight))
         LayerNorm  rstd = 1 / sqrt(variance(x) + eps)    out = T((x - mean) * rstd * weight + bias)
+
+    With offset it rounds as HF's Gemma3 does; only RMSNorm has one.
 
     Args:
         out      out    T   (rows,C)  F32 or BF16; or None where fp8 is all that is wanted
@@ -96,7 +100,7 @@ def forward(
     alike = {} if out is None and fp8 is not None else {"out": out}
     rows, C = _check(op, "x", x, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, x)
-    launch = _launch(op, dev, x, mean, abs_max, fp8, **FORWARD)
+    launch = _launch(op, dev, x, mean, abs_max, fp8, offset, **FORWARD)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
     launch.run(dev, NORM_FORWARD, args, writes_out=out is not None)
 
@@ -113,6 +117,7 @@ def forward_residual(
     bias: Tensor | None,
     eps: float,
     *,
+    offset: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
@@ -131,7 +136,7 @@ def forward_residual(
     alike |= {} if out is None and fp8 is not None else {"out": out}
     rows, C = _check(op, "residual", residual, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, residual)
-    launch = _launch(op, dev, residual, mean, abs_max, fp8, **FORWARD)
+    launch = _launch(op, dev, residual, mean, abs_max, fp8, offset, **FORWARD)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
     launch.run(dev, NORM_FORWARD_RESIDUAL, args, writes_out=out is not None)
 
@@ -145,12 +150,14 @@ def post(
     weight: Tensor,
     eps: float,
     *,
+    offset: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
     """out = T(residual + T(rstd * x * weight)), or without the sum; rounds as HF's Olmo2 does.
 
-    Its backward pass is `backward` without d_residual: the residual's gradient is out's.
+    Offset as in forward. Its backward pass is `backward` without d_residual: the residual's
+    gradient is out's.
 
     Args as forward of an RMSNorm, and
         out       out  T (rows,C)  F32 or BF16; never None; may be residual
@@ -162,7 +169,7 @@ def post(
     op = "norm.post"
     alike = {"out": out} | ({} if residual is None else {"residual": residual})
     rows, C = _check(op, "x", x, alike, None, rstd, weight)
-    launch = _launch(op, dev, x, None, abs_max, fp8, **FORWARD)
+    launch = _launch(op, dev, x, None, abs_max, fp8, offset, **FORWARD)
     launch.run(dev, NORM_POST, (out, rstd, x, residual, weight, eps, rows, C))
 
 
@@ -178,6 +185,7 @@ def backward(
     rstd: Tensor,
     d_residual: Tensor | None,
     *,
+    offset: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
@@ -187,6 +195,7 @@ def backward(
         d_x = T(rstd * (d_norm - mean(d_norm) - x_hat * mean(d_norm * x_hat)) + d_residual),
               without mean(d_norm) in RMSNorm
         d_weight = or += sum over rows of d_out * x_hat        d_bias = or += of d_out
+        offset: 1 + weight in place of weight
 
     Args:
         d_x         out    T          (rows,C)  may be d_residual
@@ -213,7 +222,7 @@ def backward(
         raise TypeError(f"{op}: d_bias must be None without mean, got {d_bias.tensor!r}")
     expect_accumulator(op, "d_weight", d_weight, (C,))
     expect_accumulator(op, "d_bias", d_bias, (C,))
-    launch = _launch(op, dev, x, mean, abs_max, fp8, **BACKWARD)
+    launch = _launch(op, dev, x, mean, abs_max, fp8, offset, **BACKWARD)
     targets = (d_weight,) if mean is None else (d_weight, d_bias)
     with dev.scratch("norm_partial", (len(targets), launch.blocks, C), F32) as partial:
         args = (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C)
@@ -277,6 +286,7 @@ def _launch(
     mean: Tensor | None,
     abs_max: Tensor | None,
     fp8: Fp8Out | None,
+    offset: bool,
     *,
     block_warps: int,
     blocks_per_sm: int,
@@ -286,13 +296,16 @@ def _launch(
     Codes are written row by row only: a block would hold too few rows to turn them, and write a
     feature's neighbouring bytes in pieces of less than memory's 32.
 
-    Raises TypeError or ValueError if abs_max or fp8 does not fit.
+    Raises TypeError or ValueError if abs_max or fp8 does not fit, or offset LayerNorm.
     """
+    if mean is not None and offset:
+        raise TypeError(f"{op}: offset must be False with mean")
     rows, C = x.shape
     lane_vectors = RMS_LANE_VECTORS if mean is None else LAYER_LANE_VECTORS
     layout = row_layout(C, x.dtype.itemsize, lane_vectors[x.dtype])
     consts = layout.consts | abs_max_consts(op, abs_max)
     consts |= {"CENTRED": int(mean is not None), "CODES": int(fp8 is not None)}
+    consts["OFFSET"] = int(offset)
     fp8_consts(op, fp8, rows, C)
     if fp8 is not None and fp8.transposed is not None:
         raise TypeError(f"{op}: fp8.transposed must be None, only fp8.codes is written")

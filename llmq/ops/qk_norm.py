@@ -1,15 +1,24 @@
-"""RMSNorm over every query and key head, in place in the packed QKV activation."""
+"""RMSNorm of queries and keys, in place in the packed QKV activation.
+
+Of every head, or wide: of all query and of all key channels of a token.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    VECTOR_BYTES,
+    BACKWARD_WARPS,
+    FORWARD_WARPS,
+    MAX_COLUMNS,
+    RowLayout,
     expect_accumulator,
     expect_head_dim,
     expect_qkv,
     finish_column_sum,
+    row_layout,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -23,20 +32,31 @@ QK_NORM_FORWARD = Kernel(
 QK_NORM_BACKWARD = Kernel(
     "qk_norm.cu",
     "qk_norm_backward",
-    args="inout T* d_qkv, f32* partial, const T* raw, const f32* rstd, const T* q_weight, "
-    "const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, i32 query_blocks",
+    args="inout T* d_qkv, f32* q_partial, f32* k_partial, const T* raw, const f32* rstd, "
+    "const T* q_weight, const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, "
+    "i32 query_blocks",
 )
 
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 128  # vectors of 16 bytes, at most a warp of them a head
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256  # channels of a lane, at most a warp of lanes a head
 THREADS = 256
 HEADS_PER_LANE = 4  # that a thread has loads in flight for
-FORWARD_BLOCKS_PER_SM = 32
-BACKWARD_BLOCKS_PER_SM = 8
+LANE_VECTORS = 4  # of a wide row, as in norm.py
 
 
-def group_size(head_dim: int, itemsize: int) -> int:
-    """Lanes that share a head, 16 bytes each: a power of two, so that shuffles stay inside."""
-    return 1 << (head_dim * itemsize // VECTOR_BYTES - 1).bit_length()
+class Passes(NamedTuple):
+    """What differs between the passes: blocks on a multiprocessor, and warps of a wide block."""
+
+    blocks: int
+    wide_blocks: int
+    wide_warps: int
+
+
+FORWARD, BACKWARD = Passes(32, 64, FORWARD_WARPS), Passes(8, 2, BACKWARD_WARPS)
+
+
+def group_size(head_dim: int) -> int:
+    """Lanes that share a head, 8 channels each: a power of two, so that shuffles stay inside."""
+    return 1 << (head_dim // HEAD_DIM_MULTIPLE - 1).bit_length()
 
 
 def grid(
@@ -54,9 +74,48 @@ def grid(
     )
 
 
-def _consts(head_dim: int, group: int) -> dict[str, int]:
-    """The kernels' compile-time constants."""
-    return {"HEAD_DIM": head_dim, "GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+def wide_grid(
+    layout: RowLayout, tokens: int, heads: tuple[int, int], block_warps: int, max_blocks: int
+) -> tuple[int, int, int]:
+    """Blocks that loop over queries, blocks that loop over keys, and threads of one.
+
+    max_blocks are divided as the channels are; there is at least one of each.
+    """
+    key_blocks = max(1, max_blocks * heads[1] // sum(heads))
+    queries, threads = layout.launch(tokens, block_warps, max(1, max_blocks - key_blocks))
+    keys, _ = layout.launch(tokens, block_warps, key_blocks)
+    return queries, keys, threads
+
+
+class _Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    query_blocks: int
+    key_blocks: int
+    threads: int
+    consts: dict[str, int]
+
+    def run(self, dev: Device, kernel: Kernel, args: tuple) -> None:
+        """args: all but query_blocks."""
+        blocks = self.query_blocks + self.key_blocks
+        args = (*args, self.query_blocks)
+        dev.launch(kernel, blocks, self.threads, args, consts=self.consts)
+
+
+def _launch(
+    dev: Device, qkv: Tensor, heads: tuple[int, int], wide: bool, offset: bool, passes: Passes
+) -> _Launch:
+    B, T, _, head_dim = qkv.shape
+    consts = {"HEAD_DIM": head_dim, "WIDE": int(wide), "OFFSET": int(offset)}
+    if wide:
+        layout = row_layout(max(heads) * head_dim, qkv.dtype.itemsize, LANE_VECTORS)
+        max_blocks = passes.wide_blocks * dev.num_sms
+        grids = wide_grid(layout, B * T, heads, passes.wide_warps, max_blocks)
+        return _Launch(*grids, consts | layout.consts)
+    group = group_size(head_dim)
+    queries, keys = grid(B * T, *heads, group, passes.blocks * dev.num_sms)
+    consts |= {"GROUP": group, "HEADS_PER_LANE": HEADS_PER_LANE}
+    return _Launch(queries, keys, THREADS, consts)
 
 
 def _check(
@@ -64,21 +123,28 @@ def _check(
     dev: Device,
     name: str,
     qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    heads: tuple[int, int],
     raw: Tensor,
     rstd: Tensor,
     weights: tuple[Tensor, Tensor],
-) -> tuple[int, int]:
-    """(tokens, Hd) of a packed QKV tensor whose companions fit."""
-    B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
-    heads = num_heads + num_kv_heads
-    expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    expect(op, "raw", raw, qkv.dtype, (B, T, heads, head_dim))
-    expect(op, "rstd", rstd, F32, (B, T, heads))
-    for weight_name, weight in zip(("q_weight", "k_weight"), weights, strict=True):
-        expect(op, weight_name, weight, qkv.dtype, (head_dim,))
-    return B * T, head_dim
+    wide: bool,
+) -> tuple[int, tuple[int, int]]:
+    """Tokens, and the widths of a row of queries and of keys, of tensors that fit."""
+    B, T, head_dim = expect_qkv(op, name, qkv, *heads)
+    widths = (heads[0] * head_dim, heads[1] * head_dim) if wide else (head_dim, head_dim)
+    if not wide:
+        expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    for width in widths if wide else ():
+        if width % 8 or not 0 < width <= MAX_COLUMNS:
+            raise ValueError(
+                f"{op}: channels must be a positive multiple of 8, at most {MAX_COLUMNS}, "
+                f"got {width}"
+            )
+    expect(op, "raw", raw, qkv.dtype, (B, T, sum(heads), head_dim))
+    expect(op, "rstd", rstd, F32, (B, T, 2 if wide else sum(heads)))
+    for weight_name, weight, width in zip(("q_weight", "k_weight"), weights, widths, strict=True):
+        expect(op, weight_name, weight, qkv.dtype, (width,))
+    return B * T, widths
 
 
 def forward(
@@ -91,35 +157,35 @@ def forward(
     eps: float,
     num_heads: int,
     num_kv_heads: int,
+    *,
+    wide: bool = False,
+    offset: bool = False,
 ) -> None:
     """Keep the query and key heads in raw, then normalise them in qkv.
 
-        head = T(T(rstd * head) * weight)        rstd = 1 / sqrt(mean(head^2) + eps)
+        row = T(T(rstd * row) * weight)        rstd = 1 / sqrt(mean(row^2) + eps)
+        wide: row = T(rstd * row * weight), as HF's Olmo2 rounds
+        offset: row = T(rstd * row * (1 + weight)), as HF's Gemma3 does
+
+    A row is a head; wide: all query channels of a token, or all its key channels.
 
     Args:
         qkv       inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
         raw       out    T   (B,T,Hq+Hkv,Hd)   heads before the norm, for the backward pass
-        rstd      out    F32 (B,T,Hq+Hkv)
-        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
-        k_weight  in     T   (Hd,)
+        rstd      out    F32 (B,T,Hq+Hkv)      wide: (B,T,2), of queries, of keys
+        q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 256 (on a GPU)
+                                               wide: (Hq*Hd,), a multiple of 8, at most 8192
+        k_weight  in     T   (Hd,)             wide: (Hkv*Hd,), the same
 
     Cost:    one read and two writes of the query and key heads; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.forward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
-    tokens, head_dim = _check(op, dev, "qkv", qkv, *heads, raw, rstd, weights)
-    group = group_size(head_dim, qkv.dtype.itemsize)
-    max_blocks = FORWARD_BLOCKS_PER_SM * dev.num_sms
-    query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
-    sizes = (tokens, num_heads, num_kv_heads, query_blocks)
-    dev.launch(
-        QK_NORM_FORWARD,
-        query_blocks + key_blocks,
-        THREADS,
-        (qkv, raw, rstd, q_weight, k_weight, eps, *sizes),
-        consts=_consts(head_dim, group),
-    )
+    tokens, _ = _check(op, dev, "qkv", qkv, heads, raw, rstd, weights, wide)
+    launch = _launch(dev, qkv, heads, wide, offset, FORWARD)
+    args = (qkv, raw, rstd, q_weight, k_weight, eps, tokens, *heads)
+    launch.run(dev, QK_NORM_FORWARD, args)
 
 
 def backward(
@@ -133,46 +199,37 @@ def backward(
     k_weight: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    *,
+    wide: bool = False,
+    offset: bool = False,
 ) -> None:
     """Turn the gradients of the normalised heads into those of the raw ones, in place.
 
-        d_head = T(rstd * (d_head * weight - x_hat * mean(d_head * weight * x_hat)))
-        d_weight = or += sum over tokens and heads of d_head * x_hat        x_hat = rstd * raw
+        d_row = T(rstd * (d_row * weight - x_hat * mean(d_row * weight * x_hat)))
+        d_weight = or += sum over rows of d_row * x_hat        x_hat = rstd * raw
+        offset: 1 + weight in place of weight
 
-    Args:
+    Args as forward's, and
         d_qkv       inout  T          (B,T,Hq+2Hkv,Hd)  F32 or BF16; value heads are not touched
-        d_q_weight  inout  F32, BF16  (Hd,)             or None; added to when accumulating
-        d_k_weight  inout  F32, BF16  (Hd,)             or None; added to when accumulating
-        raw         in     T          (B,T,Hq+Hkv,Hd)   as the forward pass kept them
-        rstd        in     F32        (B,T,Hq+Hkv)
-        q_weight    in     T          (Hd,)             Hd a multiple of 8 up to 128 (on a GPU)
-        k_weight    in     T          (Hd,)
+        d_q_weight  inout  F32, BF16  as q_weight       or None; added to when accumulating
+        d_k_weight  inout  F32, BF16  as k_weight       or None; added to when accumulating
+        raw, rstd   in                                  as the forward pass kept them
 
     Cost:    two reads and one write of the query and key heads; three launches; workspace F32
-             (grid, Hd).
+             (grid, width of a row).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.backward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
-    tokens, head_dim = _check(op, dev, "d_qkv", d_qkv, *heads, raw, rstd, weights)
-    expect_accumulator(op, "d_q_weight", d_q_weight, (head_dim,))
-    expect_accumulator(op, "d_k_weight", d_k_weight, (head_dim,))
-    group = group_size(head_dim, d_qkv.dtype.itemsize)
-    max_blocks = BACKWARD_BLOCKS_PER_SM * dev.num_sms
-    query_blocks, key_blocks = grid(tokens, num_heads, num_kv_heads, group, max_blocks)
-    blocks = query_blocks + key_blocks
-    sizes = (tokens, num_heads, num_kv_heads, query_blocks)
-    with dev.scratch("qk_norm_partial", (blocks, head_dim), F32) as partial:
-        dev.launch(
-            QK_NORM_BACKWARD,
-            blocks,
-            THREADS,
-            (d_qkv, partial, raw, rstd, q_weight, k_weight, *sizes),
-            consts=_consts(head_dim, group),
-        )
-        for target, start, stop in (
-            (d_q_weight, 0, query_blocks),
-            (d_k_weight, query_blocks, blocks),
-        ):
-            sums = partial.rows(start, stop)
-            finish_column_sum(dev, target, sums)
+    tokens, widths = _check(op, dev, "d_qkv", d_qkv, heads, raw, rstd, weights, wide)
+    expect_accumulator(op, "d_q_weight", d_q_weight, q_weight.shape)
+    expect_accumulator(op, "d_k_weight", d_k_weight, k_weight.shape)
+    launch = _launch(dev, d_qkv, heads, wide, offset, BACKWARD)
+    with (
+        dev.scratch("q_norm_partial", (launch.query_blocks, widths[0]), F32) as q_partial,
+        dev.scratch("k_norm_partial", (launch.key_blocks, widths[1]), F32) as k_partial,
+    ):
+        args = (d_qkv, q_partial, k_partial, raw, rstd, q_weight, k_weight, tokens, *heads)
+        launch.run(dev, QK_NORM_BACKWARD, args)
+        for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):
+            finish_column_sum(dev, target, partial)

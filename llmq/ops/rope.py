@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmq.base.dtypes import F32
+from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
@@ -30,19 +30,20 @@ ROPE_FORWARD = Kernel(
     "rope.cu",
     "rope_forward",
     args="inout T* qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
-    "i32 num_kv_heads, i32 first_position",
+    "i32 num_kv_heads, i32 first_position, const i32*? starts",
 )
 ROPE_BACKWARD = Kernel(
     "rope.cu",
     "rope_backward",
     args="inout T* d_qkv, const f32* table, i64 tokens, i32 seq_length, i32 num_heads, "
-    "i32 num_kv_heads, inout f32*? abs_max",
+    "i32 num_kv_heads, const i32*? starts, inout f32*? abs_max",
 )
 ROPE_BACKWARD_FUSED = Kernel(
     "rope.cu",
     "rope_backward_fused",
     args="T*? out, const T* d_qkv, f32*? partial, const f32* table, i64 tokens, i32 seq_length, "
-    "i32 num_heads, i32 num_kv_heads, i32 block_tiles, inout f32*? abs_max, " + FP8_ARGS,
+    "i32 num_heads, i32 num_kv_heads, const i32*? starts, i32 block_tiles, inout f32*? abs_max, "
+    + FP8_ARGS,
 )
 
 THREADS = 128
@@ -94,16 +95,20 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None) ->
 
 @lru_cache(maxsize=4)  # a search plans hundreds of steps, and long tables take longer than these
 def make_table(
-    num_positions: int, head_dim: int, theta: float, scaling: Scaling | None
+    num_positions: int,
+    head_dim: int,
+    theta: float,
+    scaling: Scaling | None,
+    length: float = 1.0,
 ) -> np.ndarray:
-    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency.
+    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length.
 
     The angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
-    Read-only.
+    length: of what a query or key of length 1 becomes. Read-only.
     """
     inv_freq = inverse_frequencies(head_dim, theta, scaling)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
-    table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    table = (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * length).astype(np.float32)
     table.setflags(write=False)
     return table
 
@@ -129,23 +134,31 @@ def _check(
     num_heads: int,
     num_kv_heads: int,
     first_position: int,
+    starts: Tensor | None,
 ) -> None:
-    _, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
+    B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
     positions = T + first_position
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")
     expect(op, "table", table, F32, (table.shape[0], head_dim // 2, 2))
+    if starts is not None:
+        expect(op, "starts", starts, I32, (B, T))
 
 
-def _launch(
-    dev: Device, kernel: Kernel, heads: int, args: tuple, abs_max_consts: dict[str, int]
-) -> None:
+def _consts(head_dim: int, starts: Tensor | None) -> dict[str, int]:
+    return {
+        "HEAD_DIM": head_dim,
+        "HEADS_PER_THREAD": HEADS_PER_THREAD,
+        "DOCUMENTS": int(starts is not None),
+    }
+
+
+def _launch(dev: Device, kernel: Kernel, heads: int, args: tuple, consts: dict[str, int]) -> None:
     """args: the kernel's, qkv first. heads: of each token, with which threads do something."""
     qkv = args[0]
     B, T, _, head_dim = qkv.shape
     half_vectors = head_dim * qkv.dtype.itemsize // (2 * VECTOR_BYTES)
-    consts = {"HEAD_DIM": head_dim, "HEADS_PER_THREAD": HEADS_PER_THREAD} | abs_max_consts
     dev.launch(kernel, grid(B * T, heads, half_vectors), THREADS, args, consts=consts)
 
 
@@ -156,23 +169,27 @@ def forward(
     num_heads: int,
     num_kv_heads: int,
     first_position: int = 0,
+    starts: Tensor | None = None,
 ) -> None:
     """Rotate each query and key head in place, pairs (d, d + Hd/2) as in HF (rotate-half).
 
-    The angles are those of position first_position + t.
+    The angles are those of position first_position + t - starts[b, t].
 
     Args:
-        qkv    inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd a multiple of 16; value heads stay
-        table  in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
+        qkv     inout  T   (B,T,Hq+2Hkv,Hd)  F32 or BF16; Hd a multiple of 16; value heads stay
+        table   in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
+        starts  in     I32 (B,T) or None     where each one's document starts, 0 <= starts <= t;
+                                             None: 0
 
     Cost:    one read and one write of the query and key heads; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.forward"
-    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position)
-    B, T, _, _ = qkv.shape
-    args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position)
-    _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, abs_max_consts(op, None))
+    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts)
+    B, T, _, head_dim = qkv.shape
+    args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position, starts)
+    consts = _consts(head_dim, starts) | abs_max_consts(op, None)
+    _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 
 
 def backward(
@@ -181,6 +198,7 @@ def backward(
     table: Tensor,
     num_heads: int,
     num_kv_heads: int,
+    starts: Tensor | None = None,
     *,
     abs_max: Tensor | None = None,
     d_bias: Accumulator | None = None,
@@ -204,17 +222,17 @@ def backward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.backward"
-    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0)
+    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts)
     B, T, all_heads, head_dim = d_qkv.shape
-    sizes = (B * T, T, num_heads, num_kv_heads)
+    sizes = (B * T, T, num_heads, num_kv_heads, starts)
+    consts = _consts(head_dim, starts) | abs_max_consts(op, abs_max)
     if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)
-        _launch(dev, ROPE_BACKWARD, heads, args, abs_max_consts(op, abs_max))
+        _launch(dev, ROPE_BACKWARD, heads, args, consts)
         return
     features = all_heads * head_dim
-    consts = {"HEAD_DIM": head_dim, "HEADS_PER_THREAD": HEADS_PER_THREAD}
-    consts |= {"BIAS": int(d_bias is not None)} | abs_max_consts(op, abs_max)
+    consts |= {"BIAS": int(d_bias is not None)}
     consts |= fp8_consts(op, fp8, B * T, features)
     blocks, block_tiles = fused_grid(B * T, features)
     if fp8 is not None:

@@ -1,4 +1,4 @@
-"""SwiGLU: up * silu(gate), the activation of Llama- and Qwen-class MLPs."""
+"""SwiGLU: up * silu(gate), the activation of Llama- and Qwen-class MLPs; and GeGLU, Gemma's."""
 
 from __future__ import annotations
 
@@ -57,10 +57,13 @@ def forward(
     out: Tensor | None,
     up_gate: Tensor,
     *,
+    gelu: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
 ) -> None:
     """out = up * gate * sigmoid(gate), computed in F32.
+
+    With gelu it is GeGLU: out = up * gelu(gate), the tanh approximation of llmq.ops.gelu.
 
     Args (T is BF16 or F32):
         out      out    T (*S, F)    F a multiple of 16 bytes; may be None with fp8
@@ -76,6 +79,7 @@ def forward(
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
     rows, F = _check(op, "out", out, up_gate)
     args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max) | NOT_AGAIN
+    consts["GELU"] = int(gelu)
     if fp8 is None:
         dev.launch(FORWARD, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
     else:
@@ -90,12 +94,15 @@ def backward(
     d_out: Tensor,
     up_gate: Tensor,
     *,
+    gelu: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
     out_fp8: Fp8Out | None = None,
 ) -> None:
     """The gradient of forward: d_up = d_out * silu(gate), d_gate = d_out * up * silu'(gate).
+
+    With gelu of GeGLU.
 
     If forward's result was not kept, it can be written again, without another look at up_gate.
 
@@ -117,7 +124,7 @@ def backward(
     if d_up_gate is not None or fp8 is None:
         expect(op, "d_up_gate", d_up_gate, up_gate.dtype, up_gate.shape)
     args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
-    consts |= again_consts(op, out, out_fp8, d_out.dtype, d_out.shape)
+    consts |= again_consts(op, out, out_fp8, d_out.dtype, d_out.shape) | {"GELU": int(gelu)}
     if fp8 is None and out_fp8 is None:
         blocks = grid(d_out.size, d_out.dtype.itemsize)
         dev.launch(BACKWARD, blocks, THREADS, (*args, out), consts=consts)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llmq.base.dtypes import MIB
-from llmq.config.command_line import flag
+from llmq.config.command_line import command_line, flag
 from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan
 from llmq.plan.shrink import (
+    FP8,
     MARGIN,
     REARRANGING,
     ROUNDING,
     STAYING,
     Changes,
-    Saver,
     Shrinker,
     changed,
     having,
@@ -51,11 +52,8 @@ class Saving:
     slower: float
 
 
-def savings(
-    config: TrainConfig, planner: Planner, limits: Limits, savers: Sequence[Saver]
-) -> list[Saving]:
-    """What to change so that it fits, one after the other; even all of it may not be enough."""
-    changes = Shrinker(planner, limits).shrink(config, savers)
+def savings(config: TrainConfig, planner: Planner, changes: Sequence[Changes]) -> list[Saving]:
+    """What each of the changes, one after the other, saves and costs."""
     configs = [having(config, changes[:n]) for n in range(len(changes) + 1)]
     needs = [planner.estimate(c) for c in configs]
     return [
@@ -70,8 +68,10 @@ def savings(
 
 
 def spelled(config: TrainConfig, changes: Changes) -> str:
-    """The flags that make these changes."""
+    """The flags that make these changes, without what they imply."""
     changed = {name: v for name, v in changes.items() if getattr(config, name) != v}
+    if changed.get("gradient_dtype") == changed.get("matmul_dtype"):
+        changed.pop("gradient_dtype", None)
     return " ".join(flag(name, value) for name, value in changed.items())
 
 
@@ -89,8 +89,14 @@ def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits
     """Raise OutOfMemory unless the plan, of config by planner, fits."""
     problems = shortages(plan, planner.spec, limits)
     if problems:
-        told = advice(config, planner, limits.less(MARGIN))
-        raise OutOfMemory(f"{'; '.join(problems)}; {told}")
+        raise OutOfMemory("; ".join(problems), advice(config, planner, limits.less(MARGIN)))
+
+
+def whole_command(config: TrainConfig, planner: Planner) -> str:
+    """`llmq train` with all of these options and as many GPUs as were planned for."""
+    if planner.spec != HOST_SPEC:  # the default is what a machine has
+        config = replace(config, gpus=planner.world_size)
+    return f"  {shlex.join(command_line(config))}"
 
 
 def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
@@ -119,25 +125,33 @@ def _largest(plan: Plan, places: tuple[str, ...]) -> str:
     return ", ".join(f"{name} {mib(size)}" for name, size in sizes.most_common(3))
 
 
-def advice(config: TrainConfig, planner: Planner, limits: Limits) -> str:
-    """The cheapest changes that make it fit, and faster ones that round more."""
-    exact = savings(config, planner, limits, CAREFUL)
-    text = f"adding these, in this order, makes it fit: {_told(exact, planner, limits)}"
-    if _enough(exact, limits) and _slower(exact) < NOTICEABLE:
-        return text
-    coarse = savings(config, planner, limits, (*ROUNDING, *CAREFUL))
-    if _enough(exact, limits):
-        if _enough(coarse, limits) and _slower(coarse) < _slower(exact) - NOTICEABLE:
-            flags = " ".join(saving.flags for saving in coarse)
-            text += f"; faster, with coarser numbers: {flags}"
-        return text
-    if _enough(coarse, limits):
-        told = _told(coarse, planner, limits)
-        return f"adding these, in this order, makes it fit, with coarser numbers: {told}"
-    if coarse:
-        told = _told(coarse, planner, limits)
-        return f"no options make it fit, use a smaller model or --seq-len; the best are: {told}"
-    return "no options make it need less, use a smaller model or --seq-len"
+def advice(config: TrainConfig, planner: Planner, limits: Limits) -> list[str]:
+    """Lines: the cheapest changes that make it fit, as a list and as one command; and flags of
+    faster ones that round more.
+    """
+    exact = Shrinker(planner, limits).shrink(config, CAREFUL)
+    found = savings(config, planner, exact)
+    fits = _enough(found, limits)
+    title = "adding these, in this order, makes it fit:"
+    coarse, others = [], found
+    if not fits or _slower(found) >= NOTICEABLE:
+        coarse = Shrinker(planner, limits).shrink(config, (*ROUNDING, *CAREFUL))
+        others = savings(config, planner, coarse)
+    faster = _enough(others, limits) and _slower(others) < _slower(found) - NOTICEABLE
+    lines = []
+    if fits and faster:
+        flags = " ".join(saving.flags for saving in others)
+        lines = [f"faster, with coarser numbers: {flags}"]
+    if not fits:
+        exact, found = coarse, others
+        title = "adding these, in this order, makes it fit, with coarser numbers:"
+        if not found:
+            return ["no options make it need less, use a smaller model or --seq-len"]
+        if not _enough(found, limits):
+            problem = "no options make it fit, use a smaller model or --seq-len; the best are:"
+            return [problem, *_told(found, planner, limits)]
+    command = whole_command(having(config, exact), planner)
+    return [title, *_told(found, planner, limits), "all of them in one command:", command, *lines]
 
 
 def _enough(found: list[Saving], limits: Limits) -> bool:
@@ -152,22 +166,31 @@ def _slower(found: list[Saving]) -> float:
     return factor - 1
 
 
-def _told(found: list[Saving], planner: Planner, limits: Limits) -> str:
+def _told(found: list[Saving], planner: Planner, limits: Limits) -> list[str]:
     """Each change with what it saves of what there is too little of, and what it costs."""
-    if not found:
-        return ""
     device = limits.device is not None and found[0].device[0] > limits.device
+    width = max(len(saving.flags) for saving in found)
     entries = []
     for saving in found:
         before, after = saving.device if device else saving.host
-        text = f"{saving.flags} saves {room(before - after)} -> {mib(after)}"
+        text = f"  {saving.flags:{width}} saves {room(before - after)} -> {mib(after)}"
         if planner.spec != HOST_SPEC and saving.slower >= 0.001:
             text += f" ({saving.slower:.1%} slower)"
         entries.append(text)
-    return "; ".join(entries)
+    return entries
 
 
-def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Something that would help. config: what to run then; None: it is not about options."""
+
+    text: str
+    config: TrainConfig | None = None
+
+
+def refusal(
+    config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]
+) -> OutOfMemory:
     """Where a search found nothing: what is missing at the least, and what would help.
 
     config: with the smallest micro-batch. fixed: options that keep their values.
@@ -180,17 +203,25 @@ def refusal(config: TrainConfig, planner: Planner, limits: Limits, fixed: frozen
     flags += [spelled(config, change) for change in changes]
     missing = "; ".join(shortages(planner.plan(least), planner.spec, limits))
     if not missing:  # the search goes by estimates, which may be a bit too high
-        flags.insert(1, flag("grad_accumulation", config.grad_accumulation))
-        return f"nothing was found, but without --fit or --auto this fits: {' '.join(flags)}"
-    ways = [_with_coarser_numbers(config, shrinker, changes)]
+        problem = "nothing was found, but without --fit or --auto this fits:"
+        return OutOfMemory(problem, [whole_command(least, planner)])
+    ways = [
+        _with_coarser_numbers(config, shrinker, changes),
+        _with_fp8(config, shrinker, changes),
+    ]
     if boundless.excess(least):
         ways.append(_with_shorter_sequences(config, shrinker, changes))
     else:
-        ways.append(f"{mib(planner.estimate(least).host + 2 * MARGIN)} of host memory")
+        enough = mib(planner.estimate(least).host + 2 * MARGIN)
+        ways.append(Way(text=f"{enough} of host memory"))
     ways.append(_with_a_smaller_model(config, shrinker, changes))
-    useful = ", or ".join(way for way in ways if way)
-    help_ = f"what would help: {useful}" if useful else "use a smaller model"
-    return f"nothing fits: with {' '.join(flags)} it is {missing}; {help_}"
+    useful = [way for way in ways if way]
+    lines = ["what would help:", *(f"  {way.text}" for way in useful)] if useful else []
+    runs = [way.config for way in useful if way.config is not None]
+    if runs:
+        lines += ["the first of these options in one command:", whole_command(runs[0], planner)]
+    problem = f"nothing fits: with {' '.join(flags)} it is {missing}"
+    return OutOfMemory(problem, lines or ["use a smaller model"])
 
 
 def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
@@ -204,33 +235,44 @@ def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Ch
 
 def _with_coarser_numbers(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
-) -> str | None:
+) -> Way | None:
     then = having(config, shrinker.shrink(config, (*ROUNDING, *REARRANGING), start))
     if shrinker.excess(then):
         return None
     coarser = {name for saver in ROUNDING for name in saver(config)}
-    return spelled(config, {name: getattr(then, name) for name in sorted(coarser)})
+    flags = spelled(config, {name: getattr(then, name) for name in sorted(coarser)})
+    return Way(text=flags, config=then)
+
+
+def _with_fp8(config: TrainConfig, shrinker: Shrinker, start: list[Changes]) -> Way | None:
+    """fp8 products on a card that has them: their operands take less, above all in host memory."""
+    of_formats = Shrinker(shrinker.planner, shrinker.limits, shrinker.fixed - set(FP8))
+    then = of_formats.allowed(config, FP8) if shrinker.planner.card.fp8 else None
+    if then is None or config.matmul_dtype == then.matmul_dtype:
+        return None
+    then = having(then, of_formats.shrink(then, REARRANGING, start))
+    return None if of_formats.excess(then) else Way(text=spelled(config, FP8), config=then)
 
 
 def _with_shorter_sequences(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
-) -> str | None:
-    def fits(seq_len: int) -> bool:
+) -> Way | None:
+    def shrunk(seq_len: int) -> TrainConfig:
         then = changed(config, {"seq_len": seq_len})
-        return shrinker.fits(having(then, shrinker.shrink(then, REARRANGING, start)))
+        return having(then, shrinker.shrink(then, REARRANGING, start))
 
     lengths, seq_len = [], config.seq_len // 2
     while seq_len >= MIN_SEQ_LEN and seq_len % 4 == 0:
         lengths.append(seq_len)
         seq_len //= 2
-    longest = _last_that_fits(lengths[::-1], fits)
-    return longest and flag("seq_len", longest)
+    longest = _last_that_fits(lengths[::-1], lambda n: shrinker.fits(shrunk(n)))
+    return longest and Way(text=flag("seq_len", longest), config=shrunk(longest))
 
 
 def _with_a_smaller_model(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
-) -> str | None:
-    """The largest preset of the same kind that fits."""
+) -> Way | None:
+    """The largest preset of the same kind that fits. Of its weights there may be none: no run."""
     own = shrinker.planner.model
 
     def fits(name: str) -> bool:
@@ -244,7 +286,7 @@ def _with_a_smaller_model(
     }
     smaller = [name for name in sizes if sizes[name] < parameter_count(own)]
     largest = _last_that_fits(sorted(smaller, key=sizes.__getitem__), fits)
-    return largest and flag("model", largest)
+    return largest and Way(text=flag("model", largest))
 
 
 def _last_that_fits(choices: Sequence[T], fits: Callable[[T], bool]) -> T | None:

@@ -64,6 +64,8 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
 
 def _cudnn_refuses(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str | None:
     """Why cuDNN cannot compute the model's attention on this GPU; None if it can."""
+    if config.document_mask:
+        return "it knows no documents within a sequence, which --document-mask asks for"
     return cudnn.unsupported(spec.capability, parse_dtype(config.model_dtype), model.head_dim)
 
 
@@ -91,8 +93,9 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     sizes = (config.batch_size, config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
-            for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                library.check(*sizes, parts)
+            for window in model.windows:
+                for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
+                    library.check(*sizes, parts, window)
     except LlmqError as error:
         if required:
             raise ConfigError(f"--attention cudnn: {error}") from error

@@ -1,7 +1,8 @@
 """How long an optimizer step takes: its trace on the plan device, replayed at a card's rates.
 
 Work on one stream runs in order. Streams run beside each other, held back by the events between
-them and by what carries one transfer at a time: the bus in each direction, and the link to peers.
+them and by what carries one transfer at a time: the bus in each direction, the link to peers, and
+each GPU's share of the host's memory.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ TILE = 128 * 256  # elements of a product's result that a multiprocessor compute
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 # Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
 BOTH_WAYS = 1.36
-# Of one direction's rate, in exchanges through the host, which use both: 33 GB/s between two H200,
-# 27 among four (benchmarks/h200_x4.md, the runs with --p2p=off).
-HOST_SHARE = 0.55
+# Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
+# they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
+# all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
+# 55 in a direction (benchmarks/h200_x4_staged.md, h200_x4_bus.txt).
+HOST_SHARE = {True: 0.43, False: 0.53}
+HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 
 # The library's attention (deterministic backward): the part of the bf16 peak that it would reach
@@ -34,6 +38,7 @@ FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may 
 # this many further positions. The softmax of a score costs as much as SOFTMAX further channels, on
 # an H100: it is not done by tensor cores, of which other cards have less.
 ATTENTION = {"attention_forward": (1.2, 416), "attention_backward": (0.89, 725)}
+WINDOW = {"attention_forward": -2, "attention_backward": -1}  # among the arguments
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
 NATIVE_ATTENTION = 1.5e12  # FLOP/s of a multiprocessor in our own attention
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
@@ -50,7 +55,8 @@ class Phase:
 class Rates:
     """What a card takes for each piece of work."""
 
-    def __init__(self, card: Card):
+    def __init__(self, card: Card, gpus: int = 1, *, nccl: bool = False):
+        """gpus: how many of this card share the host's memory. nccl: whether it exchanges."""
         self.card = card
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
@@ -58,6 +64,8 @@ class Rates:
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
+        self._host = HOST_MEMORY[nccl] / gpus
+        self._staged = HOST_SHARE[nccl] * self._bus
         self._transfers: dict[tuple[int, ...], tuple[dict[str, float], float]] = {}
 
     def compute(self, work: Work) -> float:
@@ -70,27 +78,33 @@ class Rates:
         return LAUNCH + memory
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
-        """Seconds on the bus towards the card, on the bus away from it, and on the link, by name
-        and without those that it does not need; and seconds of a bus that is busy both ways.
+        """Seconds on the bus towards the card, on the bus away from it, on the link, and of host
+        memory, by name and without those that it does not need; and seconds of a bus that is busy
+        both ways.
         """
-        sizes = (work.loaded, work.stored, work.received, work.shared)
+        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
         if sizes not in self._transfers:  # pieces of transfers are all alike
             self._transfers[sizes] = self._carried(*sizes)
         return self._transfers[sizes]
 
     def _carried(
-        self, loaded: int, stored: int, received: int, shared: int
+        self, loaded: int, stored: int, received: int, shared: int, sent: int
     ) -> tuple[dict[str, float], float]:
-        staged = link = 0.0
         if self._link:
             link = (received + shared) / self._link
-        else:  # up to the host or past it, and down again
-            loaded += shared
-            staged = received / self._bus / HOST_SHARE
-        load, store = loaded / self._bus + staged, stored / self._bus + staged
-        all_ = {"load": load, "store": store, "link": link}
-        both_ways = (loaded + stored) / self._bus / BOTH_WAYS + staged
-        return {name: seconds for name, seconds in all_.items() if seconds}, both_ways
+            staged_in = staged_out = 0
+        else:
+            link, loaded = 0.0, loaded + shared
+            staged_in, staged_out = received, sent
+        load = loaded / self._bus + staged_in / self._staged
+        store = stored / self._bus + staged_out / self._staged
+        host = 0.0
+        if self._host < BOTH_WAYS * self._bus:
+            host = (loaded + stored + staged_in + staged_out) / self._host
+        carriers = {"load": load, "store": store, "link": link, "host": host}
+        both_ways = (loaded + stored) / self._bus / BOTH_WAYS
+        both_ways += max(staged_in, staged_out) / self._staged
+        return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
 
     def _product(self, work: Work, memory: float) -> float:
         out, a = work.args[:2]
@@ -107,14 +121,17 @@ class Rates:
         x = work.args[0]  # (B, T, heads, head_dim)
         if x.dtype == F32:
             return work.flops / (F32_RATE * self.card.num_sms)
+        head_dim = x.shape[3]
         if work.entry not in ATTENTION or work.file != "attention":
             rate = min(NATIVE_ATTENTION * self.card.num_sms, self._products["matmul"])
             return work.flops / rate
-        _, seq_len, _, head_dim = x.shape
+        # Twice the pairs of query and key are window * (2 seq_len - window), and there are
+        # 2 seq_len - window queries at an edge of what is seen, the diagonal or the window's.
+        window = work.args[WINDOW[work.entry]]
         share, causal = ATTENTION[work.entry]
         softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
         rate = share * 1e12 * self.card.bf16
-        return work.flops / rate * (1 + causal / seq_len) * (1 + softmax / head_dim)
+        return work.flops / rate * (1 + causal / window) * (1 + softmax / head_dim)
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
@@ -177,7 +194,8 @@ class StepTime:
 
 def step_time(plan: Plan, card: Card) -> StepTime:
     """The time of a step. All streams meet between micro-steps, and before the update."""
-    rates = Rates(card if plan.peer_access else replace(card, link=0.0))
+    reached = card if plan.peer_access else replace(card, link=0.0)
+    rates = Rates(reached, plan.world_size, nccl=plan.nccl)
     parts = dict.fromkeys(PARTS, 0.0)
     for trace, count in plan.micro_steps:
         phase = replay(trace, rates)

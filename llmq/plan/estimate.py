@@ -1,11 +1,13 @@
 """Memory and time of a configuration in a few milliseconds, from plans of a few layers.
 
-Every layer from the third one on adds the same as the third: two small plans give any number.
+Every layer from the third one on adds the same as the third, if that is of its kind: two small
+plans give any number, and one more where layers with and without a window take turns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
 from llmq.runtime.device import DeviceSpec
 
-FEW_LAYERS = (2, 3)  # at least as many as the buffers that layers take turns in
+FEW_LAYERS = 2  # at least as many as the buffers that layers take turns in
 RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
 
 # Options that do not matter to the update, whose plan is therefore shared.
@@ -62,7 +64,7 @@ class Planner:
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size = card, world_size
         self._estimates: dict[TrainConfig, Estimate] = {}
-        self._known: dict[tuple[TrainConfig, int, str], np.ndarray] = {}
+        self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
@@ -86,12 +88,15 @@ class Planner:
         layers = self.model.num_layers
         recomputed = len(layer_set(config.recompute_layers, layers))
         if config.recompute_layers == "all":
-            few, more = FEW_LAYERS
-            if layers <= few + more:
-                return self._measure(config, layers)
-            small = self._measure(config, few)
-            step = (self._measure(config, more) - small) / (more - few)
-            return small + (layers - few) * step
+            if layers <= 2 * FEW_LAYERS + 1:
+                return self._measure(config, tuple(range(layers)))
+            kinds = self.model.layer_kinds
+            few = tuple(islice(cycle(kinds), FEW_LAYERS))
+            small = values = self._measure(config, few)
+            for kind, number in kinds.items():
+                step = self._measure(config, (*few, kind)) - small
+                values = values + (number - few.count(kind)) * step
+            return values
         # Those that recompute and those that do not are each like their likes.
         everywhere = replace(config, recompute_layers="all")
         nowhere = replace(everywhere, **dict.fromkeys(RECOMPUTE, False))
@@ -100,8 +105,8 @@ class Planner:
         mixed[1] = max(none[1], all_[1])  # the stack is that of the layer that needs most
         return mixed
 
-    def _measure(self, config: TrainConfig, layers: int) -> np.ndarray:
-        """From plans of so many layers: of the micro-steps, and of the update."""
+    def _measure(self, config: TrainConfig, layers: tuple[int, ...]) -> np.ndarray:
+        """From plans of layers like these: of the micro-steps, and of the update."""
         update = self._part(replace(config, **WITHOUT_UPDATE), layers, "update")
         micro_steps = self._part(config, layers, "micro_steps")
         together = micro_steps + update
@@ -109,10 +114,10 @@ class Planner:
         together[1] = max(micro_steps[1], update[1])
         return together
 
-    def _part(self, config: TrainConfig, layers: int, part: str) -> np.ndarray:
+    def _part(self, config: TrainConfig, layers: tuple[int, ...], part: str) -> np.ndarray:
         key = (config, layers, part)
         if key not in self._known:
-            few = self.of(replace(self.model, num_layers=layers))
+            few = self.of(self.model.with_layers(layers))
             self._known[key] = self._values(few.plan(config, (part,)))
         return self._known[key]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import refusal
 from llmq.plan.estimate import RECOMPUTE, Estimate, Planner
-from llmq.plan.memory import Limits, OutOfMemory
+from llmq.plan.memory import Limits
 from llmq.plan.shrink import MARGIN, PLACES, REARRANGING, Changes, Shrinker, having
 from llmq.runtime.device import HOST_SPEC
 
@@ -52,7 +52,7 @@ class Fit:
 
         Larger micro-batches are faster until they have to save too much: from the middle, uphill.
         """
-        ladder = self._ladder()
+        ladder = self.ladder()
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
         if ladder and self._speed(ladder[best]) == self._speed(ladder[0]) == 0:
@@ -67,14 +67,18 @@ class Fit:
                 self._speed(config)
         found = [candidate for candidate in self._found.values() if candidate is not None]
         if not found:
-            config = self._ladder()[0]
-            raise OutOfMemory(refusal(config, self.planner, self.limits, self.fixed))
+            config = self.ladder()[0]
+            raise refusal(config, self.planner, self.limits, self.fixed)
         fastest = max(found, key=_by_speed)
         found += self._without_host_memory(fastest.config)
         found.sort(key=_by_speed, reverse=True)
         return [c for c in found if _by_speed(c) >= WORTH_SHOWING * _by_speed(fastest)][:SHOWN]
 
-    def _ladder(self) -> list[TrainConfig]:
+    def changes_of(self, candidate: Candidate) -> list[Changes]:
+        """What was changed, beside the micro-batch, to make a found one fit."""
+        return self._changes[candidate.config.batch_size]
+
+    def ladder(self) -> list[TrainConfig]:
         """The configuration with each micro-batch that is tried, the smallest first."""
         sequences = self.base.batch_size * self.base.grad_accumulation
         enough = max(MOST_TOKENS // self.base.seq_len, self.base.batch_size)
@@ -100,7 +104,7 @@ class Fit:
             start = () if near is None else self._changes[near]
             changes = self.shrinker.shrink(config, REARRANGING, start)
             self._changes[batch] = changes
-            self._found[batch] = self._candidate(self._faster(having(config, changes)))
+            self._found[batch] = self._candidate(self.faster(having(config, changes)))
         candidate = self._found[batch]
         return 0.0 if candidate is None else candidate.need.speed
 
@@ -116,7 +120,7 @@ class Fit:
         candidate = self._candidate(having(plain, shrinker.shrink(plain, REARRANGING)))
         return [] if candidate is None else [candidate]
 
-    def _faster(self, config: TrainConfig) -> TrainConfig:
+    def faster(self, config: TrainConfig) -> TrainConfig:
         """With what makes it faster, as far as there is room."""
         for change in FASTER:
             then = self.shrinker.allowed(config, change)

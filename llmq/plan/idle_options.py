@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
+from llmq.config.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
@@ -15,14 +15,22 @@ from llmq.state.placement import (
 )
 
 _DEFAULTS = TrainConfig()
+_NEEDING = {
+    "eval_task": ("task_every", "task_limit"),
+    "sample_prompt": ("sample_every", "sample_tokens"),
+}
 
 
 def option_warnings(config: TrainConfig) -> list[str]:
     """One line for every option that has no effect beside the others."""
     lines = []
     if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
-        lines.append("--ckpt-major has no effect without --ckpt-keep-n: nothing is deleted")
-    if config.ckpt_keep_n > 0 >= config.ckpt_interval and not config.save_training_state:
+        lines.append(
+            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
+            "deleted"
+        )
+    writes = config.ckpt_interval > 0 or config.save_training_state
+    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
         lines.append(
             f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
             "--save-training-state: no checkpoints are written"
@@ -45,6 +53,21 @@ def option_warnings(config: TrainConfig) -> list[str]:
             f"--warmup {config.warmup} and --cooldown {config.cooldown} do not fit into "
             f"--steps {config.steps}"
         )
+    for needed, names in _NEEDING.items():
+        if not getattr(config, needed):
+            given = {n: getattr(config, n) for n in names}
+            idle = [flag(n, v) for n, v in given.items() if v != getattr(_DEFAULTS, n)]
+            lines += [f"{each} has no effect without {OPTIONS[needed].flag}" for each in idle]
+    needs_documents = config.document_mask or config.packing != "concat"
+    if config.document_separator is not None and not needs_documents:
+        lines.append(
+            f"--document-separator {config.document_separator} has no effect without "
+            "--document-mask or --packing best-fit or none"
+        )
+    if len(config.train_file) == 1 and config.train_patterns != [*config.train_file]:
+        lines.append(
+            f"the weight in {flag('train_file', config.train_file)} has no effect on one file"
+        )
     lines += _memory_warnings(config)
     if config.device != "cpu":
         return lines
@@ -54,7 +77,7 @@ def option_warnings(config: TrainConfig) -> list[str]:
 
 def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:
     """One line for every option that has no effect on this model, else it may have one."""
-    if config.recompute_norm and not config.recompute_block and model.arch.post_norm:
+    if config.recompute_norm and not config.recompute_block and not model.arch.pre_norm:
         return ["--recompute-norm has no effect: this model keeps no norm's output"]
     return []
 
@@ -173,8 +196,8 @@ def run_warnings(
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
     if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
         given = flag("eval_fraction", config.eval_fraction)
-        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_file)}")
-    if not config.validates:
+        lines.append(f"{given} has no effect with {flag('eval_file', config.eval_pattern)}")
+    if not config.validates and not config.eval_sets:
         names = ("eval_every_n_steps", "eval_num_steps", "eval_seed")
         given = {n: getattr(config, n) for n in names}
         idle = [flag(n, v) for n, v in given.items() if v > 0 and v != getattr(_DEFAULTS, n)]

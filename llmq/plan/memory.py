@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.base.dtypes import MIB
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.config.cards import is_data_center
 from llmq.config.options import TrainConfig
 from llmq.plan.plan import Plan
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
@@ -14,7 +15,7 @@ from llmq.runtime.machine import Machine
 
 
 class OutOfMemory(LlmqError):
-    """A plan that does not fit, with what would make it fit."""
+    """A plan that does not fit; the details are what would make it fit, with a whole command."""
 
 
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
@@ -35,6 +36,27 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
 def page_tables(pinned: int, spec: DeviceSpec) -> int:
     """Bytes in which each GPU keeps where the pinned memory of all ranks lies: 8 per 4 KiB."""
     return 0 if spec == HOST_SPEC else pinned // 512
+
+
+# What a desktop wants of a card's memory: windows, and a browser that is opened later.
+DESKTOP_BYTES = 512 * MIB
+
+
+def kept_free(name: str, available: int, asked: int | None, *, drives_display: bool = False) -> int:
+    """Bytes that a search leaves free of what is available on a card of this name: --reserve.
+
+    asked: the option's value. None: room for a desktop, unless the card is made for servers and
+    drives no display. ConfigError if what is asked for leaves nothing.
+    """
+    if asked is None:
+        needs_room = drives_display or not is_data_center(name)
+        return min(DESKTOP_BYTES, available) if needs_room else 0
+    if asked >= available:
+        raise ConfigError(
+            f"--reserve: {asked // MIB} MiB leave nothing of the {available // MIB} MiB that are "
+            "available"
+        )
+    return asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

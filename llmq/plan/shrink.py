@@ -118,6 +118,10 @@ ROUNDING: tuple[Saver, ...] = (
 )
 
 
+# Of products, and what has to follow from it.
+FP8: Changes = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
+
+
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
     """The configuration with these options, and what they imply."""
     return replace(config, **changes).normalized()

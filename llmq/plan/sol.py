@@ -18,14 +18,19 @@ class FlopsPerToken:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> FlopsPerToken:
-    """llm.q's formula: forward and two backward products; attention counts its causal half."""
+    """llm.q's formula: forward and two backward products; attention counts its causal half.
+
+    Of this half, windows leave what they do; documents within a sequence are taken for one.
+    """
     C, F, L = config.hidden_size, config.intermediate_size, config.num_layers
     width = config.num_heads * config.head_dim
+    windows = [min(config.window_of(layer) or seq_len, seq_len) for layer in range(L)]
+    pairs = sum(window * (2 * seq_len - window) for window in windows) // seq_len
     matrices = 3 if config.gated else 2
     return FlopsPerToken(
         blocks=6 * L * C * (matrices * F + width + config.qkv_channels),
         lm_head=6 * config.vocab_size * C,
-        attention=6 * L * width * seq_len,
+        attention=6 * width * pairs,
     )
 
 

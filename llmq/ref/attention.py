@@ -1,13 +1,15 @@
 """Causal self-attention with grouped key/value heads: reference of llmq/cu/attention.cu.
 
-Queries are processed in blocks of ROWS positions against the keys up to the block's end, so that
-nothing above the diagonal block is computed. The heads that share a key/value head are stacked
-into one matrix, and a column of ones carries row sums and offsets through the matrix products.
+Documents are computed one by one, as if each were a sequence of its own. Queries are processed in
+blocks of ROWS positions against the keys that some of them see, so that nothing above the diagonal
+block is computed. The heads that share a key/value head are stacked into one matrix, and a column
+of ones carries row sums and offsets through the matrix products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +23,7 @@ CASES = {
     "gqa_80": (1, 70, 6, 2, 80),
     "heads_96": (1, 33, 3, 1, 96),
     "heads_128": (1, 100, 2, 1, 128),
+    "heads_256": (1, 70, 2, 1, 256),
     "qwen05b": (32, 1024, 14, 2, 64),
     "qwen15b": (32, 1024, 12, 2, 128),
     "qwen7b": (16, 1024, 28, 4, 128),
@@ -30,11 +33,21 @@ ROWS = 64  # query positions in one block
 TILE = 1 << 18  # score elements per block, about: the batch is cut so that they stay in the cache
 
 
-def _batches(qkv: np.ndarray, num_heads: int) -> Iterator[slice]:
-    """Slices of the batch whose blocks hold about TILE scores."""
+def _parts(
+    qkv: np.ndarray, num_heads: int, starts: np.ndarray | None
+) -> Iterator[tuple[slice, slice]]:
+    """Slices of batch and positions that see nothing of each other: documents, if there are starts,
+    else whole sequences, some at once whose blocks hold about TILE scores."""
     batch, seq_len = qkv.shape[:2]
-    step = max(1, TILE // (num_heads * min(ROWS, seq_len) * seq_len))
-    return (slice(b, min(b + step, batch)) for b in range(0, batch, step))
+    if starts is None:
+        step = max(1, TILE // (num_heads * min(ROWS, seq_len) * seq_len))
+        for b in range(0, batch, step):
+            yield slice(b, min(b + step, batch)), slice(0, seq_len)
+        return
+    for b, row in enumerate(starts):
+        edges = [0, *(np.flatnonzero(np.diff(row)) + 1), seq_len]
+        for first, end in pairwise(edges):
+            yield slice(b, b + 1), slice(first, end)
 
 
 def _stack(x: np.ndarray, num_kv_heads: int, last: np.ndarray | float) -> np.ndarray:
@@ -54,11 +67,18 @@ def _unstack(x: np.ndarray, rows: int) -> np.ndarray:
     return x.reshape(batch, rows, -1, n)
 
 
-def _mask_diagonal(scores: np.ndarray, rows: int) -> None:
-    """Set the scores of later keys to -inf; scores: (B, Hkv, G * rows, keys), keys end at rows."""
+def _mask(scores: np.ndarray, rows: int, window: int) -> None:
+    """Set the scores of keys that a query does not see to -inf.
+
+    scores: (B, Hkv, G * rows, keys); the last key is that of the last row. Each row sees `window`
+    keys up to its own.
+    """
     batch, kv_heads, stacked, keys = scores.shape
-    blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)[..., keys - rows :]
-    blocks += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
+    blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)
+    blocks[..., keys - rows :] += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
+    past = keys - window  # keys, of which the last row sees none
+    if past > 0:
+        blocks[..., :past] += np.tril(np.full((rows, past), -np.inf, scores.dtype), past - rows)
 
 
 def attention_forward(
@@ -68,33 +88,41 @@ def attention_forward(
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
+    starts: np.ndarray | None,
+    window: int,
     workspace: np.ndarray | None = None,
 ) -> None:
     """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator.
 
-    out: (B, T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd).
-    workspace: the cuDNN kernel's memory, not used here.
+    out: (B, T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd);
+    starts: I32 (B, T), the first position of each one's document, or None; window: keys up to its
+    own that a query sees. workspace: the cuDNN kernel's memory, not used here.
     """
     scale = qkv.shape[-1] ** -0.5
-    for batch in _batches(qkv, num_heads):
-        x = compute(qkv[batch])
+    for batch, part in _parts(qkv, num_heads, starts):
+        x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
         keys = np.ascontiguousarray(k.transpose(0, 2, 3, 1))
         values = _stack(v, num_kv_heads, 1)
-        for start in range(0, seq_len, ROWS):
-            end = min(start + ROWS, seq_len)
+        for start, end, first in _blocks(x.shape[1], window):
             queries = _stack(q[:, start:end], num_kv_heads, 0)[..., :-1]
             queries *= scale
-            scores = queries @ keys[..., :end]
-            _mask_diagonal(scores, end - start)
+            scores = queries @ keys[..., first:end]
+            _mask(scores, end - start, window)
             row_max = scores.max(axis=-1, keepdims=True)
             scores -= row_max
             np.exp(scores, out=scores)
-            product = _unstack(scores @ values[:, :, :end], end - start)
+            product = _unstack(scores @ values[:, :, first:end], end - start)
             total = product[..., -1:]
-            out[batch, start:end] = product[..., :-1] / total
+            part_out[:, start:end] = product[..., :-1] / total
             row_lse = _unstack(row_max, end - start) + np.log(total)
-            lse[batch, :, start:end] = row_lse[..., 0].transpose(0, 2, 1)
+            part_lse[:, :, start:end] = row_lse[..., 0].transpose(0, 2, 1)
+
+
+def _blocks(seq_len: int, window: int) -> Iterator[tuple[int, int, int]]:
+    """First and last (excluded) query of each block, and the first key that one of them sees."""
+    for start in range(0, seq_len, ROWS):
+        yield start, min(start + ROWS, seq_len), max(0, start - window + 1)
 
 
 def attention_delta(
@@ -113,32 +141,34 @@ def attention_backward_tiles(
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
+    starts: np.ndarray | None,
+    window: int,
 ) -> None:
-    """The whole gradient d_qkv, probabilities recomputed from lse; shapes as in the forward."""
+    """The whole gradient d_qkv, probabilities recomputed from lse; arguments as in the forward."""
     scale = qkv.shape[-1] ** -0.5
-    for batch in _batches(qkv, num_heads):
-        x, d_o = compute(qkv[batch]), compute(d_out[batch])
+    for batch, part in _parts(qkv, num_heads, starts):
+        x, d_o, d_x = compute(qkv[batch, part]), compute(d_out[batch, part]), d_qkv[batch, part]
         q, k, v = np.split(x, (num_heads, num_heads + num_kv_heads), axis=2)
         keys, values = _stack(k, num_kv_heads, 1), _stack(v, num_kv_heads, 1)
         d_keys, d_values = np.zeros_like(keys[..., :-1]), np.zeros_like(values[..., :-1])
         grouped = (len(x), num_kv_heads, num_heads // num_kv_heads, -1)
-        for start in range(0, seq_len, ROWS):
-            end = min(start + ROWS, seq_len)
-            row_lse = lse[batch, :, start:end].reshape(grouped)
-            row_delta = delta[batch, :, start:end].reshape(grouped)
+        for start, end, first in _blocks(x.shape[1], window):
+            rows, seen = slice(part.start + start, part.start + end), slice(first, end)
+            row_lse = lse[batch, :, rows].reshape(grouped)
+            row_delta = delta[batch, :, rows].reshape(grouped)
             queries = _stack(q[:, start:end] * scale, num_kv_heads, -row_lse)
             d_outs = _stack(d_o[:, start:end], num_kv_heads, -row_delta)
-            probs = queries @ keys[:, :, :end].swapaxes(2, 3)
-            _mask_diagonal(probs, end - start)
+            probs = queries @ keys[:, :, seen].swapaxes(2, 3)
+            _mask(probs, end - start, window)
             np.exp(probs, out=probs)
-            d_values[:, :, :end] += probs.swapaxes(2, 3) @ d_outs[..., :-1]
-            probs *= d_outs @ values[:, :, :end].swapaxes(2, 3)  # now the gradient of the scores
-            d_keys[:, :, :end] += probs.swapaxes(2, 3) @ queries[..., :-1]
-            d_queries = probs @ keys[:, :, :end, :-1]
+            d_values[:, :, seen] += probs.swapaxes(2, 3) @ d_outs[..., :-1]
+            probs *= d_outs @ values[:, :, seen].swapaxes(2, 3)  # now the gradient of the scores
+            d_keys[:, :, seen] += probs.swapaxes(2, 3) @ queries[..., :-1]
+            d_queries = probs @ keys[:, :, seen, :-1]
             d_queries *= scale
-            d_qkv[batch, start:end, :num_heads] = _unstack(d_queries, end - start)
-        d_qkv[batch, :, num_heads : num_heads + num_kv_heads] = d_keys.transpose(0, 2, 1, 3)
-        d_qkv[batch, :, num_heads + num_kv_heads :] = d_values.transpose(0, 2, 1, 3)
+            d_x[:, start:end, :num_heads] = _unstack(d_queries, end - start)
+        d_x[:, :, num_heads : num_heads + num_kv_heads] = d_keys.transpose(0, 2, 1, 3)
+        d_x[:, :, num_heads + num_kv_heads :] = d_values.transpose(0, 2, 1, 3)
 
 
 def attention_backward(
@@ -152,6 +182,8 @@ def attention_backward(
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
+    starts: np.ndarray | None,
+    window: int,
 ) -> None:
     """d_qkv in one call, as cuDNN computes it; workspace: its memory, not used here.
 
@@ -159,7 +191,8 @@ def attention_backward(
     """
     delta = np.empty(lse.shape, compute(qkv).dtype)
     attention_delta(delta, d_out, out, seq_len, num_heads)
-    attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads)
+    sizes = (seq_len, num_heads, num_kv_heads)
+    attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, *sizes, starts, window)
 
 
 def attention_decode(
@@ -172,20 +205,22 @@ def attention_decode(
     max_positions: int,
     num_heads: int,
     num_kv_heads: int,
+    window: int,
 ) -> None:
-    """Attention of num_new positions to themselves and everything before, through a cache.
+    """Attention of num_new positions to `window` keys up to their own, through a cache.
 
     out: (B, n, Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are
     written, earlier rows are read; qkv: (B, n, Hq + 2 Hkv, Hd).
     """
     q, k, v = np.split(qkv, (num_heads, num_heads + num_kv_heads), axis=2)
     end = position + num_new
+    seen = slice(max(0, position - window + 1), end)
     k_cache[:, position:end], v_cache[:, position:end] = k, v
     queries = _stack(compute(q), num_kv_heads, 0)[..., :-1]
     queries *= queries.shape[-1] ** -0.5
-    scores = queries @ compute(k_cache[:, :end]).transpose(0, 2, 3, 1)
-    _mask_diagonal(scores, num_new)
+    scores = queries @ compute(k_cache[:, seen]).transpose(0, 2, 3, 1)
+    _mask(scores, num_new, window)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    out[...] = _unstack(scores @ compute(v_cache[:, :end]).transpose(0, 2, 1, 3), num_new)
+    out[...] = _unstack(scores @ compute(v_cache[:, seen]).transpose(0, 2, 1, 3), num_new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import ml_dtypes
 import numpy as np
@@ -97,6 +98,43 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     np.exp(s, out=s)
     s += 1
     return np.reciprocal(s, out=s)
+
+
+GELU_C1 = 2 * math.sqrt(2 / math.pi)
+GELU_C3 = GELU_C1 * 0.044715
+
+
+def gelu_share(x: np.ndarray) -> np.ndarray:
+    """gelu(x) / x with the tanh approximation, 0.5 * (1 + tanh(u)) = sigmoid(2u).
+
+    2u = x * (C1 + C3 * x^2). Overflows as sigmoid.
+    """
+    value = x * x
+    value *= GELU_C3
+    value += GELU_C1
+    value *= x
+    return sigmoid(value)
+
+
+def gelu_slope(x: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """d gelu / dx = s + s * (1 - s) * x * (C1 + 3 * C3 * x^2), given s = gelu_share(x)."""
+    slope = x * x
+    slope *= 3 * GELU_C3
+    slope += GELU_C1
+    slope *= x
+    slope *= share
+    slope *= 1 - share
+    slope += share
+    return slope
+
+
+def silu_slope(x: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """d silu / dx = s * (1 + x * (1 - s)), given s = sigmoid(x)."""
+    slope = 1 - share
+    slope *= x
+    slope += 1
+    slope *= share
+    return slope
 
 
 def update_abs_max(abs_max: np.ndarray | None, x: np.ndarray) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from llmq.ref.common import (
@@ -32,11 +34,19 @@ def embedding_forward(
     seq_len: int,
     C: int,
     first_position: int,
+    starts: np.ndarray | None,
+    scale: float = 1.0,
 ) -> None:
     np.take(weight, tokens, axis=0, out=out, mode="clip")
+    if scale != 1:
+        wide = compute(out)
+        np.multiply(wide, wide.dtype.type(scale), out=out, casting="same_kind")
     if position_weight is not None:
-        positions = compute(position_weight[first_position : first_position + seq_len])
-        np.add(compute(out), positions, out=out, casting="same_kind")
+        positions = first_position + np.arange(seq_len)
+        if starts is not None:
+            positions = positions - starts
+        rows = compute(position_weight[positions])
+        np.add(compute(out), rows, out=out, casting="same_kind")
 
 
 def embedding_sort(
@@ -58,12 +68,14 @@ def embedding_backward(
     scalars: np.ndarray,
     n: int,
     C: int,
+    scale: float,
     salt: int,
 ) -> None:
-    """Adds the sum of every run of equal ids; embedding_finish has nothing left to do."""
+    """Adds scale times the sum of every run of equal ids; embedding_finish has nothing to do."""
     ids = tokens.reshape(-1)[order]
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
+    sums *= sums.dtype.type(scale)
     rows = ids[starts]
     if d_weight.dtype == BF16:
         seed = gradient_seed(scalars, salt)
@@ -82,6 +94,7 @@ def embedding_finish(
     scalars: np.ndarray,
     n: int,
     C: int,
+    scale: float,
     salt: int,
 ) -> None:
     """Adds the runs that embedding_backward left in pieces: none, in its reference."""
@@ -99,6 +112,29 @@ def embedding_backward_positions(
     salt: int,
 ) -> None:
     total = np.add.reduce(compute(d_out), axis=0)
+    store_gradient(d_position[:seq_len], total, scalars, bool(accumulate), salt)
+    if not accumulate:
+        d_position[seq_len:] = 0
+
+
+def embedding_backward_documents(
+    d_position: np.ndarray,
+    d_out: np.ndarray,
+    starts: np.ndarray,
+    scalars: np.ndarray,
+    positions: int,
+    batch: int,
+    seq_len: int,
+    C: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    x = compute(d_out)
+    total = np.zeros((seq_len, C), x.dtype)
+    for row, gradients in zip(starts, x, strict=True):
+        edges = [0, *(np.flatnonzero(np.diff(row)) + 1), seq_len]
+        for first, end in pairwise(edges):
+            total[: end - first] += gradients[first:end]
     store_gradient(d_position[:seq_len], total, scalars, bool(accumulate), salt)
     if not accumulate:
         d_position[seq_len:] = 0

@@ -1,15 +1,17 @@
-"""References of cu/gelu.cu: GELU with the tanh approximation, and its gradient.
-
-0.5 * (1 + tanh(u)) = sigmoid(2u), so gelu(x) = x * sigmoid(x * (C1 + C3 * x^2)).
-"""
+"""References of cu/gelu.cu: GELU with the tanh approximation, and its gradient."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from llmq.ref.common import compute, emit_fp8, row_blocks, sigmoid, update_abs_max
+from llmq.ref.common import (
+    compute,
+    emit_fp8,
+    gelu_share,
+    gelu_slope,
+    row_blocks,
+    update_abs_max,
+)
 
 # shape of x
 CASES = {
@@ -21,16 +23,13 @@ CASES = {
     "gpt2_xl": (8 * 1024, 6400),
 }
 
-C1 = 2 * math.sqrt(2 / math.pi)
-C3 = C1 * 0.044715
-
 
 def gelu_forward(out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | None = None) -> None:
     out, x = out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
             xs = compute(x[block])
-            np.multiply(sigmoid(_argument(xs)), xs, out=out[block], casting="same_kind")
+            np.multiply(gelu_share(xs), xs, out=out[block], casting="same_kind")
             update_abs_max(abs_max, out[block])
 
 
@@ -47,15 +46,8 @@ def gelu_backward(
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
             xs = compute(x[block])
-            s = sigmoid(_argument(xs))
-            # d gelu / dx = s + s * (1 - s) * x * (C1 + 3 * C3 * x^2)
-            slope = xs * xs
-            slope *= 3 * C3
-            slope += C1
-            slope *= xs
-            slope *= s
-            slope *= 1 - s
-            slope += s
+            s = gelu_share(xs)
+            slope = gelu_slope(xs, s)
             slope *= compute(d_out[block])
             if out is not None:
                 s *= xs
@@ -101,11 +93,3 @@ def gelu_backward_fp8(
     emit_fp8(*codes, d_x.reshape(rows, columns))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, columns))
-
-
-def _argument(x: np.ndarray) -> np.ndarray:
-    value = x * x
-    value *= C3
-    value += C1
-    value *= x
-    return value

@@ -1,7 +1,8 @@
 """Reference of RMSNorm and LayerNorm, alone and fused with a residual addition.
 
 With a mean it is LayerNorm, else RMSNorm. results: abs_max, codes, scale and saturated, each of
-which may be None, or nothing at all.
+which may be None, or nothing at all. offset: 1 + weight takes the place of weight, and only the
+product with it is rounded.
 """
 
 from __future__ import annotations
@@ -42,17 +43,25 @@ def _rstd(x: np.ndarray, eps: float) -> np.ndarray:
     return np.divide(x.dtype.type(1), mean_square, out=mean_square)
 
 
+def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
+    """What elements are multiplied by, in the computing precision."""
+    factor = compute(weight)
+    return factor.dtype.type(1) + factor if offset else factor
+
+
 def _rms_norm(
-    out: np.ndarray, rstd: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float
+    out: np.ndarray, rstd: np.ndarray, x: np.ndarray, factor: np.ndarray, eps: float, once: int
 ) -> None:
     """out and rstd from x in the computing precision; out may have a narrower type."""
     rstd[...] = _rstd(x, eps)
     if out.dtype == x.dtype:
         np.multiply(x, rstd[:, None], out=out)
-        out *= weight
-    else:
-        rounded = (x * rstd[:, None]).astype(out.dtype)
-        out[...] = compute(rounded) * compute(weight)
+        out *= factor
+        return
+    x_hat = x * rstd[:, None]
+    x_hat = x_hat if once else compute(x_hat.astype(out.dtype))
+    x_hat *= factor
+    out[...] = x_hat
 
 
 def _layer_norm(
@@ -99,6 +108,7 @@ def norm_forward(
     rows: int,
     C: int,
     *results: np.ndarray | None,
+    offset: int = 0,
 ) -> None:
     """out = T(T(rstd * x) * weight), with rstd = 1 / sqrt(mean(x^2) + eps).
 
@@ -106,7 +116,7 @@ def norm_forward(
     """
     out = np.empty_like(x) if out is None else out
     if mean is None:
-        _rms_norm(out, rstd, compute(x), weight, eps)
+        _rms_norm(out, rstd, compute(x), _factor(weight, offset), eps, once=offset)
     else:
         _layer_norm(out, mean, rstd, compute(x), weight, bias, eps)
     _emit(out, *results)
@@ -125,13 +135,15 @@ def norm_forward_residual(
     rows: int,
     C: int,
     *results: np.ndarray | None,
+    offset: int = 0,
 ) -> None:
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
         np.add(residual, branch, out=residual_out)
     else:
         residual_out[...] = compute(residual) + compute(branch)
-    norm_forward(out, mean, rstd, residual_out, weight, bias, eps, rows, C, *results)
+    args = (out, mean, rstd, residual_out, weight, bias, eps, rows, C, *results)
+    norm_forward(*args, offset=offset)
 
 
 def norm_post(
@@ -144,16 +156,12 @@ def norm_post(
     rows: int,
     C: int,
     *results: np.ndarray | None,
+    offset: int = 0,
 ) -> None:
     """out = T(residual + T(rstd * x * weight)), or without the sum."""
-    wide = compute(x)
-    rstd[...] = _rstd(wide, eps)
-    normalised = wide * rstd[:, None]
-    normalised *= compute(weight)
-    if residual is None:
-        out[...] = normalised
-    else:
-        out[...] = compute(residual) + compute(normalised.astype(out.dtype, copy=False))
+    normalised = np.empty_like(out)
+    _rms_norm(normalised, rstd, compute(x), _factor(weight, offset), eps, once=1)
+    out[...] = normalised if residual is None else compute(residual) + compute(normalised)
     _emit(out, *results)
 
 
@@ -170,9 +178,10 @@ def norm_backward(
     C: int,
     abs_max: np.ndarray | None = None,
     *codes: np.ndarray | None,
+    offset: int = 0,
 ) -> None:
     """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias."""
-    weight = compute(weight)
+    weight = _factor(weight, offset)
     partial[...] = 0
     step = max(1, BLOCK // C)
     for start in range(0, rows, step):

@@ -1,32 +1,47 @@
-"""Reference of the RMSNorm over every query and key head."""
+"""Reference of the RMSNorm of queries and keys.
+
+wide: over all query and over all key channels of a token, else over every head.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from llmq.ref.common import compute
 
-# name: (B, T, Hq, Hkv, Hd)
+# name: (B, T, Hq, Hkv, Hd, whether it is wide)
 CASES = {
-    "one_token": (1, 1, 1, 1, 64),
-    "head_64": (2, 5, 4, 2, 64),
-    "head_80": (1, 7, 3, 1, 80),
-    "head_96": (1, 3, 5, 5, 96),
-    "head_128": (3, 7, 4, 2, 128),
-    "qwen3_06b": (32, 1024, 16, 8, 128),
-    "qwen05b": (32, 1024, 14, 2, 64),
-    "qwen15b": (32, 1024, 12, 2, 128),
+    "one_token": (1, 1, 1, 1, 64, False),
+    "head_64": (2, 5, 4, 2, 64, False),
+    "head_80": (1, 7, 3, 1, 80, False),
+    "head_96": (1, 3, 5, 5, 96, False),
+    "head_128": (3, 7, 4, 2, 128, False),
+    "head_256": (1, 5, 3, 1, 256, False),
+    "qwen3_06b": (32, 1024, 16, 8, 128, False),
+    "qwen05b": (32, 1024, 14, 2, 64, False),
+    "qwen15b": (32, 1024, 12, 2, 128, False),
+    "wide_one_token": (1, 1, 1, 1, 64, True),
+    "wide_warp_per_row": (2, 5, 4, 2, 64, True),
+    "wide_two_warps_per_row": (1, 7, 12, 4, 128, True),
+    "wide_four_warps_per_row": (1, 3, 40, 8, 80, True),
+    "wide_widest": (1, 2, 64, 64, 128, True),
+    "olmo2_1b": (16, 1024, 16, 16, 128, True),
+    "olmo2_32b": (4, 1024, 40, 8, 128, True),
 }
 
 
-def _head_weights(
-    q_weight: np.ndarray, k_weight: np.ndarray, num_heads: int, num_kv_heads: int
-) -> np.ndarray:
-    """The weight of each query and key head, (Hq + Hkv, Hd), in the computing precision."""
-    weights = np.empty((num_heads + num_kv_heads, q_weight.size), compute(q_weight).dtype)
-    weights[:num_heads] = q_weight
-    weights[num_heads:] = k_weight
-    return weights
+def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice, slice]]:
+    """The heads of queries and of keys, and their rows: what is normalised together."""
+    heads = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
+    yield from zip(heads, (slice(1), slice(1, 2)) if wide else heads, strict=True)
+
+
+def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
+    """What channels are multiplied by, in the computing precision."""
+    factor = compute(weight)
+    return factor.dtype.type(1) + factor if offset else factor
 
 
 def qk_norm_forward(
@@ -40,21 +55,31 @@ def qk_norm_forward(
     num_heads: int,
     num_kv_heads: int,
     query_blocks: int,
+    *,
+    wide: int = 0,
+    offset: int = 0,
 ) -> None:
-    """raw = the query and key heads of qkv, which become T(T(rstd * head) * weight)."""
-    heads = qkv[:, :, : num_heads + num_kv_heads]
-    raw[...] = heads
-    x = compute(raw)
-    real = x.dtype.type
-    rstd[...] = real(1) / np.sqrt(np.vecdot(x, x) / real(x.shape[-1]) + real(eps))
-    normalised = x * rstd[..., None]
-    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads)
-    heads[...] = compute(normalised.astype(qkv.dtype, copy=False)) * weights
+    """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight).
+
+    Wide rows T(rstd * row * weight); with an offset T(rstd * row * (1 + weight)).
+    """
+    raw[...] = qkv[:, :, : num_heads + num_kv_heads]
+    parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
+    for (heads, rows), weight in zip(parts, (q_weight, k_weight), strict=True):
+        x = compute(raw[:, :, heads]).reshape(tokens, -1, weight.size)
+        real = x.dtype.type
+        stats[:, rows] = real(1) / np.sqrt(np.vecdot(x, x) / real(weight.size) + real(eps))
+        normalised = x * stats[:, rows, None]
+        if not (wide or offset):
+            normalised = compute(normalised.astype(qkv.dtype, copy=False))
+        normalised *= _factor(weight, offset)
+        qkv[:, :, heads] = normalised.reshape(raw[:, :, heads].shape)
 
 
 def qk_norm_backward(
     d_qkv: np.ndarray,
-    partial: np.ndarray,
+    q_partial: np.ndarray,
+    k_partial: np.ndarray,
     raw: np.ndarray,
     rstd: np.ndarray,
     q_weight: np.ndarray,
@@ -63,25 +88,28 @@ def qk_norm_backward(
     num_heads: int,
     num_kv_heads: int,
     query_blocks: int,
+    *,
+    wide: int = 0,
+    offset: int = 0,
 ) -> None:
     """Query and key heads of d_qkv in place.
 
-    partial (any, Hd): its first query_blocks rows add up to the gradient of the query weight, the
-    others to that of the key weight.
+    q_partial, k_partial (any, width of a row): their rows add up to the weights' gradients.
     """
-    heads = d_qkv[:, :, : num_heads + num_kv_heads]
-    d_out, x_hat = compute(heads), compute(raw) * rstd[..., None]
-    product = d_out * x_hat
-    partial[...] = 0
-    by_head = product.reshape(tokens, -1).sum(0).reshape(num_heads + num_kv_heads, -1)
-    np.sum(by_head[:num_heads], axis=0, out=partial[0])
-    np.sum(by_head[num_heads:], axis=0, out=partial[query_blocks])
-    weights = _head_weights(q_weight, k_weight, num_heads, num_kv_heads)
-    # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
-    slope = np.vecdot(product, weights)
-    slope /= slope.dtype.type(x_hat.shape[-1])
-    x_hat *= slope[..., None]
-    np.multiply(d_out, weights, out=product)
-    product -= x_hat
-    product *= rstd[..., None]
-    heads[...] = product
+    parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
+    given = ((q_weight, q_partial), (k_weight, k_partial))
+    for (heads, rows), (weight, partial) in zip(parts, given, strict=True):
+        d_out = compute(d_qkv[:, :, heads]).reshape(tokens, -1, weight.size)
+        scale, factor = stats[:, rows, None], _factor(weight, offset)
+        x_hat = compute(raw[:, :, heads]).reshape(tokens, -1, weight.size) * scale
+        product = d_out * x_hat
+        partial[...] = 0
+        partial[0] = product.sum(0).sum(0)
+        # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
+        slope = np.vecdot(product, factor)
+        slope /= slope.dtype.type(weight.size)
+        x_hat *= slope[..., None]
+        np.multiply(d_out, factor, out=product)
+        product -= x_hat
+        product *= scale
+        d_qkv[:, :, heads] = product.reshape(raw[:, :, heads].shape)

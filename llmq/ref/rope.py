@@ -52,11 +52,24 @@ def _rotate(
             x[...] = rotated
 
 
-def _table(qkv: np.ndarray, table: np.ndarray, first_position: int) -> tuple:
-    """cos and sin (T, Hd/2) of the positions in qkv, in the computing precision."""
-    rows = table[first_position : first_position + qkv.shape[1]]
-    rows = rows.astype(compute(qkv[:0]).dtype, copy=False)
-    return rows[..., 0], rows[..., 1]
+def _turn(
+    qkv: np.ndarray,
+    table: np.ndarray,
+    num_heads: int,
+    num_kv_heads: int,
+    first_position: int,
+    starts: np.ndarray | None,
+    sign: int,
+) -> None:
+    """_rotate by the angles of the tokens' positions, times sign, in the computing precision."""
+    positions = first_position + np.arange(qkv.shape[1])
+    # Sequences of the same positions together.
+    pieces = [(qkv, positions)]
+    if starts is not None:
+        pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
+    for piece, rows in pieces:
+        angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)
+        _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads)
 
 
 def rope_forward(
@@ -67,10 +80,10 @@ def rope_forward(
     num_heads: int,
     num_kv_heads: int,
     first_position: int,
+    starts: np.ndarray | None = None,
 ) -> None:
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + Hd/2), in place."""
-    cos, sin = _table(qkv, table, first_position)
-    _rotate(qkv, cos, sin, num_heads, num_kv_heads)
+    _turn(qkv, table, num_heads, num_kv_heads, first_position, starts, 1)
 
 
 def rope_backward(
@@ -80,11 +93,11 @@ def rope_backward(
     seq_length: int,
     num_heads: int,
     num_kv_heads: int,
+    starts: np.ndarray | None = None,
     abs_max: np.ndarray | None = None,
 ) -> None:
     """The rotation by the opposite angles, in place."""
-    cos, sin = _table(d_qkv, table, 0)
-    _rotate(d_qkv, cos, -sin, num_heads, num_kv_heads)
+    _turn(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1)
     update_abs_max(abs_max, d_qkv)
 
 
@@ -97,6 +110,7 @@ def rope_backward_fused(
     seq_length: int,
     num_heads: int,
     num_kv_heads: int,
+    starts: np.ndarray | None,
     block_tiles: int,
     abs_max: np.ndarray | None,
     codes: np.ndarray | None,
@@ -107,7 +121,7 @@ def rope_backward_fused(
     """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
     if out is None:
         out = d_qkv.copy()
-    rope_backward(out, table, tokens, seq_length, num_heads, num_kv_heads, abs_max)
+    rope_backward(out, table, tokens, seq_length, num_heads, num_kv_heads, starts, abs_max)
     rows = out.reshape(tokens, -1)
     emit_fp8(codes, transposed, scale, saturated, rows)
     if partial is not None:

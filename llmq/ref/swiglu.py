@@ -1,10 +1,19 @@
-"""References of cu/swiglu.cu: out = up * silu(gate), and its gradient."""
+"""References of cu/swiglu.cu: out = up * silu(gate), and its gradient; with gelu of gelu(gate)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, emit_fp8, row_blocks, sigmoid, update_abs_max
+from llmq.ref.common import (
+    compute,
+    emit_fp8,
+    gelu_share,
+    gelu_slope,
+    row_blocks,
+    sigmoid,
+    silu_slope,
+    update_abs_max,
+)
 
 # rows, F
 CASES = {
@@ -24,12 +33,14 @@ def swiglu_forward(
     rows: int,
     F: int,
     abs_max: np.ndarray | None = None,
+    *,
+    gelu: int = 0,
 ) -> None:
     out, up_gate = out.reshape(rows, F), up_gate.reshape(rows, 2 * F)
     with np.errstate(over="ignore"):
         for block in row_blocks(rows, F):
             up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
-            value = sigmoid(gate)
+            value = (gelu_share if gelu else sigmoid)(gate)
             value *= gate
             np.multiply(value, up, out=out[block], casting="same_kind")
             update_abs_max(abs_max, out[block])
@@ -43,6 +54,8 @@ def swiglu_backward(
     F: int,
     abs_max: np.ndarray | None = None,
     out: np.ndarray | None = None,
+    *,
+    gelu: int = 0,
 ) -> None:
     """out: forward's result again; may be d_out."""
     d_out = d_out.reshape(rows, F)
@@ -51,20 +64,16 @@ def swiglu_backward(
         for block in row_blocks(rows, F):
             up, gate = compute(up_gate[block, :F]), compute(up_gate[block, F:])
             d = compute(d_out[block])
-            s = sigmoid(gate)
-            silu = gate * s
-            # d silu / d gate = s * (1 + gate * (1 - s))
-            slope = 1 - s
-            slope *= gate
-            slope += 1
-            slope *= s
+            s = (gelu_share if gelu else sigmoid)(gate)
+            slope = (gelu_slope if gelu else silu_slope)(gate, s)
             slope *= up
             slope *= d
-            again = None if out is None else silu * up
-            silu *= d
+            active = np.multiply(gate, s, out=s)
+            again = None if out is None else active * up
+            active *= d
             if out is not None:  # last of all that needs d, which it may overwrite
                 out.reshape(rows, F)[block] = again
-            d_up_gate[block, :F] = silu
+            d_up_gate[block, :F] = active
             d_up_gate[block, F:] = slope
             update_abs_max(abs_max, d_up_gate[block])
 
@@ -76,11 +85,12 @@ def swiglu_forward_fp8(
     F: int,
     abs_max: np.ndarray | None,
     *fp8: np.ndarray | None,
+    gelu: int = 0,
 ) -> None:
     """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
     if out is None:
         out = np.empty((rows, F), up_gate.dtype)
-    swiglu_forward(out, up_gate, rows, F, abs_max)
+    swiglu_forward(out, up_gate, rows, F, abs_max, gelu=gelu)
     emit_fp8(*fp8, out.reshape(rows, F))
 
 
@@ -92,6 +102,7 @@ def swiglu_backward_fp8(
     F: int,
     abs_max: np.ndarray | None,
     *fp8: np.ndarray | None,
+    gelu: int = 0,
 ) -> None:
     """swiglu_backward, and the results in FP8.
 
@@ -102,7 +113,7 @@ def swiglu_backward_fp8(
         d_up_gate = np.empty_like(up_gate)
     if out_transposed is not None:
         out = np.empty_like(d_out)
-    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out)
+    swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out, gelu=gelu)
     emit_fp8(*codes, d_up_gate.reshape(rows, 2 * F))
     if out_transposed is not None:
         emit_fp8(None, out_transposed, out_scale, out_saturated, out.reshape(rows, F))

@@ -17,12 +17,15 @@ def align_up(n: int, multiple: int = ALIGN) -> int:
 
 
 class Arena:
-    """Allocates once, at start, never frees. capacity None (plan device): counts only."""
+    """Hands out memory, one tensor behind the other. capacity None (plan device): counts only.
+
+    used: bytes that are taken; high_water_mark: the most that ever were.
+    """
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage
         self.capacity = capacity
-        self.used = 0
+        self.used = self.high_water_mark = 0
         self.categories: dict[str, int] = defaultdict(int)
         self.tensors: list[tuple[str, Tensor]] = []
 
@@ -36,9 +39,17 @@ class Arena:
                 "the plan that sized this arena did not see this allocation"
             )
         self.used += padded
+        self.high_water_mark = max(self.high_water_mark, self.used)
         self.categories[category] += padded
         self.tensors.append((category, tensor))
         return tensor
+
+    def free_from(self, used: int) -> None:
+        """Forget the tensors that were taken since so many bytes were used."""
+        while self.tensors and self.tensors[-1][1].offset >= used:
+            category, tensor = self.tensors.pop()
+            self.categories[category] -= align_up(tensor.nbytes)
+        self.used = used
 
 
 class Stack:

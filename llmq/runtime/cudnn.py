@@ -119,15 +119,16 @@ class CudnnAttention:
         num_kv_heads: int,
         head_dim: int,
         chunks: int = 1,
+        window: int | None = None,
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU.
 
-        chunks: pieces of the batch in the backward.
+        chunks: pieces of the batch in the backward. window: keys up to its own that a query sees.
         """
         sizes = (seq_len, num_heads, num_kv_heads, head_dim)
-        part = (batch // chunks, *sizes)
-        forward = self._plan("forward", (batch, *sizes), False)
-        backward = self._plan("backward", part, True)
+        part, window = (batch // chunks, *sizes), window or seq_len
+        forward = self._plan("forward", (batch, *sizes), False, window)
+        backward = self._plan("backward", part, True, window)
         _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
         _expect_workspace(backward.workspace, backward_workspace_bytes(*part))
 
@@ -140,11 +141,14 @@ class CudnnAttention:
         seq_len: int,
         num_heads: int,
         num_kv_heads: int,
+        starts: None,
+        window: int,
         workspace: Tensor,
     ) -> None:
         """Enqueue attention_forward on the stream (a cudaStream_t as an integer)."""
         batch, head_dim = qkv.shape[0], qkv.shape[3]
-        plan = self._plan("forward", (batch, seq_len, num_heads, num_kv_heads, head_dim), False)
+        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
+        plan = self._plan("forward", shape, False, window)
         pointers = _packed("", qkv, num_heads, num_kv_heads)
         self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
 
@@ -161,11 +165,13 @@ class CudnnAttention:
         seq_len: int,
         num_heads: int,
         num_kv_heads: int,
+        starts: None,
+        window: int,
     ) -> None:
         """Enqueue attention_backward on the stream (a cudaStream_t as an integer)."""
         batch, head_dim = qkv.shape[0], qkv.shape[3]
         shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
-        plan = self._plan("backward", shape, bool(deterministic))
+        plan = self._plan("backward", shape, bool(deterministic), window)
         pointers = {
             **_packed("", qkv, num_heads, num_kv_heads),
             **_packed("d_", d_qkv, num_heads, num_kv_heads),
@@ -186,13 +192,16 @@ class CudnnAttention:
         except self._refusals as error:
             raise CudnnError(f"cuDNN {self._cudnn.backend_version()}: {error}") from error
 
-    def _plan(self, direction: str, shape: tuple, deterministic: bool) -> _Plan:
+    def _plan(self, direction: str, shape: tuple, deterministic: bool, window: int) -> _Plan:
         """The built graph for these sizes: 0.1 s the first time, then from the cache."""
-        key = (direction, shape, deterministic)
+        band = {"diagonal_band_right_bound": 0}  # causal
+        if window < shape[1]:  # the library counts a query's own key as the first of the band, too
+            band["diagonal_band_left_bound"] = window
+        key = (direction, shape, deterministic, band.get("diagonal_band_left_bound"))
         if key not in self._plans:
-            build = self._forward_graph
+            build = partial(self._forward_graph, band=band)
             if direction == "backward":
-                build = partial(self._backward_graph, deterministic=deterministic)
+                build = partial(self._backward_graph, band=band, deterministic=deterministic)
             self._plans[key] = self._build(build, shape)
         return self._plans[key]
 
@@ -219,7 +228,9 @@ class CudnnAttention:
         names = {name: tensor.get_uid() for name, tensor in tensors.items()}
         return _Plan(graph, names, graph.get_workspace_size())
 
-    def _forward_graph(self, graph: Any, layouts: Layouts, scale: float) -> dict[str, Any]:
+    def _forward_graph(
+        self, graph: Any, layouts: Layouts, scale: float, *, band: dict[str, int]
+    ) -> dict[str, Any]:
         """Adds the nodes of the forward; returns its tensors by name."""
         q, k, v = (graph.tensor(name=name, **layouts[name]) for name in "qkv")
         out, lse = graph.sdpa(
@@ -228,7 +239,7 @@ class CudnnAttention:
             v,
             generate_stats=True,
             attn_scale=scale,
-            diagonal_band_right_bound=0,  # causal
+            **band,
         )
         _output(out, layouts["out"])
         _output(lse, layouts["lse"])
@@ -236,7 +247,13 @@ class CudnnAttention:
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
     def _backward_graph(
-        self, graph: Any, layouts: Layouts, scale: float, *, deterministic: bool
+        self,
+        graph: Any,
+        layouts: Layouts,
+        scale: float,
+        *,
+        band: dict[str, int],
+        deterministic: bool,
     ) -> dict[str, Any]:
         """Adds the nodes of the backward; returns its tensors by name."""
         tensors = {name: graph.tensor(name=name, **layouts[name]) for name in ("q", "k", "v")}
@@ -248,7 +265,7 @@ class CudnnAttention:
         gradients = graph.sdpa_backward(
             *(tensors[name] for name in ("q", "k", "v", "out", "d_out", "lse")),
             attn_scale=scale,
-            diagonal_band_right_bound=0,  # causal
+            **band,
             use_deterministic_algorithm=deterministic,
         )
         for name, gradient in zip("qkv", gradients, strict=True):

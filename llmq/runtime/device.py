@@ -142,8 +142,22 @@ class Device(ABC):
         category: str,
         place: str = "device",
     ) -> Tensor:
-        """A tensor that lives as long as the device; content undefined."""
+        """A tensor that lives as long as the device, or the block of `temporary` that it is taken
+        in; content undefined."""
         return self.arenas[place].take(name, shape, dtype, category)
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """What `alloc` takes within the block is free again behind it.
+
+        For work of one shape after the other; steps of a training have all their memory at once.
+        """
+        before = {place: arena.used for place, arena in self.arenas.items()}
+        try:
+            yield
+        finally:
+            for place, used in before.items():
+                self.arenas[place].free_from(used)
 
     def scratch(
         self, name: str, shape: tuple[int, ...], dtype: DType
@@ -152,8 +166,8 @@ class Device(ABC):
         return self.stack.scratch(name, shape, dtype)
 
     def sizes(self) -> MemorySizes:
-        """What has been taken so far: what another device needs to repeat it."""
-        used = {place: arena.used for place, arena in self.arenas.items()}
+        """The most that was taken so far: what another device needs to repeat it."""
+        used = {place: arena.high_water_mark for place, arena in self.arenas.items()}
         return MemorySizes(stack=self.stack.high_water_mark, **used)
 
     def launch(

@@ -90,6 +90,19 @@ def least_free(count: int) -> int:
     return min(free)
 
 
+def drives_display(count: int) -> bool:
+    """Whether a display is connected to one of the first `count` GPUs, as far as NVML says so."""
+    with contextlib.suppress(Exception):  # no module, no library, no answer: each its own class
+        import pynvml
+
+        pynvml.nvmlInit()
+        for index in range(count):
+            handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(index).encode())
+            if pynvml.nvmlDeviceGetDisplayMode(handle) or pynvml.nvmlDeviceGetDisplayActive(handle):
+                return True
+    return False
+
+
 def library_versions() -> dict[str, str]:
     """Releases of the CUDA libraries in use; those that do not load are left out."""
     versions = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,13 @@ from llmq.runtime.kernel import Kernel
 def reference(kernel: Kernel) -> Callable[..., None]:
     """The NumPy function that a kernel is checked against."""
     return getattr(importlib.import_module(f"llmq.ref.{kernel.op}"), kernel.entry)
+
+
+@cache
+def constants_of(kernel: Kernel) -> tuple[str, ...]:
+    """The compile-time constants that a kernel's reference takes: its keyword-only arguments."""
+    parameters = inspect.signature(reference(kernel)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
@@ -62,7 +70,8 @@ class HostDevice(Device):
         args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
         # A diverging run is reported by the trainer, not by one warning per operation.
         with np.errstate(all="ignore"):
-            reference(launch.kernel)(*args)
+            constants = {name: launch.consts[name.upper()] for name in constants_of(launch.kernel)}
+            reference(launch.kernel)(*args, **constants)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:

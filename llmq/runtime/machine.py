@@ -59,6 +59,20 @@ class Machine:
         return CudaDevice(rank, sizes, graphs=graphs, tune=tune, **ranks)
 
 
+def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
+    """The index-th device of a machine as the only rank of its own; nothing is tuned.
+
+    For work that devices do beside each other without exchanging anything. As Machine.open.
+    """
+    if machine.kind == "host":
+        return _open_host(sizes, rank=0, world_size=1)
+    from llmq.runtime.cuda_device import CudaDevice
+
+    if machine.world_size > 1:
+        stay_near(bus_id(index))
+    return CudaDevice(index, sizes, tune=False)
+
+
 def choose_machine(device: str, gpus: int) -> Machine:
     """device: "auto", "cpu" or "cuda". gpus: ranks, 0 for all GPUs there are, on the CPU for one.
 

@@ -21,7 +21,8 @@ class Work(NamedTuple):
     is none, file is "" and args are (). Bytes: device_bytes of the GPU's own memory, read and
     written; loaded and stored are host memory's, which the GPU reads and writes over its bus;
     received are those from other GPUs. shared are of other ranks' host memory: they are loaded too,
-    unless there is a link beside the bus, over which they are received.
+    unless there is a link beside the bus, over which they are received. sent are those that others
+    receive from it: what all of them want leaves once if it is copied to host memory.
     """
 
     stream: str
@@ -35,6 +36,7 @@ class Work(NamedTuple):
     stored: int = 0
     received: int = 0
     shared: int = 0
+    sent: int = 0
 
 
 class Mark(NamedTuple):
@@ -87,10 +89,10 @@ class PlanDevice(Device):
         self._note("", "zero", (), 0, tensor.nbytes - stored, 0, stored)
 
     def collective(
-        self, kind: str, device_bytes: int, loaded: int, received: int, shared: int = 0
+        self, kind: str, device_bytes: int, *, loaded: int, received: int, shared: int, sent: int
     ) -> None:
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
-        self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared)
+        self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared, sent)
 
     def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
         """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""

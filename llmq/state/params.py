@@ -146,7 +146,8 @@ def _rows(
 ) -> list[tuple]:
     """A module's weight and bias. parts: rows of what Hugging Face may store one by one."""
     arch, matrix, parts = config.arch, len(shape) == 2, parts or [shape[0]]
-    init = arch.initial.get(key, "normal") if matrix else "one"
+    one = "zero" if arch.norm_offset else "one"
+    init = arch.initial.get(key, "normal") if matrix else one
     weight = arch.parts(key, "weight", parts, layer)
     rows = [(key, f"{module}.weight", shape, matrix, init, weight)]
     if bias:
@@ -155,32 +156,31 @@ def _rows(
     return rows
 
 
-def _front_norm(config: ModelConfig, layer: int) -> list[tuple]:
-    """ln1 of a block, or with post_norm of the head, which is layer L."""
-    bias, post = config.norm == "layernorm", config.arch.post_norm
-    layer = layer - 1 if post else layer
-    if layer < 0:
+def _norm(config: ModelConfig, key: str, layer: int) -> list[tuple]:
+    """A norm of a block, or of the head, which is layer L; nothing where there is none."""
+    names, shape, bias = config.arch.norm_names, (config.hidden_size,), config.norm == "layernorm"
+    layer = layer - 1 if key == "ln1_post" else layer
+    if key not in names or layer < 0:
         return []
-    module = f"model.layers.{layer}.{config.arch.norm_names['ln1']}"
-    return _rows(config, "ln1", module, (config.hidden_size,), bias=bias, layer=layer)
+    return _rows(config, key, f"model.layers.{layer}.{names[key]}", shape, bias=bias, layer=layer)
 
 
 def _block(config: ModelConfig, layer: int) -> list[tuple]:
     C, F, Hd = config.hidden_size, config.intermediate_size, config.head_dim
     Hq, Hkv, Q = config.num_heads, config.num_kv_heads, config.qkv_channels
     up, mlp_bias = [F, F] if config.gated else [F], config.mlp_bias
-    full, centred = f"model.layers.{layer}", config.norm == "layernorm"
+    full = f"model.layers.{layer}"
     rows = partial(_rows, config, layer=layer)
     qkv = [Hq * Hd, Hkv * Hd, Hkv * Hd]
 
-    table = _front_norm(config, layer)
+    table = _norm(config, "ln1_post", layer) + _norm(config, "ln1", layer)
     table += rows("qkv", f"{full}.self_attn.qkv", (Q, C), qkv, bias=config.qkv_bias)
     if config.qk_norm:
         heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
         table += rows("q_norm", f"{full}.self_attn.q_norm", (heads[0] * Hd,))
         table += rows("k_norm", f"{full}.self_attn.k_norm", (heads[1] * Hd,))
     table += rows("o", f"{full}.self_attn.o_proj", (C, Hq * Hd), bias=config.o_bias)
-    table += rows("ln2", f"{full}.{config.arch.norm_names['ln2']}", (C,), bias=centred)
+    table += _norm(config, "ln2_post", layer) + _norm(config, "ln2", layer)
     table += rows("up", f"{full}.mlp.up", (sum(up), C), up, bias=mlp_bias)
     table += rows("down", f"{full}.mlp.down_proj", (C, F), bias=mlp_bias)
     return table
@@ -197,7 +197,7 @@ def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
     for layer in range(config.num_layers):
         blocks[f"layers.{layer}"] = _block(config, layer)
     centred = config.norm == "layernorm"
-    blocks["head"] = _front_norm(config, config.num_layers) if config.arch.post_norm else []
+    blocks["head"] = _norm(config, "ln1_post", config.num_layers)
     blocks["head"] += _rows(config, "norm", "model.norm", (C,), bias=centred)
     if not config.tied_embeddings:
         blocks["head"] += _rows(config, "lm_head", "lm_head", (Vp, C), [V])

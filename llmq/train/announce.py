@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmq.base.dtypes import MIB
@@ -11,6 +11,7 @@ from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
+from llmq.data.loader import DataLoader
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
@@ -41,9 +42,14 @@ def check_data(trainer: Trainer) -> None:
             f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
         )
     _ = trainer.total_steps  # compared with --cooldown
+    separator, layout = trainer.config.document_separator, loader.data.layout
+    loaders = [loader, *trainer.eval_loaders]
+    if layout.needs_documents and separator and not any(one.data.scanned for one in loaders):
+        warn([f"--document-separator {separator} has no effect: all files have a .docs file"])
     if loader.unused_files:
         ranks = trainer.world_size
-        each = f"{ranks} sequences, one for each GPU" if ranks > 1 else "one sequence"
+        packs = loader.data.layout.packs or loader.data.layout.weights is not None
+        each = f"{ranks} sequences, one for each GPU" if ranks > 1 and not packs else "one sequence"
         warn(
             [
                 f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
@@ -117,15 +123,23 @@ def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
     return [system_record(i, *pair) for i, pair in enumerate(zip(infos, monitors, strict=True))]
 
 
-def announce_data(trainer: Trainer, reporter: Reporter) -> None:
-    """[Dataset], and its records."""
+def announce_data(
+    trainer: Trainer, reporter: Reporter, named: Mapping[str, Sequence[DataLoader]]
+) -> None:
+    """[Dataset], and its records. named: validations with a name, by rank."""
     validation = {"eval": trainer.eval_loader} if trainer.config.validates else {}
-    reporter.dataset({"train": trainer.train_loader} | validation)
+    loaders = {"train": trainer.train_loader} | validation
+    loaders |= {f"eval-{name}": of_ranks[0] for name, of_ranks in named.items()}
+    reporter.dataset(loaders)
+    for name, loader in loaders.items():
+        for line in loader.data.lines(name):
+            reporter.message(line)
     if trainer.config.splits:
-        held = trainer.eval_loader.sequences(trainer.eval_loader.batches_per_epoch)
-        reporter.message(
-            f"Validation: {held} sequences at the ends of the training files, never trained on"
-        )
+        loader = trainer.eval_loader
+        held = f"{loader.sequences(loader.batches_per_epoch)} sequences"
+        if loader.data.layout.packs:
+            held = f"{loader.data.documents} documents"
+        reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
 
 
 def announce_memory(

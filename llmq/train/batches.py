@@ -1,4 +1,4 @@
-"""Whether batches that a caller of Trainer.step made are what a step takes."""
+"""Batches that come from no file: a caller's, which are checked, and random ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,35 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
 
+DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
 
-def check_batches(
+
+def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int) -> Batch:
+    """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS."""
+    shape = (config.batch_size, config.seq_len)
+    inputs, targets = rng.integers(0, vocab_size, (2, *shape), np.int32)
+    if not config.document_mask:
+        return Batch(inputs, targets)
+    shortest, longest = DOCUMENT_TOKENS
+    starts = np.zeros(shape, np.int32)
+    for row in starts:
+        at = np.cumsum(rng.integers(shortest, longest + 1, config.seq_len // shortest + 1))
+        at = at[at < config.seq_len]
+        row[at] = at
+    np.maximum.accumulate(starts, axis=1, out=starts)
+    targets[:, :-1][np.diff(starts, axis=1) > 0] = MASKED_TARGET
+    return Batch(inputs, targets, starts)
+
+
+def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
-) -> None:
-    """ValueError for a wrong number of micro-batches, or for wrong shapes, dtypes or ids in one."""
+) -> list[Batch]:
+    """The batches, of which each may also be a tuple of as many of Batch's fields as are needed.
+
+    ValueError for a wrong number of micro-batches, for wrong shapes, dtypes or ids in one, for
+    starts where documents are not masked, and for none where they are.
+    """
+    batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
         of_ranks = f" for each of {world_size} ranks" if world_size > 1 else ""
@@ -23,7 +47,8 @@ def check_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets, *_ in batches:
+    for inputs, targets, starts, _ in batches:
+        _check_starts(starts, shape, config)
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(
@@ -34,3 +59,19 @@ def check_batches(
             if bad.any():
                 allowed = f"token ids in 0..{model.vocab_size - 1}, targets also {MASKED_TARGET}"
                 raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
+    return batches
+
+
+def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: TrainConfig) -> None:
+    if (starts is not None) != config.document_mask:
+        needed = "starts are needed with" if config.document_mask else "starts need"
+        raise ValueError(f"step: {needed} --document-mask")
+    if starts is None:
+        return
+    if starts.shape != shape or starts.dtype != np.int32:
+        raise ValueError(f"step: starts must be int32 {shape}, got {starts.dtype} {starts.shape}")
+    rises = (np.diff(starts, axis=1) >= 0).all()
+    if not rises or starts.min() < 0 or (starts > np.arange(shape[1])).any():
+        raise ValueError("step: starts must not fall along a row, and be in 0..t at position t")
+    if (np.take_along_axis(starts, starts, axis=1) != starts).any():
+        raise ValueError("step: starts must be the first position of each one's document")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
 from llmq.checkpoint.store import checkpoint_at
@@ -25,7 +26,7 @@ from llmq.train.loop import run_training
 from llmq.train.places import everything_there, locked_places
 from llmq.train.plot import run_plot
 from llmq.train.resume import inherited_options
-from llmq.train.sampling import Sampler, open_model, printable
+from llmq.train.sampling import Sampler, open_model
 
 PROMPT = "def __init__(self"
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has

@@ -81,9 +81,9 @@ class LiveView:
             self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
 
     def progress(self, **state: Any) -> None:
-        """step (done so far), loss, norm, lr, ms and tokens after a step; eval_loss after an
-        evaluation; gpu, a line of text, from the monitor; validated, the part of a validation that
-        is done, None if there is none."""
+        """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
+        an evaluation; gpu, a line of text, from the monitor; validated, the part of a validation
+        that is done, None if there is none."""
         self._state |= state
         if "loss" in state:
             self._curve.add(state["loss"])
@@ -102,8 +102,7 @@ class LiveView:
         head = Table.grid(padding=(0, 2))
         head.add_row(f"step {state['step']}/{self._total}", bar, self._speed())
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
-        if "eval_loss" in state:
-            numbers.append(f"eval {state['eval_loss']:.4g}")
+        numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
         if state.get("validated") is not None:
             numbers.append(f"validation {state['validated']:.0%}")
         rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]

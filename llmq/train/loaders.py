@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from llmq.base.batch import Batch
 from llmq.config.options import TrainConfig
+from llmq.data.dataset import Layout
 from llmq.data.loader import DataLoader
 from llmq.data.split import Split
+from llmq.model.step import Result
+from llmq.train.ranks import Ranks, Rounds
 
 
 def open_loaders(
-    config: TrainConfig, vocab_size: int, world_size: int, *, held_out: bool
+    config: TrainConfig,
+    vocab_size: int,
+    world_size: int,
+    *,
+    held_out: bool,
+    pattern: str | None = None,
 ) -> list[DataLoader]:
-    """A loader for each rank, whose files are checked. held_out: for validation, else training."""
-    own_files = held_out and not config.splits
-    return [
-        DataLoader(
-            config.eval_file if own_files else config.train_file,
-            seq_len=config.seq_len,
-            micro_batch=config.batch_size,
-            seed=config.eval_seed if held_out else config.train_seed,
-            vocab_size=vocab_size,
-            rank=rank,
-            world_size=world_size,
-            everything=held_out,
-            split=Split(config.eval_fraction, held_out) if config.splits else None,
-        )
-        for rank in range(world_size)
-    ]
+    """A loader for each rank, whose files are checked. held_out: for validation, else training.
+
+    Validation reads every sequence once, whatever the weights of its files are in training.
+    pattern: files of a named validation.
+    """
+    splits = config.splits and pattern is None
+    own_files = held_out and not splits
+    first = DataLoader(
+        (pattern or config.eval_pattern) if own_files else config.train_patterns,
+        seq_len=config.seq_len,
+        micro_batch=config.batch_size,
+        seed=config.eval_seed if held_out else config.train_seed,
+        vocab_size=vocab_size,
+        world_size=world_size,
+        everything=held_out,
+        split=Split(config.eval_fraction, held_out) if splits else None,
+        layout=Layout.of(config, held_out=held_out),
+    )
+    return [first, *(first.of_rank(rank) for rank in range(1, world_size))]
+
+
+def mean_loss(
+    ranks: Ranks,
+    loaders: Sequence[DataLoader],
+    max_batches: int | None,
+    stopped: Callable[[], bool] | None,
+    seconds: float = math.inf,
+) -> Result | None:
+    """The loss on the loaders' files from their start. Arguments and result: Trainer.validate."""
+    count = loaders[0].batches_per_epoch
+    count = count if max_batches is None else min(count, max_batches)
+    rounds = Rounds(ranks.world_size, count, stopped or (lambda: False), seconds)
+
+    def taken(loader: DataLoader) -> Iterator[Batch]:
+        loader.reset()
+        return (loader.next_batch() for _ in rounds.of(loader.rank))
+
+    result = ranks.evaluate([taken(loader) for loader in loaders])
+    return None if rounds.cut else result

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from llmq.base.errors import DataError, DiskFull, warn
+from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import FirstSignal, Interrupted
-from llmq.checkpoint.store import clean_old
+from llmq.checkpoint.best import Best
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
@@ -28,8 +29,10 @@ from llmq.train.announce import (
     announce_start,
     check_data,
 )
+from llmq.train.between_steps import Evaluations, Material, read_material
 from llmq.train.diagnose import UpdateCheck, abs_maxes
 from llmq.train.json_log import JsonLog
+from llmq.train.keeping import Keeping
 from llmq.train.live import LiveView
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
@@ -44,7 +47,7 @@ from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
-from llmq.train.views import EvaluationProgress, PlainView, View
+from llmq.train.views import PlainView, View
 from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
@@ -87,21 +90,24 @@ def _run_locked(
     strangers = things_in_the_way(config, identity, model_dir, checkpoint)
     host_memory_before = available_host_memory()
     tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
-    with Trainer.from_config(config, model, model_dir, tokenizer) as trainer:
+    with ExitStack() as run_end:
+        trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
         trainer.run = identity
         check_data(trainer)
+        material = run_end.enter_context(closing(read_material(trainer)))
+        best = Best(config.keep_best, config.checkpoint_dir, material.metrics)
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
         moved = move_aside(strangers)
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, final_seconds)
+        run = _Run(trainer, reporter, material, best, final_seconds)
         try:
             run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
-            announce_data(trainer, reporter)
+            announce_data(trainer, reporter, material.sets)
             announce_memory(trainer, reporter, run.monitors, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = _view(trainer)
@@ -140,8 +146,17 @@ class _Run:
     last_end: of the step before, as Result.end; None where something else came between.
     """
 
-    def __init__(self, trainer: Trainer, reporter: Reporter, final_seconds: float):
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        material: Material,
+        best: Best,
+        final_seconds: float,
+    ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
+        self.evaluations = Evaluations(trainer, reporter, material, lambda: self.signum is not None)
+        self.keeping = Keeping(trainer, reporter, best, self._history)
         self.final_seconds = final_seconds
         self.monitors = [
             open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
@@ -156,7 +171,6 @@ class _Run:
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signals = FirstSignal()
         self.watchers: list[Watcher] = []
-        self.saved_at: int | None = None  # step of the newest checkpoint that holds this state
 
     @property
     def signum(self) -> int | None:
@@ -200,15 +214,20 @@ class _Run:
             for line in changed:
                 reporter.message(line, trainer.steps_done)
             reporter.total_steps = trainer.total_steps
-            self.saved_at = trainer.steps_done
+            self.keeping.saved_at = trainer.steps_done
             if trainer.history:
                 reporter.history = trainer.history
+                self.evaluations.done_at = trainer.history.get("done_at", {})
+            self.keeping.best.resume(trainer.run, trainer.steps_done)
         elif self.config.from_scratch:
             with reporter.section("Initializing model from scratch"):
                 trainer.load_weights()
         else:
             with reporter.section(f"Loading model from `{trainer.model_dir}`"):
                 trainer.load_weights()
+
+    def _history(self) -> dict[str, object]:
+        return self.reporter.history | {"done_at": self.evaluations.done_at}
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -238,15 +257,16 @@ class _Run:
             warn([f"--measure-scaling has no effect on fewer than {WARM_UP + 1} steps"])
 
     def _between_steps(self) -> None:
-        """Next epoch, evaluation, checkpoint, if it is time for them.
+        """Next epoch, evaluations, checkpoint, if it is time for them.
 
         A checkpoint knows whether its step was evaluated, so that a continued run makes up for it.
         """
         trainer, config, step = self.trainer, self.config, self.trainer.steps_done
         every, interval = config.eval_every_n_steps, config.ckpt_interval
         evaluate = trainer.advance_epoch_if_needed() or (every > 0 and step % every == 0)
-        if evaluate and config.validates and step not in (0, trainer.validated_at):
+        if evaluate and self.evaluations.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
+        self._judge()
         if step > self.first and interval > 0 and step % interval == 0:
             self.save()
 
@@ -290,8 +310,8 @@ class _Run:
         result = self.trainer.result(p.ticket)
         ms = (result.end - (self.last_end or result.begin)) / 1e6
         self.last_end = result.end
-        tokens = self.trainer.plan.tokens
-        sol = self.speed_of_light and self.speed_of_light.percent(tokens, ms)
+        sol = self.speed_of_light and self.speed_of_light.percent(self.trainer.plan.tokens, ms)
+        tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
@@ -313,72 +333,34 @@ class _Run:
         self.last_end = None
 
     def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> float:
-        """Report the validation loss and return it; a signal ends it without a result (NaN).
-
-        seconds: after which the loss is that of the sequences so far.
-        """
+        """As Evaluations.validate."""
         self._pause()
-        trainer, config = self.trainer, self.config
-        start = time.perf_counter()
-        loader = trainer.eval_loader
-        whole = loader.batches_per_epoch
-        batches = whole if max_batches is None else min(max_batches, whole)
-        progress = EvaluationProgress(self.reporter.view, batches, trainer.world_size)
-        stopped = progress.before_batch(lambda: self.signum is not None)
-        result = trainer.validate(max_batches, stopped, seconds)
-        progress.close()
-        if result is None:
-            return math.nan
-        ms = (time.perf_counter() - start) * 1000
-        tokens = loader.sequences(batches) * config.seq_len
-        if not progress.complete:
-            said = f"Validation ended after {ms / 1000:.0f} seconds"
-            self.reporter.message(said, trainer.steps_done)
-            tokens = result.tokens
-        self.reporter.evaluation(trainer.steps_done, result, ms, tokens)
-        if result.tokens == 0:
-            self.reporter.message(
-                f"WARNING: the validation loss is nan: all targets that were read of "
-                f"'{config.train_file if config.splits else config.eval_file}' are masked",
-                trainer.steps_done,
-            )
-        return result.loss
+        loss = self.evaluations.validate(max_batches, seconds)
+        self.keeping.keep_best(self.evaluations.take_found())
+        return loss
+
+    def _judge(self, *, at_end: bool = False) -> None:
+        """Tasks and samples, if it is time for them."""
+        for call in self.evaluations.due(at_end=at_end):
+            self._pause()
+            call()
+            self.keeping.keep_best(self.evaluations.take_found())
 
     def save(self, *, required: bool = False) -> None:
-        """Write a checkpoint, if the newest is not of this step, and delete what is too old.
-
-        required: DiskFull is raised, because no other chance follows; else it is only said.
-        """
+        """As Keeping.save."""
         self._pause()
-        config, step = self.config, self.trainer.steps_done
-        if self.saved_at == step:
-            return
-        self.trainer.history = self.reporter.history
-        try:
-            with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
-                self.trainer.save()
-        except DiskFull as error:
-            if required:
-                raise
-            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
-            return
-        self.saved_at = step
-        if config.ckpt_keep_n > 0:
-            keep = (config.ckpt_keep_n, config.ckpt_major)
-            removed = clean_old(config.checkpoint_dir, *keep, step, self.trainer.run)
-            if removed:
-                self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
+        self.keeping.save(required=required)
 
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
+        loss = self.evaluate(None, self.final_seconds)
+        self._judge(at_end=True)
+        if self.signum is not None:
+            self._leave()
         if self.config.validates:
-            loss = self.evaluate(None, self.final_seconds)
-            if self.signum is not None:
-                self._leave()
             self.reporter.message(f"Done. validation loss {loss:10f}", step)
         else:
-            self.collect()
             self.reporter.message("Done. No validation", step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()

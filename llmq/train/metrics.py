@@ -100,6 +100,7 @@ class Reporter:
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
         self._gpu_lines: dict[int, str] = {}
+        self._scores: dict[str, float] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -152,6 +153,7 @@ class Reporter:
                 file_index=state["file_index"],
                 chunk_index=state["chunk_index"],
                 seed=loader.seed,
+                **loader.data.record(),
             )
         self.block("Dataset", lines)
 
@@ -178,7 +180,10 @@ class Reporter:
     def train_step(
         self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
     ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent."""
+        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent.
+
+        The padding of packed sequences is not among the tokens.
+        """
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
@@ -202,6 +207,7 @@ class Reporter:
             "step",
             step,
             step_tokens=tokens,
+            trained_tokens=result.tokens,
             duration_ms=int(ms),
             norm=result.norm,
             loss=result.loss,
@@ -256,14 +262,17 @@ class Reporter:
         named = [{"name": name, "value": value} for name, value in values.items()]
         self.log.write("abs-maxes", step, abs_maxes=named)
 
-    def evaluation(self, step: int, result: Result, ms: float, tokens: int) -> None:
+    def evaluation(self, step: int, result: Result, ms: float, tokens: int, name: str = "") -> None:
         """[V]: the evaluation before step `step`. tokens: that were run.
 
-        With the mean training loss since the last one, if there were steps.
+        With the mean training loss since the last one, if there were steps. name: of a named set.
         """
         count = self._loss_count
         train = f"train {self._loss_sum / count:9f} | " if count else ""
-        self._loss_sum, self._loss_count = 0.0, 0
+        if name:
+            train = f"{name} | "
+        else:
+            self._loss_sum, self._loss_count = 0.0, 0
         self.view.line(
             f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
             f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
@@ -276,8 +285,18 @@ class Reporter:
             duration_ms=int(ms),
             loss=result.loss,
             loss_1k=result.loss_1k,
+            **({"name": name} if name else {}),
         )
-        self.view.progress(eval_loss=result.loss)
+        self.score(f"{name}/loss" if name else "eval", result.loss)
+
+    def score(self, name: str, value: float) -> None:
+        """A number that the live view shows until there is a newer one."""
+        self._scores[name] = value
+        self.view.progress(scores=self._scores)
+
+    def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
+        """What was found before step `step`, on the console. tag: one letter for its kind."""
+        self.view.line(f"[{tag}] step {step:5d} [{self._percent(step):4.1f}%] | {text}", bold=bold)
 
     def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
         """A record of a rank's monitor, and a line of text for the live view."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from llmq.base.errors import ConfigError, warn
 from llmq.base.files import disk_errors, locked
 from llmq.base.run_id import RunId
+from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.hf import export_owner, exported_files
 from llmq.checkpoint.store import (
     checkpoint_owner,
@@ -93,6 +94,9 @@ def everything_there(config: TrainConfig) -> Iterator[Found]:
     """What lies in the places of a run, whoever wrote it."""
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
+    best = config.checkpoint_dir / NOTE
+    if best.is_file():
+        yield Found("--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir))
     files = exported_files(config.out_dir)
     if files:
         yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))

@@ -21,6 +21,7 @@ from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.data.tokens import MASKED_TARGET
 from llmq.model.step import RESULTS, Piece, Result, Step
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
@@ -249,6 +250,10 @@ class Ranks:
         """The micro-batches of each rank in the step with this ticket, one of the last RESULTS."""
         return self._batches[ticket]
 
+    def padding_of(self, ticket: int) -> int:
+        """Positions of all ranks in that step that reports do not count, see Batch."""
+        return sum(batch.padding for batches in self._batches[ticket] for batch in batches)
+
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured on all ranks; waits until it is done."""
         command = self._commands.get(ticket)
@@ -261,6 +266,36 @@ class Ranks:
         command = self.pool.post("evaluation", lambda r: self._ranks[r].evaluate(batches[r]))
         self._ticket(command)
         return self.pool.wait(command)[0]
+
+    def share(
+        self,
+        name: str,
+        batches: Sequence[Callable[[], Batch]],
+        work: Callable[[Rank, int, Batch], None],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Call work(rank, index, batch) for each of these batches, as many at a time as ranks.
+
+        Where the last round has too few, the others get a batch of nothing, whose index is -1, so
+        that all take part in collectives. stopped: asked before each batch; returns whether it
+        never said yes.
+        """
+        world = self.world_size
+        rounds = Rounds(world, -(-len(batches) // world), stopped)
+
+        def run(rank: Rank) -> None:
+            shape = rank.step.tokens.shape
+            nothing = Batch(np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32))
+            for number, _ in enumerate(rounds.of(rank.dev.rank)):
+                self.pool.beat()
+                index = number * world + rank.dev.rank
+                if index < len(batches):
+                    work(rank, index, batches[index]())
+                else:
+                    work(rank, -1, nothing)
+
+        self.run(name, run)
+        return not rounds.cut
 
     def _ticket(self, command: Command) -> int:
         ticket = self._enqueued

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from llmq.base.console import printable
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -16,6 +18,7 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model
+from llmq.data.detokenize import streamed
 from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.decode import Decoder
@@ -68,8 +71,10 @@ class Sampler:
         fill: Callable[[Weights], None],
         positions: int,
         dtype: DType = F32,
+        tune: bool = True,
     ):
-        """fill: loads or initializes the weights. dtype: of weights and activations.
+        """fill: loads or initializes the weights. dtype: of weights and activations. tune: time the
+        candidates for products that the device does not know yet.
 
         LlmqError where the memory is too small.
         """
@@ -79,7 +84,7 @@ class Sampler:
         plan = PlanDevice(machine.spec)
         decoder = Decoder(plan, config, Weights(plan, table, placement), positions)
         decoder.forward(np.zeros(positions, np.int32), 0)
-        self.dev = machine.open(plan.sizes())
+        self.dev = machine.open(plan.sizes(), tune=tune)
         weights = Weights(self.dev, table, placement)
         self.decoder = Decoder(self.dev, config, weights, positions)
         fill(weights)
@@ -171,11 +176,62 @@ def _check_model(model: str) -> None:
     )
 
 
-def printable(text: str) -> str:
-    """The text with U+FFFD for what would steer a terminal: control characters but \\n and \\t."""
-    return "".join(
-        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\ufffd" for c in text
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a text is continued: by at most max_new_tokens; the rest is that of `choose_token`.
+
+    seed: of the choice of tokens; each further sample of one seed has another text.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 42
+
+    def texts(
+        self, sampler: Sampler, tokenizer: Tokenizer, prompt: str, sample: int = 0
+    ) -> Iterator[str]:
+        """The pieces of a continuation, as they come. sample: its number."""
+        ids = prompt_ids(tokenizer, sampler.config, prompt)
+        new = sampler.generate(
+            *(ids, self.max_new_tokens, np.random.default_rng([self.seed, sample])),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop={tokenizer.eos_id},
+        )
+        return streamed(tokenizer, ids if prompt else [], new)
+
+
+def prompt_ids(tokenizer: Tokenizer, config: ModelConfig, prompt: str) -> list[int]:
+    """What the model is given of a text, at least one id. ConfigError if that does not go."""
+    ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
+    check_prompt(ids, config)
+    return ids
+
+
+def sample_once(
+    machine: Machine,
+    config: ModelConfig,
+    read: Callable[[Param], np.ndarray],
+    source: Path | str | None,
+    dtype: DType,
+    prompt: str,
+    how: Choice,
+) -> str:
+    """The prompt and one continuation. read: a parameter of the model; source: its tokenizer."""
+    if source is None:
+        raise LlmqError(
+            "it is not known which tokenizer made the training data, so there is no text of its "
+            "ids: `llmq tokenize` notes it beside the token files"
+        )
+    tokenizer = load_tokenizer(source)
+    positions = min(
+        len(prompt_ids(tokenizer, config, prompt)) + how.max_new_tokens, config.max_positions
     )
+    with Sampler(machine, config, lambda w: w.load(read), positions, dtype, tune=False) as sampler:
+        return prompt + "".join(how.texts(sampler, tokenizer, prompt))
 
 
 def run_sample(
@@ -191,35 +247,43 @@ def run_sample(
     device: str,
     model_dtype: str,
 ) -> None:
-    """Print samples that continue the prompt, separated by lines of three dashes."""
-    warn(_idle_options(temperature, top_k, top_p, num_samples))
+    """Print samples that continue the prompt as they come, separated by lines of three dashes."""
+    warn(idle_options(temperature, top_k, top_p, num_samples))
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
+    how = Choice(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
     with open_model(model) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
-        ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
-        _check_prompt(ids, config)
-        positions = min(len(ids) + max_new_tokens, config.longest)
+        positions = len(prompt_ids(tokenizer, config, prompt)) + max_new_tokens
         dtype = parse_dtype(model_dtype)
+        positions = min(positions, config.max_positions)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
         for sample in range(num_samples):
-            rng = np.random.default_rng([seed, sample])
-            new = sampler.generate(
-                *(ids, max_new_tokens, rng),
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop={tokenizer.eos_id},
-            )
-            text = prompt + continuation(tokenizer, ids if prompt else [], list(new))
-            print(printable(text) if sys.stdout.isatty() else text, flush=True)
+            _show(prompt, how.texts(sampler, tokenizer, prompt, sample))
             if sample + 1 < num_samples:
                 print("---")
 
 
-def _idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
+def _show(prompt: str, pieces: Iterator[str]) -> None:
+    """Print a text while it is made; nothing of it if it cannot even be begun."""
+    shown = printable if sys.stdout.isatty() else str
+    print(shown(prompt + next(pieces, "")), end="", flush=True)
+    try:
+        for piece in pieces:
+            print(shown(piece), end="", flush=True)
+    finally:
+        print(flush=True)
+
+
+def idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
     """One line for every option that has no effect beside the others."""
     idle = {
         f"--top-k {top_k}": top_k > 0,
@@ -230,20 +294,11 @@ def _idle_options(temperature: float, top_k: int, top_p: float, num_samples: int
     return [f"{flag} {reason}" for flag, given in idle.items() if given and temperature == 0]
 
 
-def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """The text of new ids behind those of a prompt.
-
-    They are decoded together: some decoders (Llama 2's) strip the space that a text begins with.
-    """
-    before = tokenizer.decode(prompt) if prompt else ""
-    text = tokenizer.decode([*prompt, *new])
-    return text[len(before) :] if text.startswith(before) else tokenizer.decode(new)
-
-
-def _check_prompt(ids: list[int], config: ModelConfig) -> None:
-    if len(ids) >= config.longest:
+def check_prompt(ids: list[int], config: ModelConfig) -> None:
+    """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
+    if len(ids) >= config.max_positions:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.longest} "
+            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:

@@ -20,6 +20,7 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.comm.collectives import silenced
 from llmq.runtime.device import Device
+from llmq.train.batches import random_batch
 from llmq.train.ranks import Rank
 from llmq.train.trainer import Trainer
 
@@ -47,11 +48,8 @@ def time_alone(trainer: Trainer) -> float:
     """
     config = trainer.config
     rng = np.random.default_rng(0)
-    shape = (2, config.batch_size, config.seq_len)
-    batches: list[Batch] = [
-        tuple(rng.integers(0, trainer.model.vocab_size, shape, np.int32))
-        for _ in range(config.grad_accumulation)
-    ]
+    vocab_size, count = trainer.model.vocab_size, config.grad_accumulation
+    batches = [random_batch(rng, config, vocab_size) for _ in range(count)]
     trainer.init_weights()
     # A step of all, so that what is gathered has real content: zeros would be faster. The learning
     # rate is 0: it stays so.

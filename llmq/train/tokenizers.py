@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import recorded_tokenizer
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.data.identity import TokenizerId, tokenizer_of_folder, tokenizers_of_files
+from llmq.data.identity import (
+    TokenizerId,
+    read_manifest,
+    tokenizer_of_folder,
+    tokenizers_of_files,
+)
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
-from llmq.data.tokens import TokenFile, expand_pattern
+from llmq.data.tokens import TokenFile, find_token_files
 
 SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
 
@@ -52,10 +58,11 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
-    patterns = {"--train-file": config.train_file}
+    patterns = [("--train-file", pattern) for pattern in config.train_patterns]
     if config.validates and not config.splits:
-        patterns["--eval-file"] = config.eval_file
-    for flag, pattern in patterns.items():
+        patterns.append(("--eval-file", config.eval_pattern))
+    patterns += [("--eval-file", pattern) for pattern in config.eval_sets.values()]
+    for flag, pattern in patterns:
         for path, made in tokenizers_of_files(pattern):
             yield f"{flag}: '{path}'", made
 
@@ -71,13 +78,35 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
 
 
 def with_tokens_of(
-    model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> ModelConfig:
-    """The configuration of a new model with the special tokens of its data's tokenizer.
+    """A model's configuration with the special tokens of its data's tokenizer, if it is a new one.
 
     model_dir: where the configuration comes from; if that is a model of this tokenizer, or what
-    made the data is unknown, it stays as it is.
+    made the data is unknown, they stay as they are. Every model that is trained on conversations
+    also stops at the end of a turn.
     """
+    if config.from_scratch:
+        model = _with_tokens(model, model_dir, made)
+    for pattern in config.train_patterns:
+        for folder in {path.parent for path in find_token_files(pattern)}:
+            end = read_manifest(folder).get("end_of_turn")
+            known = model.eos_token_ids
+            if type(end) is int and 0 <= end < model.vocab_size and end not in known:
+                others = (*model.other_eos_token_ids, end)
+                model = replace(model, **_ends(model.eos_token_id, others))
+    return model
+
+
+def _ends(first: int | None, others: tuple[int, ...]) -> dict[str, Any]:
+    if first is None:
+        first, *others = others
+    return {"eos_token_id": first, "other_eos_token_ids": tuple(others)}
+
+
+def _with_tokens(
+    model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
+) -> ModelConfig:
     own = model_dir and tokenizer_of_folder(model_dir)
     if made is None or (own is not None and own.fingerprint == made.fingerprint):
         return model
@@ -95,11 +124,18 @@ def tokenizer_source(
 ) -> str | None:
     """Where a run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
 
-    A model directory has its own; `llmq tokenize` leaves a copy beside the token files. One that is
-    known not to have made the data is left out.
+    A model directory has its own; `llmq tokenize` leaves a copy beside the token files, which wins
+    if it made conversations: it has their chat template. One that is known not to have made the
+    data is left out.
     """
-    files = expand_pattern(config.train_file) or [Path(config.train_file)]
-    for folder in (model_dir, files[0].parent / "tokenizer"):
+    first = config.train_patterns[0]
+    files = find_token_files(first) or [Path(first)]
+    if made is None and config.vocab_size is not None:
+        model_dir = None  # its tokenizer is of its own vocabulary
+    folders = [model_dir, files[0].parent / "tokenizer"]
+    if "end_of_turn" in read_manifest(files[0].parent):
+        folders.reverse()
+    for folder in folders:
         if folder is not None and any((folder / f).is_file() for f in HfTokenizer.FILES):
             its = made and tokenizer_of_folder(folder)
             if its is None or its.fingerprint == made.fingerprint:
@@ -115,7 +151,7 @@ def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[s
     transformers, and without a text, nothing is known.
     """
     try:
-        file = TokenFile(expand_pattern(train_file)[0])
+        file = TokenFile(find_token_files(train_file)[0])
         ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))
         tokenizer = HfTokenizer(source)
         text = tokenizer.decode(ids.tolist())

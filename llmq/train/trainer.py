@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,23 @@ from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
-from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
-from llmq.config.presets import resolve_model
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
-from llmq.plan.advice import check_fits
-from llmq.plan.checks import attention_backend, check_machine
-from llmq.plan.estimate import Planner
-from llmq.plan.memory import memory_limit
-from llmq.plan.plan import Plan, Usage, fewest_attention_parts
+from llmq.plan.plan import Plan, Usage
+from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
-from llmq.train.batches import check_batches
-from llmq.train.loaders import open_loaders
-from llmq.train.ranks import Ranks, Rounds
+from llmq.train.batches import checked_batches
+from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.model_of_run import model_of_run
+from llmq.train.ranks import Ranks
+from llmq.train.sampling import Choice, sample_once
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -76,7 +73,7 @@ class Trainer:
         config = make_config(options)
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
-        model, model_dir = resolve_model(config.model, config.from_scratch)
+        model, model_dir = model_of_run(config)
         config = config.validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
@@ -108,8 +105,7 @@ class Trainer:
         model_dir: Path | None,
         tokenizer_id: TokenizerId | None,
     ) -> None:
-        if config.from_scratch:
-            model = with_tokens_of(model, model_dir, tokenizer_id)
+        model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
         self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
@@ -118,14 +114,9 @@ class Trainer:
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
-        check_machine(config, model, self.machine)
-        backend = attention_backend(config, model, self.machine)
         self.world_size = self.machine.world_size
-        spec = self.machine.spec
-        planned = fewest_attention_parts(config, model, spec, backend, self.world_size)
-        planner = Planner(model, spec, backend, card_of(spec), self.world_size)
-        self.plan: Plan = planner.plan(planned)
-        check_fits(config, planner, self.plan, memory_limit(config, self.machine))
+        self.plan: Plan
+        self.plan, planned, backend = plan_run(config, model, self.machine)
         self.machine.compile_ahead(self.plan.sources)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
@@ -210,11 +201,11 @@ class Trainer:
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
         """One optimizer step; waits for its result.
 
-        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked. With
-        W ranks and A = --grad-accumulation there are W * A of them: batches[i * W + r] is the i-th
-        one of rank r, so that one rank with W * A micro-steps does the same. None takes them from
-        the training files, where such a step has the same sequences for any W. The loss is the mean
-        over all target tokens of the step.
+        batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
+        with --document-mask starts (see Batch). With W ranks and A = --grad-accumulation there are
+        W * A of them: batches[i * W + r] is the i-th one of rank r, so that one rank with W * A
+        micro-steps does the same. None takes them from the training files, where such a step has
+        the same sequences for any W. The loss is the mean over all target tokens of the step.
         """
         return self.result(self.enqueue_step(batches))
 
@@ -222,7 +213,7 @@ class Trainer:
         """Like `step`, without waiting: the returned ticket is for `result`."""
         lr = self.learning_rate(self.steps_done)
         if batches is not None:
-            check_batches(batches, self.config, self.model, self.world_size)
+            batches = checked_batches(batches, self.config, self.model, self.world_size)
         taken = self._next_batches() if batches is None else batches
         of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
@@ -268,18 +259,10 @@ class Trainer:
         The last batch of all may be incomplete: what fills it does not count. stopped is asked
         before every batch; None is returned if it said yes. seconds: after which no more are taken.
         """
-        count = self.eval_loader.batches_per_epoch
-        count = count if max_batches is None else min(count, max_batches)
-        rounds = Rounds(self.world_size, count, stopped or (lambda: False), seconds)
-
-        def taken(loader: DataLoader) -> Iterator[Batch]:
-            loader.reset()
-            return (loader.next_batch() for _ in rounds.of(loader.rank))
-
-        result = self.ranks.evaluate([taken(loader) for loader in self.eval_loaders])
-        if rounds.cut:
-            return None
-        self.validated_at = self.steps_done
+        _ = self.eval_loader  # ConfigError without one
+        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
+        if result is not None:
+            self.validated_at = self.steps_done
         return result
 
     # -- weights and state -----------------------------------------------------------------------
@@ -370,7 +353,24 @@ class Trainer:
         made = self.tokenizer_id
         export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
-            warn(exported_otherwise(directory, tokenizer, self.config.train_file))
+            warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
+
+    def sample(self, prompt: str = "", **how: Any) -> str:
+        """The prompt and its continuation by the weights of this moment, in --model-dtype.
+
+        how: fields of `sampling.Choice`; the text is that of `llmq sample` of an export. A copy of
+        the weights goes to the CPU or GPU 0, and nothing of the training changes. LlmqError where
+        there is no room for it, the prompt is too long, or the run's tokenizer is not known.
+        """
+        return sample_once(
+            replace(self.machine, world_size=1),
+            self.model,
+            self._read_weight,
+            self.tokenizer,
+            parse_dtype(self.config.model_dtype),
+            prompt,
+            Choice(**how),
+        )
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)

@@ -47,7 +47,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
         case "step" | "eval":
             tokens, ms = values.pop(f"{kind}_tokens"), values["duration_ms"]
             values |= {"tokens_per_second": 1000 * tokens / ms} if ms > 0 else {}
-            group = "train" if kind == "step" else "eval"
+            group = "train" if kind == "step" else f"eval/{record.get('name', '')}".rstrip("/")
             return {f"{group}/{name}": value for name, value in values.items()}
         case "gpu":
             rank = values.pop("rank", 0)
@@ -56,6 +56,12 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
                 for name, value in values.items()
                 if name != "id" and value != -1  # the card does not tell
             }
+        case "task":
+            name = f"task/{record['name']}/{record['metric']}"
+            error = (
+                {} if values["stderr"] != values["stderr"] else {f"{name}_stderr": values["stderr"]}
+            )
+            return {name: values["value"], **error}
         case "abs-maxes":
             named = _numeric({row["name"]: row["value"] for row in record["abs_maxes"]})
             return {f"abs_maxes/{name}": value for name, value in named.items()}
@@ -82,6 +88,8 @@ def text(record: dict[str, Any]) -> tuple[str, Any] | None:
     match kind:
         case "cmd":
             return "cmd", shlex.join(record["cmd"])
+        case "sample":
+            return f"sample-{record['step']}", {record["prompt"]: record["text"]}
         case "links" | "fast-products":
             return kind, record[kind.replace("-", "_")]
         case "sol" | "scaling" | "dataset" | "gpu-model":

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention
 from llmq.ref.attention import CASES
 from llmq.runtime.cudnn import backward_workspace_bytes
@@ -28,27 +28,46 @@ def _arrays(rng, case, dtype):
     return qkv.astype(dtype.numpy), d_out.astype(dtype.numpy)
 
 
-def _forward(dev, qkv, heads, kv_heads, **options):
+def _starts(lengths, seq_len):
+    """I32 (B, T) of sequences whose documents have these lengths; the last one takes the rest."""
+    rows = []
+    for row in lengths:
+        firsts = np.cumsum([0, *row])
+        rows.append(np.repeat(firsts, np.diff([*firsts, seq_len])))
+    return np.array(rows, np.int32)
+
+
+def _forward(dev, qkv, heads, kv_heads, starts=None, window=None, **options):
     batch, seq_len, _, head_dim = qkv.shape
     arrays = {
         "out": np.full((batch, seq_len, heads, head_dim), np.nan, qkv.dtype),
         "lse": np.full((batch, heads, seq_len), np.nan, np.float32),
         "qkv": qkv,
+        "starts": starts,
     }
     call = partial(attention.forward, num_heads=heads, num_kv_heads=kv_heads, **options)
-    got = run(dev, call, arrays)
-    np.testing.assert_array_equal(got["qkv"], qkv)
+    got = run(dev, _with_sight(call, window), arrays)
+    assert got["qkv"].tobytes() == qkv.tobytes()
     return got["out"], got["lse"]
 
 
-def _backward(dev, qkv, d_out, heads, kv_heads, **options):
-    out, lse = _forward(host_device(), qkv, heads, kv_heads)
+def _with_sight(call, window):
+    """call, with the tensor `starts` and this window as the sight."""
+
+    def with_sight(dev, starts, **tensors):
+        call(dev, sight=attention.Sight(starts, window), **tensors)
+
+    return with_sight
+
+
+def _backward(dev, qkv, d_out, heads, kv_heads, starts=None, window=None, **options):
+    out, lse = _forward(host_device(), qkv, heads, kv_heads, starts, window)
     arrays = {
         "d_qkv": np.full(qkv.shape, np.nan, qkv.dtype),
-        **{"d_out": d_out, "out": out, "lse": lse, "qkv": qkv},
+        **{"d_out": d_out, "out": out, "lse": lse, "qkv": qkv, "starts": starts},
     }
     call = partial(attention.backward, num_heads=heads, num_kv_heads=kv_heads, **options)
-    return run(dev, call, arrays)["d_qkv"]
+    return run(dev, _with_sight(call, window), arrays)["d_qkv"]
 
 
 def _compare(got, want, dtype, floor=0.0):
@@ -80,6 +99,105 @@ def test_backward(dev, rng, case, dtype):
     first_k, first_v = case[2], case[2] + case[3]
     for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
         _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
+
+
+# Lengths of documents (the last one takes the rest) and a window. Of both kinds some begin and end
+# inside of tiles, some at their edges or one behind; some are shorter, some longer than a tile.
+SIGHTS = {
+    "documents": ([(1, 6, 60, 94), (64, 32, 4, 93)], None),
+    "long_documents": ([(160,), (3, 200)], None),
+    "short_window": (None, 7),
+    "window": (None, 96),
+    "both": ([(100,), (17, 150)], 40),
+    "own_key": (None, 1),
+}
+
+
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_documents_and_windows(dev, rng, dtype, sight):
+    case = (2, 230, 2, 1, 32)
+    _check_sight(dev, rng, case, dtype, *sight)
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(80, BF16), (128, BF16), (256, BF16), (128, F32), (256, F32)], ids=str
+)
+def test_documents_and_windows_of_all_tiles(dev, rng, dtype, head_dim):
+    _check_sight(dev, rng, (1, 150, 2, 2, head_dim), dtype, [(9, 50, 38)], 40)
+
+
+def _check_sight(dev, rng, case, dtype, lengths, window):
+    qkv, d_out = _arrays(rng, case, dtype)
+    starts = None if lengths is None else _starts(lengths, case[1])
+    out, lse = _forward(dev, qkv, *case[2:4], starts, window)
+    want_out, want_lse = _forward(host_device(), qkv, *case[2:4], starts, window)
+    _compare(out, want_out, dtype)
+    # As in test_forward.
+    np.testing.assert_allclose(lse, want_lse, rtol=4e-6, atol=4e-6)
+    got = _backward(dev, qkv, d_out, *case[2:4], starts, window)
+    want = _backward(host_device(), qkv, d_out, *case[2:4], starts, window)
+    floor = 1e-6 * np.linalg.norm(want.astype(np.float64))  # as in test_backward
+    if window == 1:  # dS is nothing but the rounding of what cancels: of dO v, some 10
+        floor = 1e-4
+    first_k, first_v = case[2], case[2] + case[3]
+    for heads in (slice(first_k), slice(first_k, first_v), slice(first_v, None)):
+        _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_documents_change_nothing_of_their_neighbours(dev, rng, dtype):
+    """Bitwise, whatever a neighbour holds: NaN, infinities, or other numbers."""
+    case = (1, 150, 4, 2, 32)
+    qkv, d_out = _arrays(rng, case, dtype)
+    starts = _starts([(10, 30, 50)], case[1])
+    want = _forward(dev, qkv, *case[2:4], starts)
+    poisoned, poisoned_d_out = qkv.copy(), d_out.copy()
+    document = slice(40, 90)
+    poisoned[:, document], poisoned_d_out[:, document] = np.nan, np.nan
+    poisoned[:, 45:50] = np.inf
+    others = np.r_[:40, 90:150]
+    got = _forward(dev, poisoned, *case[2:4], starts)
+    np.testing.assert_array_equal(got[0][:, others], want[0][:, others])
+    np.testing.assert_array_equal(got[1][..., others], want[1][..., others])
+    assert np.isnan(got[0][:, document].astype(np.float32)).all()
+    want = _backward(dev, qkv, d_out, *case[2:4], starts)
+    got = _backward(dev, poisoned, poisoned_d_out, *case[2:4], starts)
+    np.testing.assert_array_equal(got[:, others], want[:, others])
+    assert np.isnan(got[:, document].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("place", ["value", "d_out"])
+def test_what_is_not_finite_shows_where_it_is_seen(dev, rng, dtype, place):
+    """A tile that holds several documents hides nothing of one from itself."""
+    case = (1, 64, 2, 1, 32)
+    qkv, d_out = _arrays(rng, case, dtype)
+    starts = _starts([(20, 20)], case[1])
+    if place == "value":
+        qkv[0, 30, 3, 5] = np.inf
+        out, _ = _forward(dev, qkv, *case[2:4], starts)
+        bad = ~np.isfinite(out.astype(np.float32)).all(axis=(2, 3))[0]
+        np.testing.assert_array_equal(np.flatnonzero(bad), np.arange(30, 40))
+    else:
+        d_out[0, 30, :, 5] = np.nan
+        d_qkv = _backward(dev, qkv, d_out, *case[2:4], starts)
+        bad = ~np.isfinite(d_qkv.astype(np.float32)).all(axis=(2, 3))[0]
+        np.testing.assert_array_equal(np.flatnonzero(bad), np.arange(20, 31))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_sight_that_hides_nothing_changes_no_bit(dev, rng, dtype):
+    case = (2, 100, 2, 1, 64)
+    qkv, d_out = _arrays(rng, case, dtype)
+    starts = np.zeros(case[:2], np.int32)
+    for sight in ((starts, None), (None, 100)):
+        for got, want in zip(
+            _forward(dev, qkv, *case[2:4], *sight), _forward(dev, qkv, *case[2:4]), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+        got = _backward(dev, qkv, d_out, *case[2:4], *sight)
+        np.testing.assert_array_equal(got, _backward(dev, qkv, d_out, *case[2:4]))
 
 
 def _score_error(qkv, heads, kv_heads):
@@ -116,12 +234,16 @@ def test_large_scores(dev, rng, dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_chunks_change_nothing(dev, rng, dtype):
-    case = (3, *CASES["ragged"][1:])
+    case = (3, 36, *CASES["ragged"][2:])
     qkv, d_out = _arrays(rng, case, dtype)
     whole = _backward(dev, qkv, d_out, *case[2:4])
     for chunks in (2, 3):
         pieces = _backward(dev, qkv, d_out, *case[2:4], chunks=chunks)
         np.testing.assert_array_equal(pieces, whole)
+    starts = _starts([(8,), (20, 4), ()], case[1])
+    whole = _backward(dev, qkv, d_out, *case[2:4], starts)
+    pieces = _backward(dev, qkv, d_out, *case[2:4], starts, chunks=3)
+    np.testing.assert_array_equal(pieces, whole)
 
 
 def test_sequences_and_later_positions_do_not_matter(dev, rng):
@@ -153,13 +275,30 @@ def test_cudnn(dev, rng, case, deterministic):
     _compare(got, want, BF16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("window", [1, 33, 128, 200])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cudnn_windows(dev, rng, head_dim, window):
+    case = (2, 300, 4, 2, head_dim)
+    qkv, d_out = _arrays(rng, case, BF16)
+    out, lse = _forward(dev, qkv, *case[2:4], window=window, backend="cudnn")
+    want_out, want_lse = _forward(host_device(), qkv, *case[2:4], window=window)
+    _compare(out, want_out, BF16)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)  # as above
+    got = _backward(dev, qkv, d_out, *case[2:4], window=window, backend="cudnn")
+    want = _backward(host_device(), qkv, d_out, *case[2:4], window=window)
+    # As in test_documents_and_windows: with one key dS is the rounding of what cancels.
+    _compare(got, want, BF16, 1e-4 if window == 1 else 0.0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 5, 131])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_decode(dev, rng, dtype, head_dim):
+def test_decode(dev, rng, dtype, window, head_dim):
     """A prompt longer than the kernel's block of keys, then single positions."""
     batch, seq_len, heads, kv_heads, _ = case = (2, 133, 2, 1, head_dim)
     qkv, _ = _arrays(rng, case, dtype)
-    want, _ = _forward(host_device(), qkv, heads, kv_heads)
+    want, _ = _forward(host_device(), qkv, heads, kv_heads, window=window)
     caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]
     position = 0
     for n in (130, 1, 2):
@@ -171,6 +310,7 @@ def test_decode(dev, rng, dtype, head_dim):
             "v_cache": caches[1],
         }
         sizes = {"position": position, "num_heads": heads, "num_kv_heads": kv_heads}
+        sizes |= {"window": window}
         got = run(dev, partial(attention.decode, **sizes), arrays)
         caches = [got["k_cache"], got["v_cache"]]
         _compare(got["out"], want[:, piece].reshape(got["out"].shape), dtype)
@@ -181,7 +321,7 @@ def test_decode(dev, rng, dtype, head_dim):
     assert np.isnan(caches[0][:, seq_len:].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("head_dim", range(16, 129, 16))
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_tiles_fit(dtype, head_dim):
     """Consumer GPUs give a block 99 KiB of shared memory."""
@@ -216,6 +356,15 @@ def test_planned_workspace():
     assert dev.flops["attention_backward"] == 2 * 5 * 4 * 8 * 8 * 64
 
 
+def test_windows_take_less_work():
+    """As much as they leave of the half square, in which a query's own key counts half."""
+    for window, pairs in ((1, 1 * 15), (4, 4 * 12), (8, 64), (9, 64), (None, 64)):
+        dev, tensors = _plan()
+        sight = attention.Sight(window=window)
+        attention.backward(dev, **tensors, num_heads=4, num_kv_heads=2, sight=sight)
+        assert dev.flops["attention_backward_tiles"] == 2 * 7 * 4 * pairs * 64
+
+
 def test_wrong_arguments():
     dev, tensors = _plan()
     forward = {name: tensors[name] for name in ("out", "lse", "qkv")}
@@ -230,11 +379,16 @@ def test_wrong_arguments():
     refuse(ValueError, r"attention\.forward: qkv must have shape \(B, T, 10, Hd\)", num_heads=6)
     refuse(ValueError, "2 heads cannot share 3 key/value heads", num_heads=2, num_kv_heads=3)
     refuse(
-        ValueError, "Hd must be a multiple of 16 up to 128 on a GPU", qkv=make((2, 8, 8, 24), BF16)
+        ValueError, "Hd must be a multiple of 16 up to 256 on a GPU", qkv=make((2, 8, 8, 24), BF16)
     )
     refuse(TypeError, "out must be BF16, got F32", out=make((2, 8, 4, 64), F32))
     refuse(TypeError, "lse must be F32, got BF16", lse=make((2, 4, 8), BF16))
     refuse(ValueError, "backend must be one of", backend="flash")
+    starts = attention.Sight(make((2, 8), I32))
+    refuse(ValueError, "cudnn backend knows no documents", sight=starts, backend="cudnn")
+    refuse(ValueError, "starts must have shape", sight=attention.Sight(make((2, 4), I32)))
+    refuse(TypeError, "starts must be I32", sight=attention.Sight(make((2, 8), F32)))
+    refuse(ValueError, "window must be at least 1, got 0", sight=attention.Sight(window=0))
     backward = partial(refuse, call=attention.backward, arguments=tensors)
     backward(ValueError, "chunks must be from 1 to 2, the batch, got 3", chunks=3)
     backward(TypeError, r"attention\.backward: d_qkv must be BF16", d_qkv=make((2, 8, 8, 64), F32))

@@ -1,5 +1,7 @@
 """Embeddings on a device against the reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,24 @@ def test_forward(dev, rng, B, T, C, V, dtype, positions):
     np.testing.assert_array_equal(run(dev, call, arrays)["out"], want)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scale(dev, rng, dtype):
+    """A multiple of 1/2 with few bits, so that sums of multiples of 1/8 stay exact."""
+    B, T, C, V = CASES["several_slices"]
+    arrays = _gradient_arrays(rng, B, T, C, V, "frequent", dtype, dtype)
+    got = run(dev, partial(_backward, scale=5.5), arrays)["d_weight"]
+    want = run(host_device(), partial(_backward, scale=5.5), arrays)["d_weight"]
+    np.testing.assert_array_equal(got, want)
+    assert (got != run(dev, _backward, arrays)["d_weight"]).any()
+    weight = rng.normal(size=(V, C)).astype(dtype.numpy)
+    forward = {"out": np.empty((B, T, C), dtype.numpy), "tokens": arrays["tokens"]}
+    forward |= {"weight": weight, "position_weight": None}
+    call = partial(embedding.forward, scale=33.75)
+    want = run(host_device(), lambda dev, **t: call(dev, **t), forward)["out"]
+    np.testing.assert_array_equal(run(dev, lambda dev, **t: call(dev, **t), forward)["out"], want)
+    assert (want != weight[arrays["tokens"]]).any()
+
+
 @pytest.mark.parametrize("kind", ["uniform", "frequent", "one_id"])
 @pytest.mark.parametrize(
     "n, vocab",
@@ -73,8 +93,9 @@ def test_sort_is_stable(dev, rng, n, vocab, kind):
     np.testing.assert_array_equal(run(dev, call, arrays)["order"], want)
 
 
-def _backward(dev, d_weight, d_out, tokens, scalars):
-    embedding.backward(dev, Accumulator(d_weight, True, scalars, salt=4), d_out, tokens)
+def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0):
+    target = Accumulator(d_weight, True, scalars, salt=4)
+    embedding.backward(dev, target, d_out, tokens, scale)
 
 
 def _gradient_arrays(rng, B, T, C, V, kind, target, source):
@@ -133,6 +154,52 @@ def test_backward_positions(dev, rng, B, T, C, V, target, source, accumulate):
     got = run(dev, call, arrays)["d_position"]
     np.testing.assert_array_equal(got, run(host_device(), call, arrays)["d_position"])
     np.testing.assert_array_equal(got[T:], start[T:] if accumulate else np.zeros_like(start[T:]))
+
+
+def _documents(rng, B, T):
+    """I32 (B, T): where documents of random lengths start; the first sequence is one document."""
+    first = rng.random((B, T)) < 0.2
+    first[0] = False
+    return np.maximum.accumulate(np.where(first, np.arange(T), 0), axis=1).astype(np.int32)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("target, source", DTYPES, ids=str)
+@pytest.mark.parametrize("B, T, C, V", [*SMALL.values(), (3, 70, 520, 64)])
+def test_positions_within_documents(dev, rng, B, T, C, V, target, source, accumulate):
+    table = _eighths(rng, (T + 3, C), target)
+    arrays = {
+        "d_position": table if accumulate else np.full_like(table, np.nan),
+        "d_out": _eighths(rng, (B, T, C), source),
+        "scalars": step_scalars(seed=1, step=2, micro_step=3),
+        "starts": _documents(rng, B, T),
+    }
+
+    def backward(dev, d_position, d_out, scalars, starts):
+        target = Accumulator(d_position, accumulate, scalars, salt=4)
+        embedding.backward_positions(dev, target, d_out, starts)
+
+    got = run(dev, backward, arrays)["d_position"]
+    np.testing.assert_array_equal(got, run(host_device(), backward, arrays)["d_position"])
+    if target == F32:
+        want = table.copy() if accumulate else np.zeros_like(table)
+        np.add.at(want, np.arange(T) - arrays["starts"], arrays["d_out"].astype(np.float32))
+        np.testing.assert_array_equal(got, want)
+    arrays = {
+        "out": np.full((B, T, C), np.nan, source.numpy),
+        "tokens": _tokens(rng, "uniform", B * T, V).reshape(B, T),
+        "weight": _eighths(rng, (V, C), source),
+        "position_weight": _eighths(rng, (T, C), source),
+        "starts": arrays["starts"],
+    }
+
+    def forward(dev, **tensors):
+        embedding.forward(dev, **tensors)
+
+    got = run(dev, forward, arrays)["out"]
+    rows = arrays["position_weight"][np.arange(T) - arrays["starts"]]
+    sums = arrays["weight"][arrays["tokens"]].astype(np.float32) + rows.astype(np.float32)
+    np.testing.assert_array_equal(got, sums.astype(source.numpy))
 
 
 def test_number_of_buckets():

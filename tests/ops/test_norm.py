@@ -103,7 +103,30 @@ def test_post(dev, rng, case, dtype):
     np.testing.assert_array_equal(again["residual"], got["out"])
 
 
-def call_backward(accumulate: bool):
+@DTYPES
+def test_offset(dev, rng, dtype):
+    shape = CASES["warp_per_row"][:2]
+    arrays = forward_arrays(rng, shape, dtype, False)
+    got = run_exact(dev, lambda dev, **t: norm.forward(dev, **t, eps=EPS, offset=True), arrays)
+    fused = arrays | {"residual_out": nan(shape, dtype), "residual": arrays["x"]}
+    fused["branch"] = coarse(rng, shape, dtype)
+    del fused["x"]
+    call = partial(norm.forward_residual, eps=EPS, offset=True)
+    run_exact(dev, lambda dev, **t: call(dev, **t), fused)
+    post = post_arrays(rng, arrays)
+    call = partial(norm.post, eps=EPS, offset=True)
+    run_exact(dev, lambda dev, **t: call(dev, **t), post)
+    alone = run_exact(dev, lambda dev, **t: call(dev, **t), post | {"residual": None})
+    np.testing.assert_array_equal(alone["out"], got["out"])
+    run_exact(
+        dev, call_backward(False, offset=True), backward_arrays(rng, shape, dtype, F32, False)
+    )
+    plan, tensors = planned(specs())
+    with pytest.raises(TypeError, match=r"norm\.forward: offset must be False with mean"):
+        norm.forward(plan, **tensors, eps=EPS, offset=True)
+
+
+def call_backward(accumulate: bool, offset: bool = False):
     """norm.backward on tensors by name; d_x None: in place over d_residual."""
 
     def call(dev, d_x, d_weight, d_bias, scalars, d_residual, **t):
@@ -111,7 +134,8 @@ def call_backward(accumulate: bool):
             None if d is None else Accumulator(d, accumulate, scalars, i)
             for i, d in enumerate((d_weight, d_bias))
         )
-        norm.backward(dev, d_x or d_residual, *targets, d_residual=d_residual, **t)
+        d_x = d_x or d_residual
+        norm.backward(dev, d_x, *targets, d_residual=d_residual, offset=offset, **t)
 
     return call
 

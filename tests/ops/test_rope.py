@@ -185,6 +185,57 @@ def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
             assert bits(got["d_qkv"]) == bits(arrays["d_qkv"])  # not written
 
 
+STARTS = np.repeat([0, 1, 20, 60], [1, 19, 40, 20]).astype(np.int32)  # of documents in a row
+
+
+def test_documents_have_positions_of_their_own(dev, rng):
+    """As if each were a sequence."""
+    Hq, Hkv = shape = 3, 1
+    arrays = inputs(rng, (2, 80, *shape, 64), BF16, 80)
+    arrays["starts"] = np.stack([STARTS, np.zeros_like(STARTS)])
+
+    def forward(dev, qkv, table, starts=None):
+        rope.forward(dev, qkv, table, Hq, Hkv, starts=starts)
+
+    def backward(dev, qkv, table, starts=None):
+        rope.backward(dev, qkv, table, Hq, Hkv, starts)
+
+    for call in (forward, backward):
+        got = run_exact(dev, call, arrays)["qkv"]
+        alone = {name: arrays[name] for name in ("qkv", "table")}
+        np.testing.assert_array_equal(got[1:], run(dev, call, alone)["qkv"][1:])
+        for start in np.unique(STARTS):
+            document = start == STARTS
+            alone["qkv"] = arrays["qkv"][:1, document]
+            np.testing.assert_array_equal(got[:1, document], run(dev, call, alone)["qkv"])
+
+
+@pytest.mark.parametrize("name, dtype", [("tiles_64", BF16), ("tiles_80", F32)], ids=str)
+def test_fused_documents_equal_two_steps(dev, rng, name, dtype):
+    shape = CASES[name]
+    arrays = fused_arrays(rng, shape, dtype, F32)
+    starts = np.repeat(np.arange(0, shape[1], 16), 16)[: shape[1]].astype(np.int32)
+    arrays["starts"] = np.stack([starts] * shape[0])
+    arrays["starts"][0] = 0
+
+    def fused(dev, d_qkv, table, starts, d_bias, scalars, abs_max, fp8=None):
+        acc = Accumulator(d_bias, False, scalars, salt=4)
+        options = {"abs_max": abs_max, "d_bias": acc, "fp8": fp8}
+        rope.backward(dev, d_qkv, table, *shape[2:4], starts, **options)
+
+    def plain(dev, d_qkv, table, starts, abs_max, **_):
+        rope.backward(dev, d_qkv, table, *shape[2:4], starts, abs_max=abs_max)
+
+    want, got = run(dev, plain, arrays), run(dev, fused, arrays)
+    for result in ("d_qkv", "abs_max"):
+        np.testing.assert_array_equal(got[result], want[result])
+    rotated = want["d_qkv"].reshape(shape[0] * shape[1], -1)
+    fp8 = outputs(rotated.shape, E4M3, "both", 2 / LARGEST[E4M3])
+    coded = run(dev, with_fp8(fused), arrays | fp8)
+    check_codes(coded, rotated, E4M3, "both")
+    assert bits(coded["d_bias"]) == bits(got["d_bias"])
+
+
 @pytest.mark.parametrize("features, across, tiles", [(2048, 8, 2), (1152, 5, 2), (16, 1, 1)])
 def test_fused_grid(features, across, tiles):
     assert rope.fused_grid(32768, features) == ((across, 512), tiles)

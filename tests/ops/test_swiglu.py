@@ -1,5 +1,8 @@
 """SwiGLU on a device against the reference."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -14,6 +17,11 @@ from tests.again import AGAIN_WITH_FP8, FP8_CASES, check_again, compare
 from tests.fp8_out import check_codes, check_fp8, outputs, with_fp8
 from tests.harness import host_device, run
 
+# The operation as it is, and as GeGLU.
+GEGLU = SimpleNamespace(
+    forward=partial(swiglu.forward, gelu=True), backward=partial(swiglu.backward, gelu=True)
+)
+GATES = pytest.mark.parametrize("op", [swiglu, GEGLU], ids=["silu", "gelu"])
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
 
 
@@ -23,29 +31,31 @@ def _inputs(rng, rows, F, dtype):
     return up_gate, rng.normal(size=(rows, F)).astype(dtype.numpy)
 
 
+@GATES
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows, F", SMALL.values(), ids=SMALL)
-def test_forward(dev, rng, rows, F, dtype):
+def test_forward(dev, rng, rows, F, dtype, op):
     up_gate, _ = _inputs(rng, rows, F, dtype)
     arrays = {"out": np.full((rows, F), np.nan, dtype.numpy), "up_gate": up_gate}
-    got = run(dev, swiglu.forward, arrays)
-    compare(got["out"], run(host_device(), swiglu.forward, arrays)["out"], dtype)
+    got = run(dev, op.forward, arrays)
+    compare(got["out"], run(host_device(), op.forward, arrays)["out"], dtype)
 
 
+@GATES
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows, F", SMALL.values(), ids=SMALL)
-def test_backward(dev, rng, rows, F, dtype):
+def test_backward(dev, rng, rows, F, dtype, op):
     up_gate, d_out = _inputs(rng, rows, F, dtype)
     arrays = {
         "d_up_gate": np.full((rows, 2 * F), np.nan, dtype.numpy),
         "d_out": d_out,
         "up_gate": up_gate,
     }
-    got = run(dev, swiglu.backward, arrays)["d_up_gate"]
-    compare(got, run(host_device(), swiglu.backward, arrays)["d_up_gate"], dtype)
+    got = run(dev, op.backward, arrays)["d_up_gate"]
+    compare(got, run(host_device(), op.backward, arrays)["d_up_gate"], dtype)
 
     def in_place(dev, d_out, up_gate):
-        swiglu.backward(dev, up_gate, d_out, up_gate)
+        op.backward(dev, up_gate, d_out, up_gate)
 
     del arrays["d_up_gate"]
     np.testing.assert_array_equal(run(dev, in_place, arrays)["up_gate"], got)
@@ -118,6 +128,16 @@ def test_out_again_and_fp8(dev, rng, name, dtype, d, fp8, out):
     up_gate[-1, F - 1], up_gate[-2, F - 1] = np.nan, np.inf
     for device in (dev, host_device()):
         check_again(device, swiglu, up_gate, d_out, d=d, out=out, fp8=fp8)
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_fp8_of_geglu(dev, rng, format):
+    rows, F = CASES["ragged_tiles"]
+    up_gate, d_out = _inputs(rng, rows, F, BF16)
+    forward = {"out": np.full((rows, F), np.nan, BF16.numpy), "up_gate": up_gate}
+    check_fp8(dev, GEGLU.forward, forward, "out", format, "both")
+    check_again(dev, GEGLU, up_gate, d_out, d=None, out="fp8", fp8=format)
+    check_again(dev, GEGLU, up_gate, d_out, d="x", out="d_out")
 
 
 def test_leading_dimensions_are_rows(dev, rng):

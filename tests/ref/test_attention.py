@@ -15,33 +15,38 @@ def _inputs(rng, case, dtype=np.float32):
     return qkv, rng.normal(size=(batch, seq_len, heads, head_dim)).astype(dtype)
 
 
-def _forward(qkv, heads, kv_heads):
+def _forward(qkv, heads, kv_heads, starts=None, window=None):
     batch, seq_len, _, head_dim = qkv.shape
     out = np.full((batch, seq_len, heads, head_dim), np.nan, qkv.dtype)
     lse = np.full((batch, heads, seq_len), np.nan, np.result_type(qkv.dtype, np.float32))
-    ref.attention_forward(out, lse, qkv, seq_len, heads, kv_heads)
+    ref.attention_forward(out, lse, qkv, seq_len, heads, kv_heads, starts, window or seq_len)
     return out, lse
 
 
-def _backward(qkv, d_out, heads, kv_heads):
-    out, lse = _forward(qkv, heads, kv_heads)
+def _backward(qkv, d_out, heads, kv_heads, starts=None, window=None):
+    out, lse = _forward(qkv, heads, kv_heads, starts, window)
     d_qkv = np.full(qkv.shape, np.nan, qkv.dtype)
     sizes = (qkv.shape[1], heads, kv_heads)
-    ref.attention_backward(d_qkv, d_out, out, lse, qkv, np.empty(0, np.uint8), 1, *sizes)
+    sight = (starts, window or qkv.shape[1])
+    ref.attention_backward(d_qkv, d_out, out, lse, qkv, np.empty(0, np.uint8), 1, *sizes, *sight)
     return d_qkv
 
 
-def _torch(qkv, d_out, heads, kv_heads):
+def _torch(qkv, d_out, heads, kv_heads, starts=None, window=None):
     """out, lse and d_qkv by torch in F64."""
+    batch, seq_len = qkv.shape[:2]
+    query, key = torch.arange(seq_len)[:, None], torch.arange(seq_len)
+    seen = (key <= query) & (key > query - (window or seq_len)) & torch.ones(batch, 1, 1, 1).bool()
+    if starts is not None:
+        seen = seen & (key >= torch.from_numpy(starts)[:, None, :, None])
     packed = torch.from_numpy(qkv.astype(np.float64)).requires_grad_()
     q, k, v = (x.transpose(1, 2) for x in packed.split([heads, kv_heads, kv_heads], 2))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
+        q, k, v, attn_mask=seen, enable_gqa=True
     ).transpose(1, 2)
     (d_qkv,) = torch.autograd.grad(out, packed, torch.from_numpy(d_out.astype(np.float64)))
     scores = q @ k.repeat_interleave(heads // kv_heads, 1).transpose(2, 3) / qkv.shape[-1] ** 0.5
-    future = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-    lse = scores.masked_fill(future, -torch.inf).logsumexp(-1)
+    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
     return out.detach().numpy(), lse.detach().numpy(), d_qkv.numpy()
 
 
@@ -58,6 +63,39 @@ def test_equals_torch(rng, monkeypatch, case, tile):
     np.testing.assert_allclose(out, want_out, **tolerance)
     np.testing.assert_allclose(lse, want_lse, **tolerance)
     np.testing.assert_allclose(_backward(qkv, d_out, *heads), want_d_qkv, **tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 100])
+@pytest.mark.parametrize("documents", [False, True])
+def test_documents_and_windows_equal_torch(rng, documents, window):
+    case = (2, 150, 4, 2, 16)
+    qkv, d_out = _inputs(rng, case)
+    heads, starts = case[2:4], None
+    if documents:
+        starts = np.zeros((2, 150), np.int32)
+        starts[0, 1:], starts[0, 80:], starts[1, 64:] = 1, 80, 64
+    want_out, want_lse, want_d_qkv = _torch(qkv, d_out, *heads, starts, window)
+    out, lse = _forward(qkv, *heads, starts, window)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # as above
+    np.testing.assert_allclose(out, want_out, **tolerance)
+    np.testing.assert_allclose(lse, want_lse, **tolerance)
+    got = _backward(qkv, d_out, *heads, starts, window)
+    np.testing.assert_allclose(got, want_d_qkv, **tolerance)
+
+
+def test_documents_are_computed_as_if_alone(rng):
+    """Bitwise, and whatever their neighbours hold."""
+    qkv, d_out = _inputs(rng, (1, 90, 4, 2, 16))
+    starts = np.repeat([0, 30, 70], [30, 40, 20])[None].astype(np.int32)
+    qkv[:, 30:70], d_out[:, 30:70] = np.nan, np.nan
+    out, lse = _forward(qkv, 4, 2, starts)
+    d_qkv = _backward(qkv, d_out, 4, 2, starts)
+    for part in (slice(0, 30), slice(70, 90)):
+        alone = _forward(qkv[:, part], 4, 2)
+        np.testing.assert_array_equal(out[:, part], alone[0])
+        np.testing.assert_array_equal(lse[:, :, part], alone[1])
+        gradient = _backward(qkv[:, part], d_out[:, part], 4, 2)
+        np.testing.assert_array_equal(d_qkv[:, part], gradient)
 
 
 def test_backward_equals_finite_differences(rng):
@@ -81,16 +119,17 @@ def test_large_scores_do_not_overflow(rng):
     assert np.isfinite(_backward(qkv, d_out, 2, 1)).all()
 
 
-def test_decoding_in_pieces_equals_the_forward(rng):
+@pytest.mark.parametrize("window", [None, 1, 5, 12])
+def test_decoding_in_pieces_equals_the_forward(rng, window):
     batch, seq_len, heads, kv_heads, head_dim = case = (2, 23, 4, 2, 64)
     qkv, _ = _inputs(rng, case)
-    want, _ = _forward(qkv, heads, kv_heads)
+    want, _ = _forward(qkv, heads, kv_heads, window=window)
     k_cache, v_cache = (np.full((batch, 32, kv_heads, head_dim), np.nan, np.float32) for _ in "kv")
     position = 0
     for n in (9, 1, 1, 12):
         piece = slice(position, position + n)
         out = np.full((batch, n, heads, head_dim), np.nan, np.float32)
-        sizes = (position, n, 32, heads, kv_heads)
+        sizes = (position, n, 32, heads, kv_heads, window or 32)
         ref.attention_decode(out, k_cache, v_cache, qkv[:, piece], *sizes)
         # Another order of the same F32 sums.
         np.testing.assert_allclose(out, want[:, piece], rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from llmq.base.dtypes import BF16
 from llmq.ref import embedding as ref
@@ -11,12 +12,12 @@ from tests.harness import step_scalars
 B, T, C, V, P = 3, 21, 16, 40, 32
 
 
-def _backward(d_weight, d_out, tokens, scalars, salt):
+def _backward(d_weight, d_out, tokens, scalars, salt, scale=1.0):
     n, channels = tokens.size, d_out.shape[-1]
     order = np.empty(n, np.int32)
     ref.embedding_sort(order, np.empty(n, np.int32), tokens, n, len(d_weight), 8)
-    ref.embedding_backward(d_weight, None, d_out, tokens, order, scalars, n, channels, salt)
-    ref.embedding_finish(d_weight, None, tokens, order, scalars, n, channels, salt)
+    ref.embedding_backward(d_weight, None, d_out, tokens, order, scalars, n, channels, scale, salt)
+    ref.embedding_finish(d_weight, None, tokens, order, scalars, n, channels, scale, salt)
 
 
 @pytest.mark.parametrize("first_position", [0, 4])
@@ -26,9 +27,9 @@ def test_lookup_equals_torch(first_position):
     weight, positions = rng.normal(size=(V, C)), rng.normal(size=(P, C))
     want = torch.nn.functional.embedding(torch.tensor(tokens), torch.tensor(weight)).numpy()
     out = np.full((B, T, C), np.nan)
-    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, 0)
+    ref.embedding_forward(out, tokens, weight, None, B * T, T, C, 0, None)
     np.testing.assert_array_equal(out, want)
-    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, first_position)
+    ref.embedding_forward(out, tokens, weight, positions, B * T, T, C, first_position, None)
     np.testing.assert_array_equal(out, want + positions[first_position : first_position + T])
 
 
@@ -37,9 +38,28 @@ def test_sum_with_positions_is_rounded_once():
     weight, positions = (rng.normal(size=(8, C)).astype(BF16.numpy) for _ in range(2))
     tokens = np.arange(8, dtype=np.int32)[None]
     out = np.empty((1, 8, C), BF16.numpy)
-    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, 0)
+    ref.embedding_forward(out, tokens, weight, positions, 8, 8, C, 0, None)
     want = weight.astype(np.float32) + positions.astype(np.float32)
     np.testing.assert_array_equal(out[0], want.astype(BF16.numpy))
+
+
+def test_scaled_lookup_is_that_of_gemma3():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, V, (B, T)).astype(np.int32)
+    weight, d_out = rng.normal(size=(V, 72)), rng.normal(size=(B, T, 72))
+    for dtype, torch_dtype in ((BF16.numpy, torch.bfloat16), (np.float64, torch.float64)):
+        lookup = Gemma3TextScaledWordEmbedding(V, 72, None, embed_scale=72**0.5)
+        lookup.weight.data = torch.tensor(weight).to(torch_dtype)
+        want = lookup(torch.tensor(tokens))
+        scale = lookup.embed_scale.to(torch_dtype).item()
+        out = np.empty((B, T, 72), dtype)
+        ref.embedding_forward(out, tokens, weight.astype(dtype), None, B * T, T, 72, 0, None, scale)
+        np.testing.assert_array_equal(out.astype(np.float64), want.detach().double().numpy())
+    (d_want,) = torch.autograd.grad(want, lookup.weight, torch.tensor(d_out))
+    d_weight = np.zeros((V, 72))
+    _backward(d_weight, d_out, tokens, step_scalars(), 1, scale)
+    # F64 on both sides: the product is rounded once a sum, not once an element.
+    np.testing.assert_allclose(d_weight, d_want.numpy(), rtol=1e-12, atol=1e-13)
 
 
 def test_order_groups_equal_ids_and_keeps_their_order():

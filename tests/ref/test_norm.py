@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llmq.base.dtypes import BF16
 from llmq.ref import norm as ref
@@ -74,6 +75,42 @@ def test_post_rounds_once_before_the_sum(rng):
         # rstd may be one F32 rounding off, which now and then turns a rounding to BF16.
         np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8)
         assert (got != want).mean() < 1e-3
+
+
+@pytest.mark.parametrize("op", ["forward", "forward_residual", "post"])
+def test_offset_rounds_as_gemma3(rng, op):
+    x, past, weight = (rng.normal(size=s).astype(np.float32) for s in [(64, 256)] * 2 + [256])
+    norm = Gemma3RMSNorm(256, EPS).bfloat16()
+    norm.weight.data = torch.tensor(weight).bfloat16()
+    tx, tpast = torch.tensor(x).bfloat16(), torch.tensor(past).bfloat16()
+    x, past, weight = (a.astype(BF16.numpy) for a in (x, past, weight))
+    out, rstd = np.full_like(x, np.nan), np.full(64, np.nan, np.float32)
+    if op == "forward":
+        ref.norm_forward(out, None, rstd, x, weight, None, EPS, 64, 256, offset=1)
+        want = norm(tx)
+    elif op == "forward_residual":
+        args = (out, None, rstd, x, past, weight, None, EPS, 64, 256)
+        ref.norm_forward_residual(np.empty_like(x), *args, offset=1)
+        want = norm(tx + tpast)
+    else:
+        ref.norm_post(out, rstd, x, past, weight, EPS, 64, 256, offset=1)
+        want = tpast + norm(tx)
+    out, want = out.astype(np.float32), want.detach().float().numpy()
+    # rstd may be one F32 rounding off, which now and then turns a rounding to BF16.
+    np.testing.assert_allclose(out, want, rtol=2**-7, atol=2**-8)
+    assert (out != want).mean() < 1e-3
+
+
+def test_gradients_with_an_offset_are_those_of_the_larger_weight(rng):
+    x, d_out, weight = rng.normal(size=(5, 64)), rng.normal(size=(5, 64)), rng.normal(size=64)
+    rstd, results = 1 / np.sqrt((x * x).mean(1) + EPS), []
+    for offset in (0, 1):
+        d_x, partial = np.full_like(x, np.nan), np.full((1, 1, 64), np.nan)
+        w = weight + (1 - offset)
+        ref.norm_backward(d_x, partial, d_out, x, w, None, rstd, None, 5, 64, offset=offset)
+        results.append((d_x, partial))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

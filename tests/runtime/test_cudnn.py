@@ -1,6 +1,7 @@
 """Attention through cuDNN: with a stand-in for the library, and the sizes measured on a GPU."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -64,10 +65,12 @@ def test_workspace_estimate(shape, any_order, deterministic):
 @pytest.mark.parametrize("shape", [*(m[0] for m in MEASURED), (3, 100, 6, 2, 80)])
 def test_workspace_estimate_on_this_gpu(dev, shape):
     library = CudnnAttention(0)
-    assert library._plan("forward", shape, False).workspace <= FORWARD_WORKSPACE_BYTES
-    for deterministic in (False, True):
-        needed = library._plan("backward", shape, deterministic).workspace
-        assert needed <= backward_workspace_bytes(*shape, deterministic)
+    for window in (shape[1], shape[1] // 3):
+        forward = library._plan("forward", shape, False, window)
+        assert forward.workspace <= FORWARD_WORKSPACE_BYTES
+        for deterministic in (False, True):
+            needed = library._plan("backward", shape, deterministic, window).workspace
+            assert needed <= backward_workspace_bytes(*shape, deterministic)
     library.close()
 
 
@@ -85,9 +88,12 @@ def _arrays(rng):
     }
 
 
-def _forward_backward(dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn"):
-    attention.forward(dev, out, lse, qkv, 4, 2, backend=backend)
-    options = {"backend": backend, "deterministic": deterministic}
+def _forward_backward(
+    dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn", window=None
+):
+    sight = attention.Sight(window=window)
+    attention.forward(dev, out, lse, qkv, 4, 2, sight, backend=backend)
+    options = {"sight": sight, "backend": backend, "deterministic": deterministic}
     attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, **options)
 
 
@@ -102,6 +108,20 @@ def test_addresses_and_layouts(rng, fake):
     for _, options in fake.executed:
         assert options["attn_scale"] == 32**-0.5
         assert options["diagonal_band_right_bound"] == 0
+        assert "diagonal_band_left_bound" not in options
+
+
+def test_windows_are_the_left_bound_of_a_graph(rng, fake):
+    library, arrays = CudnnAttention(0), _arrays(rng)
+    for window in (4, 11, 12):
+        call = partial(_forward_backward, window=window)
+        got = run(LibraryDevice(library), call, arrays)
+        want = run(host_device(), call, arrays)
+        for name in arrays:
+            np.testing.assert_array_equal(got[name], want[name])
+    bounds = [options.get("diagonal_band_left_bound") for _, options in fake.executed]
+    assert bounds == [4, 4, None, None, None, None]
+    assert fake.built == 4
 
 
 def test_graphs_are_built_once(rng, fake):
@@ -153,7 +173,11 @@ def test_errors_of_the_library_while_it_plans_and_runs(rng, fake, error):
 def test_check_builds_what_a_step_runs(rng, fake):
     library = CudnnAttention(0)
     library.check(4, *CASE[1:], chunks=2)
-    assert set(library._plans) == {("forward", (4, *CASE[1:]), False), ("backward", CASE, True)}
+    built = {("forward", (4, *CASE[1:]), False, None), ("backward", CASE, True, None)}
+    assert set(library._plans) == built
+    library.check(4, *CASE[1:], chunks=2, window=4)
+    windowed = {(*key[:3], 4) for key in built}
+    assert set(library._plans) == built | windowed
     fake.workspace = backward_workspace_bytes(*CASE) + 1
     with pytest.raises(LlmqError, match=r"a workspace of \d+ bytes, 1048576 were planned; use"):
         CudnnAttention(0).check(*CASE)

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmq.base.errors import ConfigError
 from llmq.model.arch.common import Architecture
+from llmq.model.arch.gemma3 import Gemma3
 from llmq.model.arch.gpt2 import Gpt2
 from llmq.model.arch.llama import Llama
 from llmq.model.arch.mistral import Mistral
@@ -20,7 +21,8 @@ from llmq.model.arch.qwen2 import Qwen2
 from llmq.model.arch.qwen3 import Qwen3
 
 ARCHITECTURES: dict[str, Architecture] = {
-    arch.name: arch for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2())
+    arch.name: arch
+    for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3())
 }
 """Every supported architecture by the name that config.json gives in "architectures"."""
 
@@ -40,4 +42,7 @@ def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     names = hf.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"config.json: architectures must hold one name, got {names!r}")
+    for arch in ARCHITECTURES.values():
+        if names[0] == arch.wrapper:
+            return arch.read_wrapped(hf)
     return architecture(names[0]).read(hf)

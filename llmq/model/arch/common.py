@@ -14,6 +14,8 @@ from typing import Any
 from llmq.base.errors import ConfigError
 
 REQUIRED = object()
+_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Fields that models with a text_config may give beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,28 +58,38 @@ class Architecture:
     """Class at Hugging Face: config.json's "architectures"."""
     model_type: str
     """config.json's "model_type"."""
+    wrapper: str | None = None
+    """Class of models, with images for example, whose language model is one of these."""
+    text_defaults: Mapping[str, Any] = {}
+    """Sizes that their text_config need not give."""
     label: str
     """Name in [Options] and in the log."""
 
     norm = "rmsnorm"
     """'rmsnorm' or 'layernorm'."""
     activation = "swiglu"
-    """'swiglu', or 'gelu': its tanh approximation."""
+    """'swiglu', 'geglu', or 'gelu'; GELU by its tanh approximation."""
     positions = "rope"
     """'rope' or 'learned'."""
     qk_norm = False
     """RMSNorm of queries and keys before RoPE."""
     wide_qk_norm = False
     """It is over all query and over all key channels of a token, else over every head."""
-    post_norm = False
-    """RMSNorm of what each half of a block puts out, else of what goes into it. Then the result is
-    rounded after the product with the weight, else before it too."""
+    norm_offset = False
+    """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
+    after the product with the weight; else before it too, but for post_norm's."""
+    scaled_embedding = False
+    """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
     qkv_bias: bool | None = False
     """None: the config's attention_bias decides."""
     o_bias: bool | None = False
     """None: as qkv_bias."""
     mlp_bias: bool | None = False
     """None: the config's mlp_bias decides."""
+    head_dim: int | None = None
+    """Channels of a head where the config does not say; None: hidden_size / number of heads."""
+    mlp_factor: int | None = None
+    """Width of the MLP over hidden_size where the config does not say; None: it has to."""
     own_tokenizer_class = False
     """transformers gives its models a tokenizer class whatever tokenizer_config.json says."""
     bos_token_id: int | None = None
@@ -94,10 +106,20 @@ class Architecture:
     swapped: tuple[str, ...] = ()
     """Parameters whose second half of rows is stored first."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """Our names of the norms in front of a block's halves; with post_norm, ln1's is of the layer
-    before."""
+    """Where norms stand, and their names: ln1, ln2: of what goes into each half of a block;
+    ln1_post, ln2_post: of what the half before it puts out, ln1_post's in the layer before."""
     initial: Mapping[str, str] = {"o": "residual", "down": "residual"}
     """Initial values of matrices that are not 'normal'; 'residual': scaled by 1 / sqrt(2L)."""
+
+    @property
+    def pre_norm(self) -> bool:
+        """Norms stand before the halves of blocks."""
+        return "ln1" in self.norm_names
+
+    @property
+    def post_norm(self) -> bool:
+        """RMSNorms stand behind the halves of blocks."""
+        return "ln1_post" in self.norm_names
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of ModelConfig for a parsed config.json of this architecture.
@@ -124,6 +146,11 @@ class Architecture:
             "initializer_range": get(hf, "initializer_range", float, 0.02),
             **self.read_sizes(hf),
         }
+
+    def read_wrapped(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """As `read`, for the language model in a config.json of `wrapper`."""
+        outer = {name: hf[name] for name in _OUTER if name in hf}
+        return self.read({**self.text_defaults, **outer, **get(hf, "text_config", dict)})
 
     def write(self, model: Any, dtype: str) -> dict[str, Any]:
         """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32').
@@ -171,7 +198,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        return self.kinds(model.qkv_bias, model.mlp_bias)
+        none = dict.fromkeys(("windowed_layers", "local_rope_theta", "query_pre_attn_scalar"))
+        return self.kinds(model.qkv_bias, model.mlp_bias) | none
 
     def parts(
         self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None
@@ -195,13 +223,19 @@ class Architecture:
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
-    """One line for every field of config.json that is known to be left out of training: dropout."""
+    """One line for every field of config.json that is known to be left out of training.
+
+    That is dropout, and of models with images, what sees these.
+    """
     names = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-    return [
+    lines = [
         f"config.json: {name} {hf[name]} is ignored, there is no dropout"
         for name in names
         if hf.get(name)
     ]
+    if hf.get("vision_config"):
+        lines.append("config.json: vision_config is ignored, only the language model is used")
+    return lines
 
 
 def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -> Any:

@@ -21,6 +21,7 @@ class Gpt2(Architecture):
     qkv_bias = True
     o_bias = True
     mlp_bias = True
+    mlp_factor = 4
     bos_token_id = 50256
     eos_token_id = 50256
     modules: Mapping[str, tuple[str, ...]] = {
@@ -48,7 +49,7 @@ class Gpt2(Architecture):
             raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
         return {
             "hidden_size": hidden,
-            "intermediate_size": get(hf, "n_inner", int, None) or 4 * hidden,
+            "intermediate_size": get(hf, "n_inner", int, None) or self.mlp_factor * hidden,
             "num_layers": size(hf, "n_layer"),
             "num_heads": heads,
             "num_kv_heads": heads,

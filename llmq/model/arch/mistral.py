@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; sequences may be no longer than its window."""
+"""Mistral: Llama without biases, with a window in all layers."""
 
 from __future__ import annotations
 

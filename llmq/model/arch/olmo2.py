@@ -8,12 +8,11 @@ from llmq.model.arch.rope_family import RopeFamily
 
 
 class Olmo2(RopeFamily):
-    """The norm in front of a block, ln1, is the last one of the layer before at Hugging Face."""
+    """Norms stand behind the halves of blocks alone."""
 
     name = "Olmo2ForCausalLM"
     model_type = "olmo2"
     label = "OLMo2"
-    post_norm = True
     qk_norm = True
     wide_qk_norm = True
     qkv_bias = None
@@ -23,8 +22,8 @@ class Olmo2(RopeFamily):
     eos_token_id = 50279
     pad_token_id = 1
     norm_names: Mapping[str, str] = {
-        "ln1": "post_feedforward_layernorm",
-        "ln2": "post_attention_layernorm",
+        "ln1_post": "post_feedforward_layernorm",
+        "ln2_post": "post_attention_layernorm",
     }
     modules = RopeFamily.modules | {
         key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()

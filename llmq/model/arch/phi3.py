@@ -8,7 +8,7 @@ from llmq.model.arch.rope_family import RopeFamily
 
 
 class Phi3(RopeFamily):
-    """Without biases or stretched positions; sequences may be no longer than its window."""
+    """Without biases or stretched positions; its window is that of all layers."""
 
     name = "Phi3ForCausalLM"
     model_type = "phi3"

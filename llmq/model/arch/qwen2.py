@@ -1,22 +1,60 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values alone."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values alone; a window in some layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from llmq.model.arch.rope_family import RopeFamily
+from llmq.base.errors import ConfigError
+from llmq.model.arch.common import get, size
+from llmq.model.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 
 
 class Qwen2(RopeFamily):
-    """Windows of attention are refused unless they are those of no layer."""
+    """With use_sliding_window layers from max_window_layers on have it, or those of layer_types."""
 
     name = "Qwen2ForCausalLM"
     model_type = "qwen2"
     label = "Qwen2"
     qkv_bias = True
     own_tokenizer_class = True
+    sliding_window = 4096
+    max_window_layers = 28
+    """Where the config does not say."""
+
+    def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The window and its layers; none where it is as long as the positions."""
+        used, num_layers = get(hf, "use_sliding_window", bool, None), size(hf, "num_hidden_layers")
+        first = get(hf, "max_window_layers", int, None)
+        first = self.max_window_layers if first is None else first
+        layers = layers_by_type(hf)
+        if layers is None:
+            layers = tuple(bool(used) and layer >= first for layer in range(num_layers))
+        if not any(layers):
+            return {}
+        window = get(hf, "sliding_window", int, None)
+        window = window if "sliding_window" in hf else self.sliding_window
+        if not used or window is None or window <= 0:
+            raise ConfigError(
+                "config.json: sliding_window: must be positive, and use_sliding_window true, "
+                f"where layers have one, got {window}"
+            )
+        if window >= size(hf, "max_position_embeddings"):
+            return {}
+        return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """Which layers have a window is up to the model."""
+        return {k: v for k, v in super().fixed(model).items() if k != "windowed_layers"}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With fields that say that no layer has a window."""
-        windows = {"use_sliding_window": False, "max_window_layers": model.num_layers}
-        return super().write_sizes(model) | windows | {"sliding_window": None}
+        """With the window: its first layer, as transformers 4 reads it, and all layers."""
+        windowed = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+        windows = {
+            "use_sliding_window": any(windowed),
+            "max_window_layers": [*windowed, True].index(True),
+            "sliding_window": model.sliding_window,
+        }
+        if any(windowed):
+            windows["layer_types"] = [WINDOWED if window else FULL for window in windowed]
+        return super().write_sizes(model) | windows

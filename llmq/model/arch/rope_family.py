@@ -9,6 +9,9 @@ from typing import Any
 from llmq.base.errors import ConfigError
 from llmq.model.arch.common import REQUIRED, Architecture, get, reject, size
 
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""config.json's layer_types."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
@@ -29,8 +32,6 @@ class RopeScaling:
 class RopeFamily(Architecture):
     """Llama and its relatives: RMSNorm, rotary positions, SwiGLU, the same names everywhere."""
 
-    head_dim: int | None = None
-    """Where the config does not say; None: hidden_size / num_attention_heads."""
     kv_heads_may_lack = False
     """A config without num_key_value_heads means as many as there are query heads."""
     norm_eps = 1e-6
@@ -58,19 +59,9 @@ class RopeFamily(Architecture):
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Sizes, rotary positions and biases."""
         reject(hf, "hidden_act", "silu", "swish")
-        # Qwen2's layers from max_window_layers on have the window.
-        if (get(hf, "max_window_layers", int, None) or 0) < size(hf, "num_hidden_layers"):
-            reject(hf, "use_sliding_window", False, None)
         reject(hf, "use_mrope", False, None)
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
         max_positions = size(hf, "max_position_embeddings")
-        window = get(hf, "sliding_window", int, None)
-        window = window if "sliding_window" in hf else self.sliding_window
-        if window is not None and window <= 0 and self.windowed:
-            raise ConfigError(f"config.json: sliding_window: must be positive, got {window}")
-        shorter = self.windowed and window is not None and window < max_positions
-        if any(kind != "full_attention" for kind in get(hf, "layer_types", list, None) or ()):
-            raise ConfigError("config.json: layer_types: only 'full_attention' is supported")
         head_dim = get(hf, "head_dim", int, self.head_dim)
         if head_dim is None and hidden % heads:
             raise ConfigError(
@@ -89,7 +80,7 @@ class RopeFamily(Architecture):
             "num_kv_heads": kv_heads,
             "head_dim": head_dim or hidden // heads,
             "max_positions": max_positions,
-            "sliding_window": window if shorter else None,
+            **self.read_windows(hf),
             "norm_eps": get(hf, "rms_norm_eps", float, self.norm_eps),
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -98,6 +89,23 @@ class RopeFamily(Architecture):
                 attention_bias, self.mlp_bias is None and get(hf, "mlp_bias", bool, False)
             ),
         }
+
+    def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The window of attention, and which layers have it: all or none.
+
+        One that is as long as the positions is none.
+        """
+        if any(kind != FULL for kind in get(hf, "layer_types", list, None) or ()):
+            raise ConfigError(f"config.json: layer_types: only {FULL!r} is supported")
+        if not self.windowed:
+            reject(hf, "use_sliding_window", False, None)
+            return {}
+        window = get(hf, "sliding_window", int, None)
+        window = window if "sliding_window" in hf else self.sliding_window
+        if window is not None and window <= 0:
+            raise ConfigError(f"config.json: sliding_window: must be positive, got {window}")
+        shorter = window is not None and window < size(hf, "max_position_embeddings")
+        return {"sliding_window": window if shorter else None}
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Positions may be stretched only as transformers does for this architecture."""
@@ -139,6 +147,19 @@ class RopeFamily(Architecture):
         if self.mlp_bias is None:
             fields["mlp_bias"] = model.mlp_bias
         return fields
+
+
+def layers_by_type(hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """Whether each layer has a window, as layer_types says; None where it is not given."""
+    kinds, num_layers = get(hf, "layer_types", list, None), size(hf, "num_hidden_layers")
+    if kinds is None:
+        return None
+    if len(kinds) != num_layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types: expected {num_layers} of {WINDOWED!r} and {FULL!r}, "
+            f"got {kinds!r}"
+        )
+    return tuple(kind == WINDOWED for kind in kinds)
 
 
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:

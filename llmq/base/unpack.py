@@ -1,0 +1,85 @@
+"""Files that are packed with gzip or Zstandard, read as if they were not."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from typing import Any, BinaryIO
+
+from llmq.base.errors import DataError
+
+PACKED = (".gz", ".zst")
+READ_BYTES = 1 << 18  # of a file at once
+_PACKED_BYTES = 1 << 14  # of Zstandard at once, whose content may be many times as long
+
+
+def is_packed(path: str) -> bool:
+    """Whether `unpack` does anything, by the name."""
+    return path.lower().endswith(PACKED)
+
+
+def unpack(path: str, raw: BinaryIO) -> BinaryIO:
+    """The content of an open file, whose path says how it is packed; `raw` itself if it is not.
+
+    Reading raises OSError, EOFError or zlib.error where it is damaged or ends too early. DataError
+    where the library for it is missing.
+    """
+    if path.lower().endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.lower().endswith(".zst"):
+        return io.BufferedReader(_Zstd(path, raw), READ_BYTES)
+    return raw
+
+
+def skip(file: BinaryIO, count: int) -> None:
+    """Go on `count` bytes behind the start of what was just opened, by reading if it must be."""
+    if file.seekable():  # gzip's reads, too
+        file.seek(count)
+        return
+    for skipped in range(0, count, READ_BYTES):
+        file.read(min(READ_BYTES, count - skipped))
+
+
+def unpacked_size(path: str) -> int:
+    """Bytes of the content, which takes reading all of it."""
+    size = 0
+    with open(path, "rb") as raw, unpack(path, raw) as file:
+        while block := file.read(READ_BYTES):
+            size += len(block)
+    return size
+
+
+class _Zstd(io.RawIOBase):
+    """The content of Zstandard frames. The library's own reader is silent about a file that ends in
+    the middle of one."""
+
+    def __init__(self, path: str, raw: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(f"reading '{path}' needs zstandard: pip install zstandard") from error
+        self._library, self._raw = zstandard, raw
+        self._frame: Any = None  # the one that is being read
+        self._packed, self._content = b"", memoryview(b"")  # what was read and not used
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._content:
+            self._packed = self._packed or self._raw.read(_PACKED_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a Zstandard frame")
+                return 0
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._content = memoryview(self._frame.decompress(self._packed))
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from error
+            self._packed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(target), len(self._content))
+        target[:count], self._content = self._content[:count], self._content[count:]
+        return count

@@ -1,0 +1,81 @@
+"""--keep-best: which checkpoint of a run is the best one, noted beside the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from llmq.base.errors import ConfigError
+from llmq.base.files import write_file
+from llmq.base.run_id import RunId
+from llmq.checkpoint.store import checkpoints_by_name
+
+NOTE = "best.json"
+_HIGHER = ("acc", "acc_norm")  # metrics of which more is better
+
+Found = dict[str, tuple[float, int]]
+"""Numbers by name, each with how much it was measured on: tokens or items."""
+
+
+class Best:
+    """The best value of a metric so far, and the step of its checkpoint; step None: none yet.
+
+    metric None: nothing is kept. Of equal values the first counts, and NaN never does. Only values
+    that were measured on as much are compared: the last validation of a run takes all sequences,
+    the others --eval-num-steps batches.
+    """
+
+    def __init__(self, metric: str | None, directory: Path, known: list[str]):
+        """known: all metrics of the run; ConfigError if there is none of this name."""
+        if metric is not None and metric not in known:
+            names = ", ".join(known) or "none: give --eval-file or --eval-task"
+            raise ConfigError(f"--keep-best: the run measures no {metric!r}; there are {names}")
+        self.metric, self.directory = metric, directory
+        self.step: int | None = None
+        self._value, self._size = math.nan, 0
+
+    def resume(self, run: RunId, steps_done: int) -> None:
+        """Take what an earlier part of the run has noted, if its checkpoint is still there.
+
+        Where steps are made again that come before it, it is forgotten.
+        """
+        try:
+            note = json.loads((self.directory / NOTE).read_text())
+            step, value, size = int(note["step"]), float(note["value"]), int(note["size"])
+            known = run.owns(RunId.of(note["run"])) and note["metric"] == self.metric
+        except (OSError, ValueError, LookupError, TypeError):
+            return
+        if known and step <= steps_done and step in checkpoints_by_name(self.directory):
+            self.step, self._value, self._size = step, value, size
+
+    def improves(self, found: Found) -> bool:
+        """Whether the metric is among these numbers, and better than before."""
+        value, size = found.get(self.metric, (math.nan, 0))
+        if not math.isfinite(value):
+            return False
+        if self.step is None:
+            return True
+        higher = self.metric.split("/")[-1] in _HIGHER
+        better = value > self._value if higher else value < self._value
+        return better and size == self._size
+
+    def note(self, found: Found, step: int, run: RunId) -> None:
+        """The checkpoint of this step, which is there, is the best from now on."""
+        self.step, (self._value, self._size) = step, found[self.metric]
+        note = {
+            "metric": self.metric,
+            "value": self._value,
+            "size": self._size,
+            "step": step,
+            "run": run.record(),
+        }
+        write_file(self.directory / NOTE, json.dumps(note, indent=2) + "\n")
+
+
+def best_owner(directory: Path) -> RunId | None:
+    """Whose note of the best checkpoint it is; None where it does not say so."""
+    try:
+        return RunId.of(json.loads((directory / NOTE).read_text())["run"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

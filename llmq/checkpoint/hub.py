@@ -1,0 +1,172 @@
+"""Models of the hub: what of one is in the local cache, and --download, which fetches the rest.
+
+Only what llmq reads is fetched: config.json, the tokenizer's files, weights in safetensors. Files
+that are complete stay after an interruption, so that the same command fetches the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError, warn
+from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE
+from llmq.config.presets import find_directory, hub_cache
+from llmq.data.tokenizer import HfTokenizer
+
+MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
+"""Parts of a repository: config.json and what else describes the model, its weights, tokenizer."""
+
+_DESCRIPTION = ("config.json", "generation_config.json")
+BYTES = "bytes"
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_ON = ("1", "on", "yes", "true")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be that of a repository, and is no directory."""
+    return _ID.fullmatch(name) is not None and not os.path.isdir(os.path.expanduser(name))
+
+
+def lacking(name: str, parts: Sequence[str]) -> str | None:
+    """The first of the parts that is not in the cache, as far as what is there tells."""
+    directory = find_directory(name)
+    return next((p for p in parts if directory is None or not _has(directory, p)), None)
+
+
+def _has(directory: Path, part: str) -> bool:
+    if part == MODEL:
+        return (directory / _DESCRIPTION[0]).is_file()
+    if part == TOKENIZER:
+        return any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    if (directory / SINGLE_FILE).is_file():
+        return True
+    index = directory / INDEX_FILE
+    return index.is_file() and all((directory / f).is_file() for f in _indexed(index))
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names; none where it is damaged, of which reading it will tell."""
+    try:
+        return sorted({*json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return []
+
+
+def offer(flag: str, name: str, part: str) -> ConfigError:
+    """The error of a part that is not in the cache, where nobody asked for a download."""
+    what = "" if part == MODEL else f"the {part} of "
+    return ConfigError(
+        f"{flag}: {what}{name} is not on this machine (cache {hub_cache()}): add --download to "
+        "fetch it from the hub, or give a directory"
+    )
+
+
+def download(flag: str, name: str, parts: Sequence[str]) -> None:
+    """Fetch parts of a repository's newest revision into the cache, after a line that says so.
+
+    flag: that names it. ConfigError where that is not possible, or not allowed.
+    """
+    hub = _library()
+    api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        info = api.model_info(name, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        files = _files(flag, name, parts, [*sizes])
+        size = sum(sizes[file] for file in files)
+        print(f"Downloading {name}: {len(files)} files, {_mb(size)}", file=sys.stderr, flush=True)
+        for file in files:
+            folder = _fetch(hub, name, file)
+        if WEIGHTS in parts and SINGLE_FILE not in sizes:
+            files = [file for file in _indexed(folder / INDEX_FILE) if file in sizes]
+            size = sum(sizes[file] for file in files)
+            print(f"  {len(files)} files of weights, {_mb(size)}", file=sys.stderr, flush=True)
+            for file in files:
+                _fetch(hub, name, file)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the library, of the network, of the disk
+        raise ConfigError(f"--download: {_said(hub, name, error)}") from error
+
+
+def _library() -> Any:
+    """huggingface_hub. ConfigError if it is missing, or downloads are switched off."""
+    if os.environ.get("CI", "").lower() in _ON:
+        raise ConfigError(
+            "--download: not in CI (the variable CI is set), where a run must not depend on the "
+            "network: put the files into the cache before"
+        )
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON:
+        raise ConfigError("--download: HF_HUB_OFFLINE is set: unset it, or leave --download out")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigError(
+            "--download needs huggingface_hub: pip install 'llmq-train[hub]'"
+        ) from error
+    return huggingface_hub
+
+
+def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> list[str]:
+    """What to fetch first of the files that are there; ConfigError if a part is not among them."""
+    wanted: list[str] = []
+    for part in parts:
+        names = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
+        if names is None:
+            names = (SINGLE_FILE,) if SINGLE_FILE in there else (INDEX_FILE,)
+        found = [file for file in names if file in there]
+        if part == TOKENIZER and MODEL in parts:  # of a model it is welcome, not required
+            wanted += found
+            continue
+        if not found or (part == MODEL and _DESCRIPTION[0] not in found):
+            lacks = {MODEL: "config.json", TOKENIZER: "tokenizer", WEIGHTS: "safetensors weights"}
+            raise ConfigError(f"{flag}: {name} has no {lacks[part]} on the hub: use another model")
+        wanted += found
+    return wanted
+
+
+def _fetch(hub: Any, name: str, file: str) -> Path:
+    """The snapshot that a file is in then."""
+    path = hub.hf_hub_download(
+        name, file, cache_dir=hub_cache(), endpoint=os.environ.get("HF_ENDPOINT")
+    )
+    return Path(path).parents[file.count("/")]
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def find_tokenizer(name: str, fetch: bool) -> str:
+    """What --tokenizer names, where the files of a repository are wanted; fetch: with --download.
+
+    `bytes`, a folder and a name that can be neither stay as they are. ConfigError.
+    """
+    if name == BYTES or not is_hub_id(name):
+        if fetch:
+            warn([f"--download has no effect: --tokenizer {name} is no name of the hub"])
+        return name
+    missing = lacking(name, [TOKENIZER])
+    if missing is None and fetch:
+        warn([f"--download has no effect: {name} is in the cache"])
+    elif missing is not None and fetch:
+        download("--tokenizer", name, [TOKENIZER])
+    elif missing is not None and "/" in name:
+        raise offer("--tokenizer", name, MODEL)
+    directory = find_directory(name)
+    return name if directory is None else str(directory)
+
+
+def _said(hub: Any, name: str, error: Exception) -> str:
+    """What went wrong, and what to do about it."""
+    if isinstance(error, hub.errors.GatedRepoError):
+        return f"{name} is gated: accept its terms on its page, then log in with `hf auth login`"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):
+        return f"the hub has no model {name}, or only for those who log in (`hf auth login`)"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{name}: {text[:300]}; what is complete stays, so give the same command again"

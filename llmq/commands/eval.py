@@ -1,0 +1,52 @@
+"""`llmq eval`: how good a model is at tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmq.commands.common import checked
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="Model directory, cached repository, or checkpoint.")
+    ],
+    task: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[KIND=]FILE",
+            help="Questions or texts in JSON or Parquet, or a text file; may be repeated.",
+        ),
+    ],
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only as many records of each file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON to write.")] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest sequence; what is longer loses its beginning."),
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that a GPU computes at a time.")
+    ] = 4096,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs to use; 0: all.")] = 0,
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Measure accuracy and perplexity of a model, as lm-eval defines them."""
+    from llmq.train.evaluate import run_eval
+
+    run_eval(
+        model,
+        task,
+        limit=limit,
+        out=out,
+        seq_len=seq_len,
+        batch_tokens=batch_tokens,
+        device=checked("device", device),
+        gpus=gpus,
+        model_dtype=checked("model_dtype", model_dtype),
+    )

@@ -1,0 +1,304 @@
+"""A tokenizer's chat template: from messages to text, as transformers' apply_chat_template does it.
+
+A template is a program in jinja2's language. It may mark what the model has to write with
+`{% generation %} … {% endgeneration %}`; rendering then also tells where that is in the text.
+Templates come from wherever models come from, so they run in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llmq.base.errors import DataError
+from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
+from llmq.data.tokenizer_config import OWN_TOKENS
+from llmq.data.tokenizer_files import END_OF_TEXT, read_json
+
+OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+_PROBE = "probe"  # what an assistant says, to see what the template writes behind it
+_SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
+
+Message = dict[str, Any]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text. generated: (start, end) of what the template marks, in characters.
+
+    generated is None for a template without marks.
+    """
+
+    text: str
+    generated: list[tuple[int, int]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """sources: by name, "default" if there is one only. special_tokens: `eos_token` … to text.
+
+    origin: where it was found, for messages.
+    """
+
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    origin: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides the text of a conversation."""
+        content = json.dumps([dict(self.sources), dict(self.special_tokens)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def source(self, tools: Sequence[Any] | None = None) -> str:
+        """The one that transformers takes; with tools it may be another one. DataError if none."""
+        if tools is not None and len(self.sources) > 1 and "tool_use" in self.sources:
+            return self.sources["tool_use"]
+        if "default" not in self.sources:
+            raise DataError(
+                f"{self.origin} has several chat templates ({', '.join(self.sources)}) and none is "
+                "the default: choose one with --chat-template NAME"
+            )
+        return self.sources["default"]
+
+    def texts(self, tools: Sequence[Any] | None = None) -> frozenset[str]:
+        """The texts that are written out in the template's expressions, such as names of roles."""
+        return _constants(self.source(tools))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Rendered:
+        """The text of a conversation. variables: others that the template may use.
+
+        DataError with the template's own words where it refuses the messages or fails.
+        """
+        template = _compiled(self.source(tools))
+        environment: _Environment = template.environment
+        pieces: list[str] = []
+        environment.start()
+        given = {**self.special_tokens, **(variables or {})}
+        try:
+            for piece in template.generate(
+                messages=[_as_template_sees(message) for message in messages],
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            ):
+                pieces.append(piece)
+                environment.written += len(piece)
+        except Exception as error:  # of a program that somebody else has written
+            reason = str(error) or type(error).__name__
+            raise DataError(f"the chat template of {self.origin} says: {reason}") from error
+        text = "".join(pieces)
+        generated = environment.generated if environment.marks else None
+        for start, part in generated or ():
+            if text[start : start + len(part)] != part:
+                raise DataError(
+                    f"the chat template of {self.origin} has {{% generation %}} inside of a macro, "
+                    "a filter or a set block, where its place in the text is unknown: move it out"
+                )
+        spans = generated and [(start, start + len(part)) for start, part in generated]
+        return Rendered(text, spans)
+
+
+def _as_template_sees(message: Message) -> Message:
+    """Without fields that are null; a reasoning has every name under which templates look for it.
+
+    Both are what transformers does.
+    """
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+    if reasoning is None:
+        return kept
+    return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+# ------------------------------------------------------------------------------------------------
+# Finding a tokenizer's template
+
+
+def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
+    """The tokenizer's own template, or another one; None if it has none.
+
+    given: a file, or the name of one of the tokenizer's templates. DataError for what is damaged
+    or does not exist.
+    """
+    folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
+    special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
+    sources = _sources_of(folder) if folder else {}
+    origin = f"'{folder}'"
+    if given is not None:
+        if given not in sources or Path(given).is_file():
+            sources, origin = {"default": _read_template(Path(given))}, f"'{given}'"
+        else:
+            sources = {"default": sources[given]}
+    template = ChatTemplate(sources, special, origin)
+    for name, source in sources.items():
+        try:
+            _compiled(source)
+        except jinja2.TemplateError as error:
+            what = "" if name == "default" else f" '{name}'"
+            raise DataError(
+                f"the chat template{what} of {origin} is no template: {error}"
+            ) from None
+    return template if sources else None
+
+
+def _sources_of(folder: Path) -> dict[str, str]:
+    """Files win over what tokenizer_config.json says, as in transformers."""
+    files = {path.stem: path for path in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files = {"default": folder / TEMPLATE_FILE, **files}
+    if files:
+        return {name: _read_template(path) for name, path in files.items()}
+    path = folder / "tokenizer_config.json"
+    content = read_json(path).get("chat_template")
+    try:
+        if isinstance(content, list):
+            content = {entry["name"]: entry["template"] for entry in content}
+        found = {"default": content} if isinstance(content, str) else dict(content or {})
+    except (TypeError, KeyError, ValueError):
+        found = {"": None}
+    if not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise DataError(f"'{path}': its chat_template is neither a text nor a list of named texts")
+    return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the chat template '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template '{path}' is not UTF-8 text") from error
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Those that a template may name: as transformers finds them."""
+    config = read_json(folder / "tokenizer_config.json")
+    named = (
+        {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
+    )
+    of_class = OWN_TOKENS.get(str(config.get("tokenizer_class")).removesuffix("Fast"), {})
+    found = {f"{name}_token": text for name, text in of_class.items()}
+    for source in (config, named):
+        found.update({name: source[name] for name in _SPECIAL if name in source})
+    texts = {n: t.get("content") if isinstance(t, dict) else t for n, t in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+# ------------------------------------------------------------------------------------------------
+# The end of a turn
+
+
+class Stop(NamedTuple):
+    """What ends a turn of the assistant: one of some ids, the template's first.
+
+    text: the template's end where that is no token.
+    """
+
+    ids: Collection[int]
+    text: str | None
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
+    """What the template writes behind a reply. The tokenizer's end of a text ends it, too."""
+    ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    with suppress(DataError):  # a template that refuses this says so of the real messages
+        tail = template.render(messages).text.rpartition(_PROBE)[2].lstrip()
+        first = tokenizer.encode(tail)[:1]
+        if first and tokenizer.is_special(first[0]):
+            return Stop([first[0], *sorted(ids - {first[0]})], None)
+        if tail:
+            return Stop([*ids], tail.splitlines()[0].rstrip())
+    return Stop([*ids], None)
+
+
+# ------------------------------------------------------------------------------------------------
+# jinja2 as transformers sets it up
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """One for each template. marks: whether it has generation blocks."""
+
+    marks = False
+
+    def start(self) -> None:
+        """Forget what was rendered before."""
+        self.written = 0  # characters so far
+        self.generated: list[tuple[int, str]] = []
+
+
+class _Generation(Extension):
+    """`{% generation %}`: notes the text of the block, and where it begins."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        self.environment.marks = True
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Any) -> str:
+        text = caller()
+        self.environment.generated.append((self.environment.written, text))
+        return text
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> jinja2.Template:
+    """Raises jinja2.TemplateError for what is no template."""
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+@lru_cache(maxsize=64)
+def _constants(source: str) -> frozenset[str]:
+    tree = _compiled(source).environment.parse(source)
+    found = (node.value for node in tree.find_all(nodes.Const))
+    return frozenset(value for value in found if isinstance(value, str))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter would write `<` and `'` as escapes, for web pages."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,273 @@
+"""Conversations in JSON and Parquet records, in the shapes that data sets of chats have.
+
+messages       {"messages": [{"role": "user", "content": "…"}, …]}, with "tools" if there are
+conversations  {"conversations": [{"from": "human", "value": "…"}, …]}
+prompt         {"prompt": "…", "completion": "…"}, texts or lists of messages
+instruction    {"instruction": "…", "input": "…", "output": "…"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmq.base.errors import ConfigError, DataError
+from llmq.data.chat_template import Message
+from llmq.data.record_text import json_record
+
+TEXT = "text"
+# The fields that a record of each format must have, and those that it may have.
+REQUIRED = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+}
+_EVERYWHERE = ("tools", "documents", "chat_template_kwargs")
+OPTIONAL = {
+    "messages": _EVERYWHERE,
+    "conversations": ("system", *_EVERYWHERE),
+    "prompt": ("system", *_EVERYWHERE),
+    "instruction": ("input", "system", "history", *_EVERYWHERE),
+}
+FORMATS = ("auto", TEXT, *REQUIRED)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# What other data sets call them.
+_ROLES_OF_OTHERS = {
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **{"human": "user", "observation": "tool", "function_response": "tool"},
+    "function_call": "assistant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """first_trained: the messages before it are a prompt, of which nothing is trained.
+
+    variables: of the template, which the record sets.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    first_trained: int = 0
+
+
+def formats_of(fields: Collection[str]) -> list[str]:
+    """The formats of conversations that a record with these fields may have."""
+    return [name for name, required in REQUIRED.items() if {*required} <= {*fields}]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordConversation:
+    """Reads conversations of one format out of records, as RecordText does texts."""
+
+    form: str
+
+    def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
+        """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
+        missing = [f"'{name}'" for name in REQUIRED[self.form] if name not in there]
+        if missing:
+            raise DataError(
+                f"{where}: no field {', '.join(missing)}: with --format {self.form} each record "
+                f"needs the fields {', '.join(REQUIRED[self.form])}"
+            )
+        fields = REQUIRED[self.form] + OPTIONAL[self.form]
+        return [name for name in there if name in fields]
+
+    def of(self, record: Mapping[str, Any], where: str) -> bytes:
+        """A row of a table as JSON, without nulls: they are what a row lacks that others have."""
+        try:
+            return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
+        except TypeError as error:
+            raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
+
+    def of_json(self, line: bytes, where: str) -> Conversation:
+        """The conversation of a record in JSON. DataError, which begins with `where`."""
+        record = json_record(line, where)
+        try:
+            return parse_conversation(record, self.form)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
+    """The conversation of a record. DataError for what is missing or is not what it should be."""
+    for name in REQUIRED[form]:
+        if record.get(name) is None:
+            raise DataError(f"no field '{name}' in a record of the format {form}")
+    messages, first_trained = _PARSERS[form](record)
+    system = record.get("system") if "system" in OPTIONAL[form] else None
+    if system:
+        messages = [{"role": "system", "content": _text(system, "system")}, *messages]
+        first_trained += 1 if first_trained else 0
+    if not messages:
+        raise DataError("there are no messages")
+    variables = _parsed(record, "chat_template_kwargs", dict) or {}
+    tools, documents = (_parsed(record, name, list) for name in ("tools", "documents"))
+    return Conversation(messages, tools or None, documents, variables, first_trained)
+
+
+def _of_messages(record: dict[str, Any]) -> tuple[list[Message], int]:
+    return _messages(record, "messages"), 0
+
+
+def _of_conversations(record: dict[str, Any]) -> tuple[list[Message], int]:
+    return _messages(record, "conversations"), 0
+
+
+def _of_prompt(record: dict[str, Any]) -> tuple[list[Message], int]:
+    sides = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        value = record[name]
+        is_text = isinstance(value, str)
+        sides.append([{"role": role, "content": value}] if is_text else _messages(record, name))
+    return [*sides[0], *sides[1]], len(sides[0])
+
+
+def _of_instruction(record: dict[str, Any]) -> tuple[list[Message], int]:
+    turns = []
+    history = record.get("history") or []
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError("field 'history' is no list of pairs, of an instruction and an output")
+        turns.append((_text(pair[0], "history"), _text(pair[1], "history")))
+    question = _text(record["instruction"], "instruction")
+    if given := _text(record.get("input") or "", "input"):
+        question = f"{question}\n\n{given}"
+    turns.append((question, _text(record["output"], "output")))
+    messages = []
+    for asked, said in turns:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    return messages, 0
+
+
+_PARSERS = {
+    "messages": _of_messages,
+    "conversations": _of_conversations,
+    "prompt": _of_prompt,
+    "instruction": _of_instruction,
+}
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"field '{name}' is a {type(value).__name__}, not a text")
+    return value
+
+
+def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
+    """A field that may hold the JSON of its value, as Parquet files have it; None if absent."""
+    value = record.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except ValueError as error:
+            raise DataError(f"field '{name}' is a text that is no JSON: {error}") from error
+    if value is not None and not isinstance(value, kind):
+        raise DataError(f"field '{name}' is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Messages
+
+
+def _messages(record: dict[str, Any], name: str) -> list[Message]:
+    values = _parsed(record, name, list)
+    found = []
+    for number, value in enumerate(values, 1):
+        if not isinstance(value, dict):
+            raise DataError(f"message {number} is a {type(value).__name__}, not an object")
+        found.append(_message(value, number))
+    return found
+
+
+def _message(value: dict[str, Any], number: int) -> Message:
+    """With role and content, whatever they are called in the file."""
+    message = {key: v for key, v in value.items() if key not in ("from", "value")}
+    for key, other in (("role", "from"), ("content", "value")):
+        if key not in message and other in value:
+            message[key] = value[other]
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise DataError(f"message {number} has no role")
+    if role not in ROLES:
+        message["role"] = _ROLES_OF_OTHERS.get(role, role)
+    if role == "function_call":
+        return {"role": "assistant", "tool_calls": _calls(message.get("content"), number)}
+    content = message.get("content")
+    if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content")):
+        raise DataError(f"message {number} ({role}) has no content")
+    if isinstance(content, list):
+        _check_parts(content, number, role)
+    elif content is not None and not isinstance(content, str):
+        raise DataError(f"message {number} ({role}): its content is a {type(content).__name__}")
+    return message
+
+
+def _check_parts(parts: list[Any], number: int, role: str) -> None:
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            found = kind if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f"message {number} ({role}): a part of its content is {found!r}; only texts can be "
+                "trained"
+            )
+
+
+def _calls(content: Any, number: int) -> list[dict[str, Any]]:
+    """What a message from `function_call` calls: JSON of one call or of several."""
+    try:
+        calls = json.loads(content)
+        calls = calls if isinstance(calls, list) else [calls]
+        return [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+            }
+            for call in calls
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"message {number} (function_call) is no JSON with name and arguments"
+        ) from error
+
+
+def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
+    """DataError for a role that is neither one of `ROLES` nor among those of a template."""
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in ROLES and role not in known:
+            raise DataError(
+                f"message {number} has the unknown role {role!r}: the template and llmq know "
+                f"{', '.join(ROLES)}"
+            )
+
+
+def flattened(messages: Sequence[Message]) -> list[Message]:
+    """With contents that are lists of texts put together, for a template that knows no lists."""
+    return [
+        message | {"content": "".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def check_format(form: str) -> str:
+    """The value of --format. ConfigError for an unknown one."""
+    if form not in FORMATS:
+        raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    return form

@@ -1,0 +1,255 @@
+"""Token files of one side of a run, how their documents become sequences, and what to say of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.config.options import TrainConfig
+from llmq.data.document_index import DocumentIndex
+from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
+from llmq.data.packing import Pieces, cut_documents, joined
+from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
+from llmq.data.split import Split, fingerprint
+from llmq.data.tokens import find_token_files, open_token_files
+from llmq.data.trained import has_trained_tokens, trained_tokens
+
+_BLOCK = 1 << 20  # documents that are cut at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How token files become sequences.
+
+    packing: "concat" takes windows of the files as they are, "best-fit" puts as many documents into
+    a sequence as fit, "none" one. document_mask: whether batches say where documents start.
+    separator: the id that ends a document in files without a `.docs` file. weights: the share of
+    each of the patterns that name files; None: every sequence once an epoch.
+    """
+
+    packing: str = "concat"
+    document_mask: bool = False
+    separator: int | None = None
+    weights: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, held_out: bool = False) -> Layout:
+        """Of a run's training data or, held_out, of its validation data, which has no weights."""
+        return cls(
+            packing=config.packing,
+            document_mask=config.document_mask,
+            separator=config.document_separator,
+            weights=None if held_out else config.train_weights,
+        )
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents are the units, and not windows."""
+        return self.packing != "concat"
+
+    @property
+    def needs_documents(self) -> bool:
+        """Whether it matters where documents are."""
+        return self.packs or self.document_mask
+
+
+class DataSet:
+    """The checked files and the plan of their epochs; the same for all ranks, and for any thread.
+
+    files: in sorted order. plan: of epochs. total_tokens: in all files or, with a split or packed,
+    in all sequences. order: of what the plan is a function beside names and sizes of files; None
+    for llm.q's order. documents, cut, untrained: how many there are, are longer than a sequence,
+    and have no token to train on (with packing these are left out). empty_files: without a
+    sequence. scanned: files whose documents a separator has found.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str | Path],
+        *,
+        seq_len: int,
+        vocab_size: int,
+        split: Split | None,
+        layout: Layout,
+        everything: bool,
+    ) -> None:
+        """everything: every token of every document counts once, in training what fills sequences.
+
+        DataError for files that are damaged, contradict each other, or cannot be trained on.
+        """
+        self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
+        self._patterns = patterns
+        self.files = open_token_files(patterns, vocab_size)
+        self.fingerprint = fingerprint(self.files, split)
+        self.documents = self.cut = self.untrained = self.empty_files = self.scanned = 0
+        self._indices: list[DocumentIndex] | None = None
+        if layout.needs_documents:
+            self._read_documents()
+        if not everything:
+            self._check_trained()
+        groups = self._groups(patterns)
+        self.order: str | None = None
+        self.plan: EpochPlan
+        if layout.packs:
+            self._mix([self._packed(i, group, split) for i, group in enumerate(groups)])
+            return
+        tails = everything and layout.document_mask
+        masked = self._indices if layout.document_mask else None
+        windows = FileWindows(self.files, seq_len, split, masked, tails=tails)
+        self.total_tokens = sum(file.num_tokens for file in self.files)
+        if split is not None:
+            self.total_tokens = sum(int(windows.lengths(i).sum()) for i in range(len(self.files)))
+        self.empty_files = windows.counts.count(0)
+        if layout.weights is None:
+            self.plan = FilesInTurn(windows)
+        else:
+            self._mix([WindowSource(windows, group, i) for i, group in enumerate(groups)])
+
+    def _groups(self, patterns: Sequence[str | Path]) -> list[list[int]]:
+        """The files of each source: of each pattern where they have weights, else all."""
+        if self.layout.weights is None:
+            return [list(range(len(self.files)))]
+        number = {file.path: i for i, file in enumerate(self.files)}
+        groups = [[number[path] for path in find_token_files(pattern)] for pattern in patterns]
+        seen: set[int] = set()
+        for group in groups:
+            if twice := seen.intersection(group):
+                raise DataError(
+                    f"--train-file: '{self.files[min(twice)].path}' is named twice, with two "
+                    "weights: leave it out of one of them"
+                )
+            seen.update(group)
+        return groups
+
+    def _read_documents(self) -> None:
+        separator = self.layout.separator
+        self._indices = [DocumentIndex.read(file, separator) for file in self.files]
+        self.scanned = sum(index.was_scanned for index in self._indices)
+        self.documents = sum(map(len, self._indices))
+        for file, index in zip(self.files, self._indices, strict=True):
+            if file.has_masks and not self.layout.packs:  # packing has to look at all files
+                self.untrained += int((trained_tokens(file, index.offsets) == 0).sum())
+            file.close()
+
+    def _check_trained(self) -> None:
+        """Whether any token counts, where windows are taken of files as they are."""
+        if not self.layout.packs and self.files and not any(map(has_trained_tokens, self.files)):
+            raise self._nothing_to_train("all tokens are masked")
+        for file in self.files:
+            file.close()
+
+    def _nothing_to_train(self, why: str) -> DataError:
+        more = " …" * (len(self.files) > 1)
+        return DataError(
+            f"'{self.files[0].path}'{more} has nothing to train on: {why}; its masks say which "
+            "tokens count, so tokenize the data again with others"
+        )
+
+    def _packed(self, which: int, group: Sequence[int], split: Split | None) -> PackedSource:
+        parts = []
+        counts = [len(self._indices[i]) for i in group]
+        first, count = ([0] * len(group), counts) if split is None else split.of(counts)
+        for i, begin, n in zip(group, first, count, strict=True):
+            of_file = self._pieces(i, begin, begin + n)
+            self.empty_files += not any(map(len, of_file))
+            parts += of_file
+        pieces = joined(parts)
+        if not len(pieces) and sum(count):
+            raise self._nothing_to_train("all documents are masked or a single token")
+        return PackedSource(pieces, self.seq_len, which, alone=self.layout.packing == "none")
+
+    def _pieces(self, number: int, begin: int, end: int) -> list[Pieces]:
+        """Of the documents begin to end of a file, without those that have nothing to train on.
+
+        In blocks, so that what is computed on the way takes little memory.
+        """
+        file, offsets = self.files[number], self._indices[number].offsets
+        counts = trained_tokens(file, offsets) if file.has_masks else None
+        file.close()
+        parts = []
+        for first in range(begin, end, _BLOCK):
+            last = min(first + _BLOCK, end)
+            starts, lengths = offsets[first:last], np.diff(offsets[first : last + 1])
+            trained = lengths > 1 if counts is None else (lengths > 1) & (counts[first:last] > 0)
+            self.untrained += int((~trained).sum())
+            parts.append(cut_documents(number, starts[trained], lengths[trained], self.seq_len))
+        return parts
+
+    def _mix(self, sources: list[Source]) -> None:
+        """One part, in which sources take turns."""
+        weights = self.layout.weights or (1.0,)
+        for source, weight in zip(sources, weights, strict=True):
+            if source.count == 0 and len(sources) > 1:
+                raise DataError(
+                    f"--train-file: there is no sequence of {self.seq_len} tokens in what has the "
+                    f"weight {weight:g}: use more data or a shorter sequence length"
+                )
+        digest = hashlib.sha256(f"{self.layout.packing} {self.layout.weights}".encode())
+        if self.layout.packs:
+            self._indices = None  # what matters of them is in the pieces
+            self.total_tokens = sum(source.tokens for source in sources)
+            self.documents = sum(source.pieces.documents for source in sources) + self.untrained
+            self.cut = sum(source.pieces.cut for source in sources)
+            for source in sources:
+                digest.update(source.pieces.fingerprint.encode())
+        self.plan = Mixture(sources, weights)
+        self.order = digest.hexdigest()
+
+    # -- what to say -----------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> int:
+        """Of an epoch, before any are left out at its end."""
+        return sum(self.plan.counts)
+
+    @property
+    def padding(self) -> float:
+        """The part of an epoch's positions that only fills sequences up."""
+        return 1 - self.plan.tokens() / max(self.sequences * self.seq_len, 1)
+
+    def record(self) -> dict[str, object]:
+        """For the log: nothing where all is as llm.q has it."""
+        out: dict[str, object] = {}
+        if self.layout.needs_documents:
+            out |= {"packing": self.layout.packing, "document_mask": self.layout.document_mask}
+            out |= {"documents": self.documents, "cut": self.cut, "untrained": self.untrained}
+            out |= {"sequences": self.sequences, "padding": self.padding}
+        if isinstance(self.plan, Mixture) and self.layout.weights is not None:
+            out |= {"weights": self.layout.weights, "shares": self.plan.shares}
+        return out
+
+    def lines(self, name: str) -> list[str]:
+        """About documents and weights, for people. name: of this side of the run."""
+        lines = []
+        if self.layout.needs_documents:
+            kind = f"{self.layout.packing}" + ", masked" * self.layout.document_mask
+            text = (
+                f"Documents ({name}, {kind}): {self.documents} in {self.sequences} sequences of "
+                f"{self.seq_len} tokens, {100 * self.padding:.2f} % padding"
+            )
+            text += f", {self.cut} longer ones are cut" if self.layout.packs else ""
+            text += f"; found by a separator in {self.scanned} files" if self.scanned else ""
+            lines.append(text)
+            if self.untrained:
+                what = "left out" if self.layout.packs else "only read"
+                lines.append(
+                    f"WARNING: {self.untrained} of {self.documents} documents ({name}) have no "
+                    f"token to train on: {what}"
+                )
+        if isinstance(self.plan, Mixture) and self.layout.weights is not None:
+            lines.append(
+                f"An epoch is {self.sequences} sequences, as many as all training files have:"
+            )
+            mixed = zip(self._patterns, self.plan.sources, self.plan.shares, strict=True)
+            for pattern, source, share in mixed:
+                part, passes = 100 * share / self.sequences, share / source.count
+                lines.append(
+                    f"  {pattern}: {part:.2f} % are {share}, {passes:.2f} passes over its "
+                    f"{source.count}"
+                )
+        return lines

@@ -1,0 +1,181 @@
+"""The `.docs` file beside a token file: where its documents end.
+
+    offset 0     8 bytes  b"BIN.DOC\\n"
+           8     int32    version, 1
+          12     int32    1 = the last document is cut: it goes on in another token file
+          16     int64    number of tokens of the token file
+          24     int64    number of documents n
+          32     uint32   CRC-32 of some of its tokens (`sample_checksum`)
+          36     filler   up to 64 bytes: "*", then a newline
+          64     n int64  the position behind each document's last token, rising
+
+Everything is little-endian. `train.docs` is of `train.bin`; the token file does not know of it, so
+that it stays what other programs read and write.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.base.files import disk_errors
+
+MAGIC = b"BIN.DOC\n"
+VERSION = 1
+HEADER_BYTES = 64
+SUFFIX = ".docs"
+_FIELDS = struct.Struct("<8s2i2qI")
+_END = np.dtype("<i8")
+_SAMPLES = 32  # tokens that are looked at to tell a token file from another one of its length
+
+
+def documents_path(token_file: Path) -> Path:
+    """Of the `.docs` file of a token file: X.docs for X.bin."""
+    name = token_file.name.removesuffix(".bin")
+    return token_file.with_name(name + SUFFIX)
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file lies until it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndarray) -> int:
+    """CRC-32 of a few tokens: the last ones of documents, and others at equal distances.
+
+    read_tokens: start and count to ids, int32. Another token file of the same length, or the same
+    documents in another order, give another number; reading them all would take too long.
+    """
+    if not len(ends):
+        return 0
+    chosen = np.linspace(0, len(ends) - 1, min(len(ends), _SAMPLES)).astype(np.int64)
+    evenly = np.linspace(0, ends[-1] - 1, _SAMPLES).astype(np.int64)
+    places = np.unique(np.concatenate([ends[chosen] - 1, evenly]))
+    tokens = [read_tokens(int(place), 1) for place in places]
+    return zlib.crc32(np.concatenate(tokens).astype("<i4").tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentFile:
+    """What a `.docs` file says; nothing is compared with its token file.
+
+    ends: (n,) int64, the position behind each document's last token. is_cut: whether the last one
+    goes on elsewhere. num_tokens, checksum: of the token file.
+    """
+
+    ends: np.ndarray
+    is_cut: bool
+    num_tokens: int
+    checksum: int
+
+    @classmethod
+    def read(cls, path: Path) -> DocumentFile:
+        """DataError where the file cannot be read or is not one of these."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from error
+        if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
+            raise DataError(
+                f"'{path}' does not say where documents are: it starts with {data[:8]!r} instead "
+                f"of {MAGIC!r} and a header; remove it, or tokenize the data again"
+            )
+        _, version, is_cut, num_tokens, count, checksum = _FIELDS.unpack_from(data)
+        if version != VERSION:
+            raise DataError(
+                f"'{path}' has version {version}; version {VERSION} can be read: tokenize the data "
+                "again with this program"
+            )
+        expected = HEADER_BYTES + _END.itemsize * count
+        if len(data) != expected:
+            state = "is truncated" if len(data) < expected else "is too long"
+            raise DataError(
+                f"'{path}' {state}: {len(data)} bytes, but its header says {count} documents = "
+                f"{expected} bytes; copy it again, or tokenize the data again"
+            )
+        ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
+        return cls(ends, is_cut == 1, num_tokens, checksum)
+
+
+class DocumentWriter:
+    """Writes a `.docs` file while its token file is written; it lies in `partial_path` until then.
+
+    Nothing but the last end is kept in memory.
+    """
+
+    def __init__(self, path: Path, keep_tokens: int = 0) -> None:
+        """keep_tokens: go on with a partial file, of which nothing behind that token is kept."""
+        self.path = path
+        self.count, self.last = 0, 0  # documents that have ended, and the position behind them
+        partial = partial_path(path)
+        if keep_tokens and not partial.exists():
+            raise DataError(f"'{partial}' is missing: start again with --overwrite")
+        with disk_errors(partial):
+            self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
+            if keep_tokens:
+                self._keep(keep_tokens)
+            else:
+                self._file.write(self._header(0, 0, is_cut=False))
+
+    def _keep(self, tokens: int) -> None:
+        header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES)
+        ends = self._file.read()
+        ends = np.frombuffer(ends[: len(ends) // _END.itemsize * _END.itemsize], _END)
+        if _FIELDS.unpack_from(header)[2] == 1:  # it was complete, and the last end was none
+            ends = ends[:-1]
+        ends = ends[ends <= tokens]
+        self.count, self.last = len(ends), int(ends[-1]) if len(ends) else 0
+        length = HEADER_BYTES + ends.nbytes
+        self._file.truncate(length)
+        self._file.seek(0)
+        self._file.write(self._header(0, 0, is_cut=False))
+        self._file.seek(length)
+
+    def _header(self, num_tokens: int, checksum: int, *, is_cut: bool) -> bytes:
+        fields = (MAGIC, VERSION, int(is_cut), num_tokens, self.count, checksum)
+        return _FIELDS.pack(*fields).ljust(HEADER_BYTES - 1, b"*") + b"\n"
+
+    def add(self, ends: np.ndarray) -> None:
+        """Documents end before these positions (k,), rising. One without tokens is none."""
+        ends = np.asarray(ends, _END)
+        ends = ends[np.diff(ends, prepend=self.last) > 0]
+        with disk_errors(self.path):
+            self._file.write(ends.tobytes())
+        self.count += len(ends)
+        self.last = int(ends[-1]) if len(ends) else self.last
+
+    def sync(self) -> None:
+        """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def suspend(self) -> None:
+        """Leave the partial file as it is, to be continued with `keep_tokens`."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Give up: remove the partial file."""
+        self._file.close()
+        partial_path(self.path).unlink(missing_ok=True)
+
+    def close(self, num_tokens: int, read_tokens: Callable[[int, int], np.ndarray]) -> None:
+        """Give the complete file its name. num_tokens, read_tokens: of the token file."""
+        is_cut = self.last < num_tokens
+        self.add(np.array([num_tokens]))
+        with disk_errors(self.path), self._file:
+            self.sync()
+            ends = np.fromfile(partial_path(self.path), _END, offset=HEADER_BYTES)
+            self._file.seek(0)
+            self._file.write(
+                self._header(num_tokens, sample_checksum(read_tokens, ends), is_cut=is_cut)
+            )
+            self.sync()
+        os.replace(partial_path(self.path), self.path)

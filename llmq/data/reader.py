@@ -1,0 +1,146 @@
+"""Spans of token files become the rows of a batch: inputs, targets, and where documents start."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.base.errors import DataError
+from llmq.data.tokens import MASKED_TARGET, TokenFile
+
+_OPEN_FILES = 16  # that one reader keeps open
+
+
+class Span(NamedTuple):
+    """Tokens of a file that stand beside each other in a row.
+
+    goes_on: whether the token behind them is what their last one predicts. ends: rising from 1 to
+    length, how many of them come before each end of a document, as far as known.
+    """
+
+    file: int
+    start: int
+    length: int
+    goes_on: bool
+    ends: Sequence[int] | np.ndarray
+
+
+class RowReader:
+    """Reads rows of seq_len tokens. For one thread."""
+
+    def __init__(
+        self, paths: Sequence[Path], seq_len: int, vocab_size: int, *, document_mask: bool
+    ) -> None:
+        """paths: of the files that spans number. document_mask: whether batches have starts."""
+        self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
+        self.document_mask = document_mask
+        self._open: OrderedDict[int, TokenFile] = OrderedDict()
+
+    def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
+        """A batch of `size` rows; those that are missing are the first one again, all masked.
+
+        counted: whether a row is to be learned; else its targets are masked.
+        """
+        inputs = np.empty((size, self.seq_len), np.int32)
+        targets = np.full_like(inputs, MASKED_TARGET)
+        starts = np.zeros_like(inputs) if self.document_mask else None
+        padding = 0
+        for row, spans in enumerate(rows):
+            of_row = None if starts is None else starts[row]
+            filled = self._read_row(spans, inputs[row], targets[row], of_row)
+            if counted[row]:
+                padding += self.seq_len - filled
+            else:
+                targets[row], padding = MASKED_TARGET, padding + self.seq_len
+        inputs[len(rows) :] = inputs[0]
+        if starts is not None:
+            starts[len(rows) :] = starts[0]
+        return Batch(inputs, targets, starts, padding + (size - len(rows)) * self.seq_len)
+
+    def _read_row(
+        self,
+        spans: Sequence[Span],
+        inputs: np.ndarray,
+        targets: np.ndarray,
+        starts: np.ndarray | None,
+    ) -> int:
+        """Fill a row of each; returns how many tokens it has.
+
+        Spans are read one behind the other, each with the token behind it if that counts. Whatever
+        follows is done for the whole row, because a row may have hundreds of them.
+        """
+        tokens, counts = self._read_spans(spans)
+        lengths = np.array([span.length for span in spans])
+        goes_on = np.array([span.goes_on for span in spans])
+        begins = np.cumsum(lengths) - lengths
+        filled = int(lengths.sum())
+        # Where each input stands in what was read; its target is the token behind it.
+        places = np.arange(filled) + np.repeat(np.cumsum(goes_on) - goes_on, lengths)
+        inputs[:filled] = tokens[places]
+        targets[:filled] = tokens[places + 1]
+        if counts is not None:
+            targets[:filled][~counts[places + 1]] = MASKED_TARGET
+        if not goes_on[-1]:
+            targets[filled - 1] = MASKED_TARGET
+        if starts is not None:
+            pairs = zip(spans, begins.tolist(), strict=True)
+            ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
+            targets[ends - 1] = MASKED_TARGET
+            at = np.concatenate([begins, ends, [filled]])
+            at = at[at < self.seq_len]
+            starts[at] = at
+            np.maximum.accumulate(starts, out=starts)
+        if filled < self.seq_len:  # with tokens of this row, so that no other values arise
+            inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
+        return filled
+
+    def _read_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Their tokens, and one more at the end; whether to predict each, None: all of them."""
+        sizes = [span.length + span.goes_on for span in spans]
+        tokens = np.zeros(sum(sizes) + 1, "<i4")
+        counts: np.ndarray | None = None
+        at = 0
+        for span, size in zip(spans, sizes, strict=True):
+            file = self._file(span.file)
+            file.read_tokens_into(span.start, tokens[at : at + size])
+            if file.has_masks:
+                counts = np.ones(len(tokens), bool) if counts is None else counts
+                # The bit of the target token itself decides, so that the first token of an answer
+                # is trained and the token after its end is not.
+                counts[at : at + size] = file.read_mask(span.start, size)
+            at += size
+        tokens = tokens.astype(np.int32, copy=False)
+        bad = tokens.view(np.uint32) >= self.vocab_size  # a negative id is a large unsigned one
+        if bad.any():
+            raise self._bad_id(spans, sizes, tokens, int(bad.argmax()))
+        return tokens, counts
+
+    def _bad_id(
+        self, spans: Sequence[Span], sizes: Sequence[int], tokens: np.ndarray, at: int
+    ) -> DataError:
+        which = int(np.searchsorted(np.cumsum(sizes), at, side="right"))
+        position = spans[which].start + at - sum(sizes[:which])
+        return DataError(
+            f"'{self._paths[spans[which].file]}' has token id {tokens[at]} at position {position}, "
+            f"outside the model's vocabulary of {self.vocab_size}: the file is damaged or was made "
+            "for another tokenizer; tokenize the data again"
+        )
+
+    def _file(self, number: int) -> TokenFile:
+        if number in self._open:
+            self._open.move_to_end(number)
+        else:
+            if len(self._open) == _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[number] = TokenFile(self._paths[number])
+        return self._open[number]
+
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        while self._open:
+            self._open.popitem()[1].close()

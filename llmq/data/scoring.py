@@ -1,0 +1,229 @@
+"""What a model is asked about tasks: sequences of tokens, and which of them it is to predict.
+
+Texts are encoded as lm-eval encodes them for models of Hugging Face: context and continuation
+together, cut where the context alone ends, with what the tokenizer adds; what is too long loses its
+beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.data.tasks import Question, Task, Text
+from llmq.data.tokenizer import Tokenizer
+from llmq.data.tokens import MASKED_TARGET
+
+
+class Request(NamedTuple):
+    """tokens: int32 (n,), of which the last `count` are to be predicted. 0 < count < n."""
+
+    tokens: np.ndarray
+    count: int
+
+
+class Asked(NamedTuple):
+    """The requests of a task's items, in order; item i has those from starts[i] to starts[i+1].
+
+    cut: how many requests have lost their beginning.
+    """
+
+    task: Task
+    requests: list[Request]
+    starts: list[int]
+    cut: int
+
+    def cut_lines(self, longest: str) -> list[str]:
+        """What to warn of. longest: what they are too long for."""
+        if self.cut == 0:
+            return []
+        of_all = f"{self.cut} of its {len(self.requests)} sequences"
+        return [f"{self.task.name}: {of_all} are too long for {longest} and lose their beginning"]
+
+
+class Encoder:
+    """Texts to requests. longest: inputs of the model that a sequence may have."""
+
+    def __init__(self, tokenizer: Tokenizer, longest: int):
+        self.tokenizer, self.longest = tokenizer, longest
+        self._prefix = tokenizer.prefix_id
+        self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
+
+    def ask(self, task: Task) -> Asked:
+        """DataError for an item that cannot be scored, such as an answer that is too long."""
+        requests: list[Request] = []
+        starts, self._cut = [0], 0
+        for found in self._texts(task) if task.is_text else self._questions(task):
+            requests += found
+            starts.append(len(requests))
+        return Asked(task, requests, starts, self._cut)
+
+    def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids as transformers makes them, except where a text has its first token written out."""
+        before, behind = (np.array(ids, np.int32) for ids in self.tokenizer.added)
+        encoded = self.tokenizer.encode_batch(texts)
+        return [
+            ids if self._begins(text) else np.concatenate([before, ids, behind])
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+    def _begins(self, text: str) -> bool:
+        return bool(self._prefix_text) and text.startswith(self._prefix_text)
+
+    def _questions(self, task: Task) -> Iterator[list[Request]]:
+        questions: tuple[Question, ...] = task.items
+        pairs: list[tuple[str, str]] = []
+        for question in questions:
+            for choice in question.choices:
+                context = choice.context.rstrip()  # blanks belong to the tokens behind them
+                blanks = choice.context[len(context) :]
+                pairs.append((context, blanks + choice.continuation))
+        whole = iter(self._with_added([context + more for context, more in pairs]))
+        alone = {context: 0 for context, _ in pairs}
+        lengths = [len(ids) for ids in self._with_added(list(alone))]
+        alone = dict(zip(alone, lengths, strict=True))
+        contexts = (context for context, _ in pairs)
+        for question in questions:
+            yield [
+                self._pair(next(whole), alone[next(contexts)], question.where)
+                for _ in question.choices
+            ]
+
+    def _pair(self, tokens: np.ndarray, context: int, where: str) -> Request:
+        count = len(tokens) - context
+        if context == 0:
+            raise DataError(f"{where}: nothing comes before the answers")
+        if count <= 0:
+            raise DataError(f"{where}: an answer has no tokens of its own")
+        if count > self.longest:
+            raise DataError(
+                f"{where}: an answer has {count} tokens, more than the {self.longest} of a sequence"
+            )
+        self._cut += len(tokens) > self.longest + 1
+        return Request(tokens[-(self.longest + 1) :], count)
+
+    def _texts(self, task: Task) -> Iterator[list[Request]]:
+        """Every token is predicted once, in windows as long as may be, the first behind a prefix.
+
+        Only the last window overlaps the one before it, so that it is as long.
+        """
+        if self._prefix is None:
+            raise DataError("the tokenizer has no token that begins a text: it cannot score texts")
+        items: tuple[Text, ...] = task.items
+        for ids in self._with_added([item.text for item in items]):
+            tokens = np.concatenate([np.array([self._prefix], np.int32), ids])
+            windows = []
+            done = 0
+            while done < len(ids):
+                count = min(len(ids) - done, self.longest)
+                done += count
+                start = max(0, done - self.longest)
+                windows.append(Request(tokens[start : done + 1], count))
+            yield windows
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches
+
+
+class _Sequence(NamedTuple):
+    """inputs: int32 (n,). asked: requests, by their index, whose inputs these are."""
+
+    inputs: np.ndarray
+    asked: list[tuple[int, Request]]
+
+
+class Batch(NamedTuple):
+    """Sequences that are computed at once. shape: (B, T).
+
+    placed: each with its row and the position there that it begins at, in the order of these.
+    """
+
+    placed: list[tuple[_Sequence, int, int]]
+    shape: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """Of the rounds: several where continuations differ in their last token only."""
+        return max(len(sequence.asked) for sequence, _, _ in self.placed)
+
+    def inputs(self) -> np.ndarray:
+        """int32 (B, T)."""
+        inputs = np.zeros(self.shape, np.int32)
+        for sequence, b, first in self.placed:
+            inputs[b, first : first + len(sequence.inputs)] = sequence.inputs
+        return inputs
+
+    def starts(self) -> np.ndarray:
+        """int32 (B, T), as llmq.base.batch.Batch has it: each sequence is a document."""
+        starts = np.zeros(self.shape, np.int32)
+        for sequence, b, first in self.placed:
+            starts[b, first:] = first
+            end = first + len(sequence.inputs)
+            starts[b, end:] = end
+        return starts
+
+    def targets(self, number: int) -> np.ndarray:
+        """int32 (B, T) of one of the rounds, -100 where nothing is asked."""
+        targets = np.full(self.shape, MASKED_TARGET, np.int32)
+        for _, request, part in self._asked(number):
+            targets[part] = request.tokens[-request.count :]
+        return targets
+
+    def add_up(self, out: np.ndarray, number: int, losses: np.ndarray) -> None:
+        """Into out (requests,) F64 the log-likelihoods of a round. losses: F32 (B, T)."""
+        for index, _, part in self._asked(number):
+            out[index] = -losses[part].sum(dtype=np.float64)
+
+    def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
+        """The requests of a round, by index, and where their targets are."""
+        for sequence, b, first in self.placed:
+            if number < len(sequence.asked):
+                index, request = sequence.asked[number]
+                end = first + len(sequence.inputs)
+                yield index, request, (b, slice(end - request.count, end))
+
+
+def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
+    """The longest first. Requests with the same inputs, such as letters behind a question, share
+    one."""
+    found: dict[bytes, _Sequence] = {}
+    for index, request in enumerate(requests):
+        inputs = request.tokens[:-1]
+        found.setdefault(inputs.tobytes(), _Sequence(inputs, [])).asked.append((index, request))
+    return sorted(found.values(), key=lambda sequence: -len(sequence.inputs))
+
+
+def make_batches(
+    requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
+) -> list[Batch]:
+    """All requests, the longest first, a row for each sequence.
+
+    shape: (B, T) for the longest length that is left, and the number of sequences that are.
+    """
+    left, batches, first = _sequences(requests), [], 0
+    while first < len(left):
+        B, T = shape(len(left[first].inputs), len(left) - first)
+        rows = left[first : first + B]
+        batches.append(Batch([(sequence, b, 0) for b, sequence in enumerate(rows)], (B, T)))
+        first += B
+    return batches
+
+
+def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Batch]:
+    """All requests, the longest first, as many in a row as fit; for attention that sees where each
+    begins. shape: (B, T)."""
+    B, T = shape
+    batches: list[Batch] = []
+    row, at = -1, T  # of all batches, and where its next sequence would begin
+    for sequence in _sequences(requests):
+        if at + len(sequence.inputs) > T:
+            row, at = row + 1, 0
+        if row == B * len(batches):
+            batches.append(Batch([], shape))
+        batches[-1].placed.append((sequence, row % B, at))
+        at += len(sequence.inputs)
+    return batches

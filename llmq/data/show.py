@@ -1,0 +1,177 @@
+"""`llmq show`: the documents of token files as text, with what is trained of them made visible."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.console import printable
+from llmq.base.errors import ConfigError, DataError
+from llmq.data.counts import count_documents
+from llmq.data.document_index import DocumentIndex
+from llmq.data.identity import tokenizers_of_files
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from llmq.data.tokens import TokenFile, open_token_files
+
+DOCUMENTS = 3  # that are printed if nobody says how many
+LONGEST = 4096  # tokens of a document that are printed
+
+
+class Marks(NamedTuple):
+    """What stands before and behind trained and masked tokens."""
+
+    trained: tuple[str, str]
+    masked: tuple[str, str]
+
+
+COLOURS = Marks(("\033[32m", "\033[0m"), ("\033[2m", "\033[0m"))
+PLAIN = Marks(("⟦", "⟧"), ("", ""))
+
+
+class Document(NamedTuple):
+    """number: from 1, over all files. mask: (n,) bool, the tokens whose prediction is trained."""
+
+    number: int
+    path: Path
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+def run_show(
+    patterns: Sequence[str],
+    *,
+    tokenizer: str | None,
+    document: int | None,
+    limit: int | None,
+    ids: bool,
+    seq_len: int | None,
+    document_separator: int | None,
+) -> None:
+    """Print documents of token files, and the counts of all of them.
+
+    patterns: of token files, or folders of `llmq tokenize`. tokenizer: where none lies beside the
+    files. document: the first one to print, from 1. limit: how many. ids: a line for each token.
+    """
+    files = open_token_files([_pattern(pattern) for pattern in patterns])
+    decoder = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
+    vocab_size = max(file.vocab_size for file in files)
+    if vocab_size > decoder.vocab_size:
+        raise DataError(
+            f"'{files[0].path}' has a vocabulary of {vocab_size} tokens, the tokenizer only "
+            f"{decoder.vocab_size}: give the right one with --tokenizer"
+        )
+    counts = count_documents(files, seq_len, document_separator)
+    if document is not None and document > counts.documents:
+        raise ConfigError(f"--document is {document}: there are {counts.documents} documents")
+    if limit is None:
+        limit = DOCUMENTS if document is None else 1
+    is_terminal = sys.stdout.isatty()
+    marks = COLOURS if is_terminal and not os.environ.get("NO_COLOR") else PLAIN
+    for found in _documents(files, document or 1, limit, document_separator):
+        print(_head(found, counts.documents))
+        body = _table(found, decoder, seq_len) if ids else _text(found, decoder, marks, seq_len)
+        for line in body:
+            print(line)
+    if limit:
+        print(f"trained tokens: {_legend(ids, marks)}")
+    print(f"{counts.documents} documents")
+    for line in counts.lines():
+        print(line)
+    print(f"without a trained token: {counts.untrained}")
+
+
+def _pattern(given: str) -> str:
+    """A folder stands for its token files."""
+    return os.path.join(given, "*.bin") if os.path.isdir(given) else given
+
+
+def _legend(ids: bool, marks: Marks) -> str:
+    if ids:
+        return "lines with +"
+    return "green" if marks is COLOURS else f"between {marks.trained[0]} and {marks.trained[1]}"
+
+
+def _tokenizer_beside(files: Sequence[TokenFile]) -> Tokenizer:
+    """The copy that `llmq tokenize` has left; DataError if there is none."""
+    path = files[0].path
+    beside = path.parent / "tokenizer"
+    (made,) = (made for _, made in tokenizers_of_files(path))
+    if beside.is_dir() and made is not None:
+        return load_tokenizer(beside)
+    if made is not None and made.fingerprint == ByteTokenizer.fingerprint:
+        return ByteTokenizer()
+    raise DataError(
+        f"nothing says which tokenizer made '{path}': give --tokenizer, bytes or a folder with "
+        "tokenizer.json"
+    )
+
+
+def _documents(
+    files: Sequence[TokenFile], first: int, limit: int, separator: int | None
+) -> Iterator[Document]:
+    number = 0
+    for file in files:
+        index = DocumentIndex.read(file, separator)
+        begin = max(first - 1 - number, 0)
+        for i in range(begin, min(len(index), first - 1 + limit - number)):
+            start, end = int(index.offsets[i]), int(index.offsets[i + 1])
+            ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
+            mask[:1] = False  # nothing predicts it
+            yield Document(number + i + 1, file.path, ids, mask)
+        number += len(index)
+        file.close()
+
+
+def _head(found: Document, total: int) -> str:
+    return (
+        f"--- document {found.number} of {total} in {found.path}: {len(found.ids)} tokens, "
+        f"{int(found.mask.sum())} trained ---"
+    )
+
+
+def _cut_line(seq_len: int) -> str:
+    return f"--- cut at --seq-len {seq_len} ---"
+
+
+def _text(
+    found: Document, tokenizer: Tokenizer, marks: Marks, seq_len: int | None
+) -> Iterator[str]:
+    """The text in one piece, up to the place where it is cut, and behind it."""
+    shown = found.ids[:LONGEST]
+    changes = np.flatnonzero(np.diff(found.mask[:LONGEST])) + 1
+    is_cut = seq_len is not None and seq_len < len(shown)
+    edges = sorted({0, *changes.tolist(), len(shown), *([seq_len] if is_cut else [])})
+    text = ""
+    before = ""
+    for start, end in itertools.pairwise(edges):
+        # Decoded from the beginning on: some decoders strip the blank that a text begins with.
+        upto = tokenizer.decode(shown[:end])
+        part = (
+            upto[len(before) :] if upto.startswith(before) else tokenizer.decode(shown[start:end])
+        )
+        before = upto
+        opening, closing = marks.trained if found.mask[start] else marks.masked
+        text += opening + printable(part) + closing
+        if end == seq_len and is_cut:
+            yield from (text, _cut_line(seq_len))
+            text = ""
+    yield text
+    if len(found.ids) > LONGEST:
+        yield f"--- {len(found.ids) - LONGEST} more tokens ---"
+
+
+def _table(found: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterator[str]:
+    """A line for each token: position, id, whether it is trained, text."""
+    width = len(str(int(found.ids.max(initial=0))))
+    pairs = zip(found.ids.tolist(), found.mask.tolist(), strict=True)
+    for position, (token, is_trained) in enumerate(pairs):
+        if position == seq_len:
+            yield _cut_line(seq_len)
+        mark = "+" if is_trained else "-"
+        yield f"{position:6d}  {token:{width}d}  {mark}  {tokenizer.decode([token])!r}"

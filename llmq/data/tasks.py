@@ -1,0 +1,318 @@
+"""Tasks that judge a model: multiple-choice questions in their published files, and plain texts.
+
+A task becomes prompts exactly as in lm-eval's tasks of the same name, without examples before the
+question: choices begin with a space, MMLU's are letters, WinoGrande scores what follows the blank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.base.errors import ConfigError, DataError
+from llmq.base.records import json_layout, read_json, read_rows
+
+Record = Mapping[str, Any]
+
+
+class Choice(NamedTuple):
+    """One answer. The continuation is scored behind the context; length: characters of the answer
+    itself, by which acc_norm divides."""
+
+    context: str
+    continuation: str
+    length: int
+
+
+class Question(NamedTuple):
+    """gold: index of the right one among the choices. where: for messages."""
+
+    choices: tuple[Choice, ...]
+    gold: int
+    where: str
+
+
+class Text(NamedTuple):
+    """A document whose every token is scored. where: for messages."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The items of one file, in order.
+
+    kind: a key of KINDS, or TEXT. name: for reports, unique among the tasks of a command.
+    """
+
+    name: str
+    kind: str
+    path: Path
+    items: tuple[Question, ...] | tuple[Text, ...]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has texts, not questions."""
+        return self.kind == TEXT
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what is measured."""
+        if self.is_text:
+            return TEXT_METRICS
+        return ("acc", "acc_norm") if KINDS[self.kind].normalized else ("acc",)
+
+
+# ------------------------------------------------------------------------------------------------
+# Kinds of questions
+
+
+class _BadRecordError(Exception):
+    """What is wrong with a record."""
+
+
+def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any:
+    value = record.get(name)
+    if not isinstance(value, kind):
+        shown = "is missing" if value is None else f"is a {type(value).__name__}"
+        raise _BadRecordError(f"field '{name}' {shown}")
+    return value
+
+
+def _answers(prompt: str, choices: list[str]) -> tuple[Choice, ...]:
+    """Choices behind one prompt."""
+    return tuple(Choice(prompt, f" {text}", len(text)) for text in choices)
+
+
+def _index(record: Record, name: str, count: int, first: int = 0) -> int:
+    """A label as an index among `count` choices. first: the label of the first choice."""
+    value = record.get(name)
+    try:
+        index = int(value) - first
+    except (TypeError, ValueError):
+        index = -1
+    if not 0 <= index < count:
+        raise _BadRecordError(
+            f"field '{name}' is {value!r}, no answer among {count}: test files are published "
+            "without answers, take the validation file"
+        )
+    return index
+
+
+def _clean(text: str) -> str:
+    """Without what WikiHow's pages have left in HellaSwag: titles and tags in brackets."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _hellaswag(record: Record) -> tuple[tuple[Choice, ...], int]:
+    context = f"{_field(record, 'ctx_a')} {_field(record, 'ctx_b').capitalize()}"
+    prompt = _clean(f"{_field(record, 'activity_label')}: {context}")
+    endings = [_clean(text) for text in _texts(record, "endings")]
+    return _answers(prompt, endings), _index(record, "label", len(endings))
+
+
+def _texts(record: Record, name: str) -> list[str]:
+    texts = _field(record, name, list)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise _BadRecordError(f"field '{name}' is no list of texts")
+    return texts
+
+
+def _labelled(record: Record) -> tuple[list[str], list[str]]:
+    """Texts and labels of the choices: two lists at Hugging Face, a list of pairs at AI2."""
+    choices = _field(record, "choices", (dict, list))
+    if isinstance(choices, dict):
+        return _texts(choices, "text"), _texts(choices, "label")
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise _BadRecordError("field 'choices' has neither texts with labels nor pairs of them")
+    return [_field(c, "text") for c in choices], [_field(c, "label") for c in choices]
+
+
+def _science(record: Record, stem: str, form: str) -> tuple[tuple[Choice, ...], int]:
+    """ARC and OpenBookQA. stem: the question's field at Hugging Face; at AI2 it is "stem"."""
+    answer = _field(record, "answerKey").lstrip()
+    if isinstance(record.get("question"), dict):
+        record, stem = record["question"], "stem"
+    texts, labels = _labelled(record)
+    if answer not in labels:
+        raise _BadRecordError(f"field 'answerKey' is {answer!r}, not among {', '.join(labels)}")
+    return _answers(form.format(_field(record, stem)), texts), labels.index(answer)
+
+
+def _arc(record: Record) -> tuple[tuple[Choice, ...], int]:
+    return _science(record, "question", "Question: {}\nAnswer:")
+
+
+def _openbookqa(record: Record) -> tuple[tuple[Choice, ...], int]:
+    return _science(record, "question_stem", "{}")
+
+
+def _piqa(record: Record) -> tuple[tuple[Choice, ...], int]:
+    prompt = f"Question: {_field(record, 'goal')}\nAnswer:"
+    solutions = [_field(record, "sol1"), _field(record, "sol2")]
+    return _answers(prompt, solutions), _index(record, "label", 2)
+
+
+def _winogrande(record: Record) -> tuple[tuple[Choice, ...], int]:
+    """What follows the blank is scored behind each way to fill it."""
+    before, blank, after = _field(record, "sentence").partition("_")
+    if not blank:
+        raise _BadRecordError("field 'sentence' has no blank '_'")
+    filled = [before + _field(record, name) for name in ("option1", "option2")]
+    choices = tuple(Choice(context, f" {after.strip()}", len(context)) for context in filled)
+    return choices, _index(record, "answer", 2, first=1)
+
+
+def _boolq(record: Record) -> tuple[tuple[Choice, ...], int]:
+    name = "label" if "label" in record else "answer"  # of SuperGLUE, and of BoolQ's own file
+    prompt = f"{_field(record, 'passage')}\nQuestion: {_field(record, 'question')}?\nAnswer:"
+    return _answers(prompt, ["no", "yes"]), _index(record, name, 2)
+
+
+def _mmlu(record: Record) -> tuple[tuple[Choice, ...], int]:
+    choices = _texts(record, "choices")
+    if len(choices) != 4:
+        raise _BadRecordError(f"field 'choices' has {len(choices)} texts, not four")
+    letters = ["A", "B", "C", "D"]
+    lines = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
+    prompt = "\n".join([_field(record, "question").strip(), *lines, "Answer:"])
+    if record.get("subject"):
+        subject = _field(record, "subject").replace("_", " ")
+        head = f"The following are multiple choice questions (with answers) about {subject}."
+        prompt = f"{head}\n\n{prompt}"
+    if record.get("answer") in letters:
+        return _answers(prompt, letters), letters.index(record["answer"])
+    return _answers(prompt, letters), _index(record, "answer", 4)
+
+
+class Kind(NamedTuple):
+    """A published shape of records.
+
+    fields: by which it is recognised. normalized: whether acc_norm makes sense.
+    """
+
+    fields: frozenset[str]
+    read: Callable[[Record], tuple[tuple[Choice, ...], int]]
+    normalized: bool
+
+
+KINDS = {
+    "hellaswag": Kind(frozenset(["ctx_a", "ctx_b", "endings", "activity_label"]), _hellaswag, True),
+    "openbookqa": Kind(frozenset(["question_stem", "choices", "answerKey"]), _openbookqa, True),
+    "arc": Kind(frozenset(["question", "choices", "answerKey"]), _arc, True),
+    "piqa": Kind(frozenset(["goal", "sol1", "sol2"]), _piqa, True),
+    "winogrande": Kind(frozenset(["sentence", "option1", "option2"]), _winogrande, False),
+    "boolq": Kind(frozenset(["passage", "question"]), _boolq, False),
+    "mmlu": Kind(frozenset(["question", "choices", "answer"]), _mmlu, False),
+}
+TEXT = "text"
+TEXT_METRICS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+_SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's
+
+
+def _recognised(record: Record, where: str) -> str:
+    """The kind of a record, by its fields."""
+    fields = set(record)
+    if {"question", "answerKey"} <= fields and isinstance(record["question"], dict):
+        raise DataError(
+            f"{where}: a file of ARC looks like one of OpenBookQA here: say which it is, as in "
+            "--task arc=FILE"
+        )
+    found = [kind for kind, shape in KINDS.items() if shape.fields <= fields]
+    if not found and "text" in fields:
+        return TEXT
+    if len(found) != 1:
+        raise DataError(
+            f"{where}: fields {', '.join(sorted(fields))} are those of no task: say which it is, "
+            f"as in --task KIND=FILE, with one of {', '.join([*KINDS, TEXT])}"
+        )
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def parse_spec(spec: str) -> tuple[str | None, Path]:
+    """Kind (None: to be recognised) and file of `[KIND=]FILE`. ConfigError for an unknown kind."""
+    kind, equals, name = spec.partition("=")
+    kind = _SPELLINGS.get(kind, kind)
+    if equals and (kind in KINDS or kind == TEXT) and name:
+        return kind, Path(name).expanduser()
+    if equals and not Path(spec).exists():
+        kinds = ", ".join([*KINDS, TEXT])
+        raise ConfigError(f"a task is FILE or KIND=FILE with one of {kinds}, got {spec!r}")
+    return None, Path(spec).expanduser()
+
+
+def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
+    """The tasks of `[KIND=]FILE`; limit: only as many items of each, from the start.
+
+    A task is called by its kind, or where there are several of a kind by its file. DataError for
+    what cannot be read, is empty, or is of no kind.
+    """
+    tasks = [_read_task(*parse_spec(spec), limit) for spec in specs]
+    kinds = [task.kind for task in tasks]
+    named = [t if kinds.count(t.kind) == 1 else replace(t, name=t.path.stem) for t in tasks]
+    names = [task.name for task in named]
+    for task in named:
+        if names.count(task.name) > 1:
+            raise DataError(f"two tasks are called '{task.name}': rename one of their files")
+    return named
+
+
+def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
+    if not path.is_file():
+        raise DataError(f"task file '{path}' is not there")
+    items: list[Question] | list[Text] = []
+    try:
+        for record, where in _records(path):
+            kind = kind or _recognised(record, where)
+            items.append(_item(kind, record, where))
+            if len(items) == limit:
+                break
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read '{path}': {error}") from error
+    items = [item for item in items if not isinstance(item, Text) or item.text]
+    if not items:
+        raise DataError(f"task file '{path}' has no records")
+    return Task(kind, kind, path, tuple(items))
+
+
+def _records(path: Path) -> Iterator[tuple[Record, str]]:
+    """The records of JSON lines, a JSON array or Parquet; any other file is one text."""
+    name = path.name.lower()
+    if name.endswith((".parquet", ".pq")):
+        yield from read_rows(str(path))
+        return
+    is_json = re.search(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", name)
+    layout = json_layout(str(path)) if is_json else ""
+    if layout is None:
+        raise DataError(f"'{path}' holds neither an object on each line nor an array of objects")
+    if not layout:
+        yield {"text": path.read_text("utf-8-sig")}, str(path)
+        return
+    for item in read_json(str(path), layout, 0, 0):
+        try:
+            record = json.loads(item.text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{item.where}: no JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{item.where}: no JSON object")
+        yield record, item.where
+
+
+def _item(kind: str, record: Record, where: str) -> Question | Text:
+    try:
+        if kind == TEXT:
+            return Text(_field(record, "text"), where)
+        return Question(*KINDS[kind].read(record), where)
+    except _BadRecordError as error:
+        raise DataError(f"{where}: not as {kind} has it: {error}") from None

@@ -1,0 +1,180 @@
+"""Make a tokenizer of text: byte-level BPE that cuts texts into words as Qwen's tokenizers do.
+
+Ids 0 to 255 are the bytes, then come the merges, the special tokens last. The same text makes the
+same files.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmq.base.errors import ConfigError, DataError
+from llmq.base.files import staged_directory
+from llmq.data.chat_template import load_chat_template
+from llmq.data.documents import (
+    EvalSplit,
+    Position,
+    Source,
+    find_sources,
+    having_fields,
+    read_blocks,
+)
+from llmq.data.hub_dataset import HubDataset
+from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.standard_input import reading_standard_input
+from llmq.data.tokenizer import TEMPLATE_FILE, ByteTokenizer, HfTokenizer, save_tokenizer
+from llmq.data.tokenizer_files import END_OF_TEXT, new_byte_level_bpe
+
+if TYPE_CHECKING:
+    import tokenizers
+
+CHATML = "chatml"
+"""Value of --chat-template that stands for this one, the format that Qwen's models read."""
+_CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_LEAST_COUNT = 2  # a pair of tokens that is there once is no pattern
+_SAMPLE = 1 << 20  # characters of the text, on which the tokenizer is measured
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokenizer:
+    """bytes_per_token: of the first part of its text. warnings: one line each."""
+
+    folder: Path
+    vocab_size: int
+    bytes_per_token: float
+    warnings: list[str]
+
+    def describe(self) -> str:
+        """The result in lines for the console."""
+        line = (
+            f"Tokenizer of {self.vocab_size} tokens written to {self.folder}; a token is "
+            f"{self.bytes_per_token:.2f} bytes of its text"
+        )
+        return "\n".join([line, *(f"warning: {text}" for text in self.warnings)])
+
+
+@reading_standard_input
+def train_tokenizer(
+    inputs: Sequence[str],
+    *,
+    vocab_size: int,
+    out: str | Path,
+    field: str = DEFAULT_FIELD,
+    template: str | None = None,
+    dataset: HubDataset | None = None,
+    special_tokens: Sequence[str] = (),
+    chat_template: str | None = None,
+    overwrite: bool = False,
+) -> TrainedTokenizer:
+    """Write the files of a tokenizer that AutoTokenizer and `llmq tokenize` load to `out`.
+
+    inputs, field, template, dataset: as for `tokenize`. vocab_size: of all tokens, special ones
+    included; a text with too few patterns makes fewer. special_tokens: beside the end of a text.
+    chat_template: CHATML, which has special tokens of its own, or a file. DataError or ConfigError
+    for what the user can mend; nothing is written then.
+    """
+    out = Path(out)
+    text = RecordText(field, template)
+    written, own = _chat_template(chat_template)
+    special = _special_tokens([*own, *special_tokens])
+    if vocab_size < 256 + len(special):
+        raise ConfigError(
+            f"--vocab-size: {vocab_size} is too small: 256 bytes and {len(special)} special tokens "
+            f"are {256 + len(special)}"
+        )
+    there = next((name for name in HfTokenizer.FILES if (out / name).exists()), None)
+    if there is not None and not overwrite:
+        raise DataError(f"'{out / there}' is there: choose another --out, or give --overwrite")
+    sources, warnings = having_fields(find_sources(inputs, dataset, exclude=out), text)
+    tokenizer = new_byte_level_bpe()
+    reader = _Texts(sources, text, special)
+    tokenizer.train_from_iterator(reader, _trainer(vocab_size - len(special)))
+    if not reader.sample:
+        raise DataError(f"there is no text in the {len(sources)} inputs")
+    config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    with staged_directory(out, HfTokenizer.FILES) as staging:
+        save_tokenizer(staging, tokenizer, config, special)
+        if written is not None:
+            (staging / TEMPLATE_FILE).write_text(written, "utf-8")
+    trained = HfTokenizer(out)
+    size = trained.vocab_size
+    if size < vocab_size:
+        warnings.append(f"the text has patterns for {size} tokens only, not for {vocab_size}")
+    unknown = sorted({*re.findall(r"<\|[^|>]+\|>", written or "")} - {*special})
+    if unknown:
+        warnings.append(
+            f"--chat-template writes {', '.join(unknown)}: no special tokens without "
+            "--special-token"
+        )
+    return TrainedTokenizer(out, size, _bytes_per_token(trained, reader.sample), warnings)
+
+
+def _special_tokens(given: Sequence[str]) -> list[str]:
+    """With the end of a text, in their order. ConfigError for one that is empty or there twice."""
+    special = [END_OF_TEXT, *given]
+    for token in given:
+        if not token.strip():
+            raise ConfigError(f"--special-token: {token!r} is no token")
+        if special.count(token) > 1:
+            raise ConfigError(f"--special-token: {token} is there already")
+    return special
+
+
+def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """The template that --chat-template names, and its special tokens. DataError for a bad one."""
+    if spec is None:
+        return None, ()
+    if spec.lower() == CHATML:
+        return _CHATML, _CHATML_TOKENS
+    template = load_chat_template(ByteTokenizer(), spec)
+    return template.sources["default"], ()
+
+
+def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
+    """size: of the vocabulary without special tokens."""
+    from tokenizers import pre_tokenizers, trainers
+
+    return trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=_LEAST_COUNT,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+
+
+class _Texts:
+    """The texts to learn from, once. sample: the beginning of them.
+
+    Special tokens that are written out in a text are no part of it: what is never seen of them
+    needs no merges.
+    """
+
+    def __init__(self, sources: Sequence[Source], text: RecordText, special: Sequence[str]) -> None:
+        self._sources, self._text = sources, text
+        self._special = re.compile("|".join(map(re.escape, special)))
+        self.sample = ""
+
+    def __iter__(self) -> Iterator[str]:
+        split = EvalSplit(0.0, 0, self._sources)
+        for block in read_blocks(self._sources, self._text, split, Position()):
+            for piece in block.pieces:
+                is_text = isinstance(piece.text, str)
+                text = piece.text if is_text else self._text.of_json(piece.text, piece.where)
+                if len(self.sample) < _SAMPLE:
+                    self.sample += text[: _SAMPLE - len(self.sample)]
+                yield from filter(None, self._special.split(text))
+
+
+def _bytes_per_token(tokenizer: HfTokenizer, text: str) -> float:
+    return len(text.encode()) / len(tokenizer.encode(text))

@@ -1,0 +1,115 @@
+"""Gemma 3 (text): norms before and behind each half, GeGLU, scaled embeddings, windowed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.model.arch.common import get, reject, size
+from llmq.model.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
+
+
+class Gemma3(RopeFamily):
+    """Layers with a window turn positions by other angles than the others; each layer says which.
+
+    Its norms' weights are stored less 1.
+    """
+
+    name = "Gemma3ForCausalLM"
+    model_type = "gemma3_text"
+    wrapper = "Gemma3ForConditionalGeneration"
+    text_defaults: Mapping[str, Any] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+    label = "Gemma3"
+    activation = "geglu"
+    norm_offset = True
+    scaled_embedding = True
+    qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    head_dim = 256
+    windowed = True
+    sliding_window = 4096
+    rope_kinds = ("linear",)
+    bos_token_id = 2
+    eos_token_id = 1
+    pad_token_id = 0
+    norm_names: Mapping[str, str] = {
+        "ln1": "input_layernorm",
+        "ln2_post": "post_attention_layernorm",
+        "ln2": "pre_feedforward_layernorm",
+        "ln1_post": "post_feedforward_layernorm",
+    }
+    modules = RopeFamily.modules | {
+        key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
+    }
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """As in its family, but for names, defaults, and parameters that are of kinds of layers."""
+        reject(hf, "hidden_activation", "gelu_pytorch_tanh")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            reject(hf, name, None)
+        reject(hf, "use_bidirectional_attention", False, None)
+        rope = get(hf, "rope_parameters", dict, None) or {}
+        if rope.keys() - {WINDOWED, FULL}:
+            raise ConfigError(
+                f"config.json: rope_parameters: expected {WINDOWED} and {FULL}, got {rope!r}"
+            )
+        local = get(rope, WINDOWED, dict, None) or {}
+        reject(local, "rope_type", "default")
+        defaults = {"rope_theta": 1e6, "tie_word_embeddings": True}
+        own = ("hidden_act", "layer_types", "rope_parameters")
+        shared = {name: value for name, value in hf.items() if name not in own}
+        fields = super().read_sizes(defaults | shared | {"rope_parameters": rope.get(FULL)})
+        scalar = get(hf, "query_pre_attn_scalar", int, 256)
+        theta = get(hf, "rope_local_base_freq", float, 1e4)
+        return fields | {
+            "windowed_layers": self._windowed_layers(hf, fields["num_layers"]),
+            "local_rope_theta": get(local, "rope_theta", float, theta),
+            "query_pre_attn_scalar": None if scalar == fields["head_dim"] else scalar,
+        }
+
+    def _windowed_layers(self, hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+        """As layer_types says; older files have the distance of layers without a window."""
+        windowed = layers_by_type(hf)
+        if windowed is None:
+            every = size(hf, "sliding_window_pattern") if "sliding_window_pattern" in hf else 6
+            return windowed_but_every(every, num_layers)
+        return windowed
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """What layers have a window, and their angles, is up to the model."""
+        own = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
+        return {name: value for name, value in super().fixed(model).items() if name not in own}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Windows and positions of both kinds of layers."""
+        fields = super().write_sizes(model)
+        del fields["hidden_act"]
+        windowed, local = model.windowed_layers, model.local_rope_theta
+        every = (*windowed, False).index(False) + 1
+        if windowed == windowed_but_every(every, model.num_layers):
+            fields["sliding_window_pattern"] = every
+        return fields | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window": model.sliding_window or model.max_positions,
+            "layer_types": [WINDOWED if window else FULL for window in windowed],
+            "rope_local_base_freq": local,
+            "rope_parameters": {
+                FULL: fields["rope_parameters"],
+                WINDOWED: {"rope_type": "default", "rope_theta": local},
+            },
+        }
+
+
+def windowed_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has a window, where every `every`-th one has none."""
+    return tuple((layer + 1) % every != 0 for layer in range(num_layers))

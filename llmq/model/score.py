@@ -1,0 +1,79 @@
+"""A model with nothing but weights, which tells how likely tokens are: batches of any shape."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+
+from llmq.base.dtypes import I32, MIB, DType
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.model.model import Model
+from llmq.runtime.device import Device
+from llmq.state.weights import Weights
+
+LOGITS_BYTES = 256 * MIB  # at most, that exist at a time
+
+
+class Scorer:
+    """Forward passes and losses. One shape (B, T) has memory at a time, that of the last batch."""
+
+    def __init__(self, dev: Device, config: ModelConfig, weights: Weights, backend: str):
+        """weights: as placement.resident has them. backend: "native" or "cudnn" attention."""
+        self.dev, self.config, self.weights, self.backend = dev, config, weights, backend
+        self._dtype = weights.placement["embed"].work.dtype
+        self._shape = (0, 0)
+        self._temps = ExitStack()
+
+    def take_shape(self, B: int, T: int) -> None:
+        """Have memory for batches of this shape instead of the last one. T: a multiple of 4."""
+        if self._shape == (B, T):
+            return
+        self._temps.close()
+        self._temps.enter_context(self.dev.temporary())
+        self._tokens = self.dev.alloc("tokens", (B, T), I32, "Activations")
+        self._targets = self.dev.alloc("targets", (B, T), I32, "Activations")
+        options = scoring_options(self.config, self._dtype, B, T)
+        self._model = Model(
+            self.dev, self.config, options, self.weights, self.backend, trains=False
+        )
+        self._shape = (B, T)
+
+    def rehearse(self, B: int, T: int) -> None:
+        """One batch of this shape, for a device that only plans."""
+        self.take_shape(B, T)
+        self._forward()
+        self._loss()
+
+    def score(self, inputs: np.ndarray, rounds: list[np.ndarray]) -> list[np.ndarray]:
+        """The losses F32 (B, T) of each round of targets, 0 where masked; waits for the device.
+
+        inputs, targets: int32 (B, T), targets -100 where masked.
+        """
+        self.take_shape(*inputs.shape)
+        self.dev.upload(self._tokens, inputs)
+        self.dev.graph(("score forward", *inputs.shape), self._forward)
+        losses = []
+        for targets in rounds:
+            self.dev.upload(self._targets, targets)
+            self.dev.graph(("score loss", *inputs.shape), self._loss)
+            losses.append(self.dev.download(self._model.head.losses).reshape(inputs.shape))
+        return losses
+
+    def _forward(self) -> None:
+        self._model.forward(self._tokens, stale=False, keep=False)
+
+    def _loss(self) -> None:
+        self._model.loss(self._targets)
+
+
+def scoring_options(config: ModelConfig, dtype: DType, B: int, T: int) -> TrainConfig:
+    """Options of forward passes that keep nothing, with weights and activations of this format."""
+    groups = B * T // 4  # rows of logits come in multiples of 4
+    most = max(LOGITS_BYTES // (4 * config.padded_vocab * dtype.itemsize), 1)
+    chunks = next(n for n in range(-(-groups // most), groups + 1) if groups % n == 0)
+    options = TrainConfig(
+        model_dtype=dtype.name, batch_size=B, seq_len=T, recompute_block=True, lmhead_chunks=chunks
+    )
+    return options.normalized()

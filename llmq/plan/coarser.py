@@ -1,0 +1,74 @@
+"""What numbers of 8 bits would gain, beside what a search has found without changing formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmq.plan.advice import NOTICEABLE, spelled
+from llmq.plan.fit import Candidate, Fit
+from llmq.plan.shrink import FP8, REARRANGING, Changes, Shrinker, having
+
+FP8_HEAD: Changes = {"head_dtype": "e4m3"}
+MOMENTS: Changes = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coarser:
+    """Number formats that would be faster: as flags, and tokens per second by an estimate."""
+
+    flags: str
+    speed: float
+
+
+def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
+    """Those of fp8 products, an fp8 LM head beside them, and 8-bit moments by which a step gets
+    noticeably faster. best: what fit has found. Formats are tried though they were given.
+    """
+    base = fit.base
+    fp8 = {} if base.matmul_dtype == "e4m3" else FP8
+    alone = _Tried(fit, best, {}, fit.changes_of(best))
+    products = _Tried(fit, best, fp8, ()) if fp8 else alone
+    found = [products.told] if products.gains_over(alone) else []
+    if products.speed:
+        head = _Tried(fit, best, fp8 | FP8_HEAD, products.changes)
+        found += [head.told] if head.gains_over(products) else []
+    moments = _Tried(fit, best, MOMENTS, alone.changes)
+    return found + ([moments.told] if moments.gains_over(alone) else [])
+
+
+class _Tried:
+    """Some formats, and how fast they are with all that may be arranged otherwise with them.
+
+    told: for the user. speed: 0 if the card cannot
+    compute them, other options forbid them, or nothing makes them fit. changes: what is arranged
+    otherwise.
+    """
+
+    def __init__(self, fit: Fit, best: Candidate, change: Changes, start: Sequence[Changes]):
+        """start: changes to begin with, of formats that are nearly these."""
+        self._differs = any(getattr(fit.base, name) != value for name, value in change.items())
+        self._fit, self.changes = fit, list(start)
+        self._shrinker = Shrinker(fit.planner, fit.shrinker.limits, fit.fixed - set(change))
+        self.speed = best.need.speed
+        if self._differs:
+            computes = "matmul_dtype" not in change or fit.planner.card.fp8 > 0
+            self.speed = self._searched(best, change) if computes else 0.0
+        self.told = Coarser(flags=spelled(fit.base, change), speed=self.speed)
+
+    def gains_over(self, other: _Tried) -> bool:
+        """Whether it is worth a word."""
+        return self._differs and self.speed > (1 + NOTICEABLE) * other.speed
+
+    def _searched(self, best: Candidate, change: Changes) -> float:
+        """With the micro-batch of the best, everything else arranged anew."""
+        size = best.config.batch_size
+        given = next(each for each in self._fit.ladder() if each.batch_size == size)
+        config = self._shrinker.allowed(given, change)
+        if config is None:
+            return 0.0
+        self.changes = self._shrinker.shrink(config, REARRANGING, self.changes)
+        then = having(config, self.changes)
+        if not self._shrinker.fits(then):
+            return 0.0
+        return self._fit.planner.estimate(self._fit.faster(then)).speed

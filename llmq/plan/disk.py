@@ -1,0 +1,109 @@
+"""What a run writes to the disk: the size of a checkpoint, and of all that stays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmq.base.dtypes import F32, MIB, parse_dtype
+from llmq.checkpoint.checkpoint import stored_values
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.state.params import parameter_count, weight_table
+from llmq.state.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUse:
+    """Bytes on the disk, of tensors: what is beside them are some KiB and the tokenizer's files.
+
+    checkpoint: of one. kept: checkpoints that are there in the end. every: None, or that kept grows
+    by one after so many steps, the number of which only the data tells. deletes: whether older ones
+    are deleted, each of which is there until the next one is complete. model: of the exported one.
+    """
+
+    checkpoint: int
+    kept: int
+    every: int | None
+    deletes: bool
+    model: int
+
+    @property
+    def total(self) -> int | None:
+        """Of all that stays; None if it grows with the number of steps."""
+        return self.kept * self.checkpoint + self.model if self.every is None else None
+
+    def record(self) -> dict[str, int | None]:
+        """For programs."""
+        return {
+            "checkpoint_bytes": self.checkpoint,
+            "checkpoints_kept": None if self.every else self.kept,
+            "model_bytes": self.model,
+            "disk_bytes": self.total,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        kept = [f"{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
+        grows = [f"one checkpoint every {self.every} steps"] if self.every else []
+        parts = ", ".join([*kept, *grows, f"the model ({_mib(self.model)})"])
+        total = "" if self.total is None else f"{_mib(self.total)}: "
+        peak = "; one more checkpoint while it is written" if self.deletes else ""
+        checkpoint = f"  Checkpoint:      {_mib(self.checkpoint)}"
+        return [checkpoint, f"  On disk:         {total}{parts}{peak}"]
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // MIB)} MiB"
+
+
+def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:
+    """Of a run with these options, whatever the number of its ranks."""
+    kept, every, deletes = _checkpoints(config)
+    return DiskUse(
+        checkpoint=checkpoint_bytes(model, placement),
+        kept=kept,
+        every=every,
+        deletes=deletes,
+        model=parameter_count(model) * parse_dtype(config.model_dtype).itemsize,
+    )
+
+
+def checkpoint_bytes(model: ModelConfig, placement: Placement) -> int:
+    """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
+    what is trained, and the scales of 8-bit ones.
+    """
+    table, masters = weight_table(model), []
+    for slab in table:
+        stores = placement[slab.name]
+        masters.append((stores.master or stores.part or stores.work).dtype.itemsize)
+    total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
+    for slab in table:
+        for name in ("m", "v"):
+            store = getattr(placement[slab.name], name)
+            for param in slab.params if store else ():
+                total += store.dtype.itemsize * stored_values(f"adam.{name}", param)
+                if store.dtype.itemsize == 1:
+                    total += F32.itemsize * stored_values(f"adam.{name}.scales", param)
+    return total
+
+
+def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
+    """How many stay, DiskUse.every, and whether older ones go.
+
+    They are written at multiples of the interval before the last step, and (training state) there.
+    """
+    keep, interval = config.ckpt_keep_n, config.ckpt_interval
+    major = config.ckpt_major if config.ckpt_major > 0 else 0
+    last = int(config.save_training_state)
+    if config.steps < 0 and interval > 0:
+        if keep <= 0:
+            return 0, interval, False
+        return keep, math.lcm(interval, major) if major else None, True
+    steps = max(config.steps, 1)
+    written, majors = last, last * (major > 0 and steps % major == 0)
+    if interval > 0:
+        written += (steps - 1) // interval
+        majors += (steps - 1) // math.lcm(interval, major) if major else 0
+    gone = max(written - majors - keep, 0) if keep > 0 else 0
+    return written - gone, None, gone > 0

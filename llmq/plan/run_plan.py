@@ -1,0 +1,34 @@
+"""The plan of a run on the machine that it begins on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llmq.config.cards import card_of
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.plan.advice import check_fits
+from llmq.plan.checks import attention_backend, check_machine
+from llmq.plan.estimate import Planner
+from llmq.plan.memory import memory_limit
+from llmq.plan.plan import Plan, fewest_attention_parts
+from llmq.runtime.machine import Machine
+
+
+class RunPlan(NamedTuple):
+    """A plan, the options that it is of, and by which attention it computes."""
+
+    plan: Plan
+    config: TrainConfig
+    backend: str
+
+
+def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
+    """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
+    check_machine(config, model, machine)
+    backend, spec = attention_backend(config, model, machine), machine.spec
+    planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
+    planner = Planner(model, spec, backend, card_of(spec), machine.world_size)
+    plan = planner.plan(planned)
+    check_fits(config, planner, plan, memory_limit(config, machine))
+    return RunPlan(plan, planned, backend)

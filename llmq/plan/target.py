@@ -1,0 +1,85 @@
+"""The machine that `llmq plan` is for, from its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmq.base.errors import ConfigError
+from llmq.config.cards import Card, card_of, card_with, find_card, spec_of
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.plan.checks import installed_attention
+from llmq.plan.estimate import Planner
+from llmq.plan.memory import Limits, kept_free
+from llmq.runtime.device import HOST_SPEC, DeviceSpec
+from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.machine import PLAN_SPEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The machine that a plan is for.
+
+    reserve: bytes of each device that are to stay free, which the limits leave out. card: whose
+    speed is predicted, or None. named: whether that card is what was asked for, and not only one
+    with as much memory.
+    """
+
+    spec: DeviceSpec
+    backend: str
+    limits: Limits
+    world_size: int
+    reserve: int = 0
+    card: Card | None = None
+    named: bool = False
+
+    def planner(self, model: ModelConfig) -> Planner:
+        """For this machine."""
+        card = self.card or card_of(self.spec)
+        return Planner(model, self.spec, self.backend, card, self.world_size)
+
+
+def target(
+    config: TrainConfig,
+    model: ModelConfig,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    card_words: str | None,
+    reserve: int | None,
+    *,
+    search: bool,
+) -> Target:
+    """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
+
+    search: --fit, which leaves room for a desktop on a card where nobody has said how much is free.
+    """
+    world_size = max(config.gpus, 1)
+    if config.device == "cpu":
+        of_gpus = {"--gpu-memory": gpu_memory, "--card": card_words, "--reserve": reserve}
+        for flag, given in of_gpus.items():
+            if given is not None:
+                raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
+        least = min(filter(None, (host_memory, available_host_memory()))) // world_size
+        limits = Limits(device=min(least, config.memory_limit or least))
+        return Target(spec=HOST_SPEC, backend="native", limits=limits, world_size=world_size)
+    card = None if card_words is None else find_card(card_words)
+    if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
+        raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: use bf16")
+    spec = PLAN_SPEC if card is None else spec_of(card)
+    memory = gpu_memory or (None if card is None else spec.memory)
+    if reserve is not None and memory is None:
+        raise ConfigError("--reserve: of how much memory? Give --gpu-memory or --card")
+    if memory is not None:
+        default = None if search and gpu_memory is None else 0
+        reserve = kept_free(spec.name, memory, default if reserve is None else reserve)
+        memory -= reserve
+    device = min(filter(None, (memory, config.memory_limit)), default=None)
+    return Target(
+        spec=spec,
+        backend=installed_attention(config, model, spec),
+        limits=Limits(device=device, host=host_memory),
+        world_size=world_size,
+        reserve=reserve or 0,
+        card=card or (None if device is None else card_with(device)),
+        named=card is not None,
+    )

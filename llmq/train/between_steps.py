@@ -1,0 +1,296 @@
+"""What a run does between its steps beside training: validations, tasks and samples.
+
+All of it runs the passes of an evaluation, in the memory and the graphs that the run has for one,
+on all ranks alike. So it works with every way to divide and to offload a model, and changes no bit
+of the training.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.base.console import printable
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.checkpoint.best import Found
+from llmq.config.options import TrainConfig
+from llmq.data import scoring
+from llmq.data.detokenize import continuation
+from llmq.data.judge import Score, judge
+from llmq.data.loader import DataLoader
+from llmq.data.scoring import Asked, Encoder, make_batches, pack_batches
+from llmq.data.tasks import read_tasks
+from llmq.data.tokenizer import Tokenizer, load_tokenizer
+from llmq.model.step import Result
+from llmq.train.continuing import continue_texts
+from llmq.train.evaluate import check_ids
+from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.metrics import Reporter, duration
+from llmq.train.ranks import Rank
+from llmq.train.sampling import choose_token
+from llmq.train.trainer import Trainer
+from llmq.train.views import EvaluationProgress
+
+TEMPERATURE = 0.8  # of samples, as of `llmq sample`
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the options ask about, read and checked before the run writes anything.
+
+    sets: loaders of each rank, by name. prompts: texts and their ids. metrics: all that the run
+    will measure, as --keep-best names it.
+    """
+
+    sets: dict[str, list[DataLoader]]
+    asked: list[Asked]
+    prompts: list[tuple[str, list[int]]]
+    tokenizer: Tokenizer | None
+
+    metrics: list[str]
+
+    def close(self) -> None:
+        """Close the token files."""
+        for loaders in self.sets.values():
+            for loader in loaders:
+                loader.close()
+
+
+def read_material(trainer: Trainer) -> Material:
+    """LlmqError names what cannot be read, or does not fit into the run."""
+    config, model = trainer.config, trainer.model
+    shape = (config, model.vocab_size, trainer.world_size)
+    sets = {
+        name: open_loaders(*shape, held_out=True, pattern=pattern)
+        for name, pattern in config.eval_sets.items()
+    }
+    metrics = ["loss"] * config.validates + [f"{name}/loss" for name in sets]
+    if not config.eval_task and not config.sample_prompt:
+        return Material(sets, [], [], None, metrics)
+    tokenizer = _tokenizer(trainer)
+    encoder = Encoder(tokenizer, config.seq_len)
+    asked = [encoder.ask(task) for task in read_tasks(config.eval_task, config.task_limit)]
+    check_ids(asked, model)
+    warn([line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
+    metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
+    prompts = [(text, _prompt(text, tokenizer, trainer)) for text in config.sample_prompt]
+    return Material(sets, asked, prompts, tokenizer, metrics)
+
+
+def _prompt(text: str, tokenizer: Tokenizer, trainer: Trainer) -> list[int]:
+    """The ids of a --sample-prompt."""
+    ids = [*tokenizer.added[0], *tokenizer.encode(text)]
+    if len(ids) >= trainer.config.seq_len:
+        raise ConfigError(
+            f"--sample-prompt: {text[:20]!r} has {len(ids)} tokens, --seq-len is "
+            f"{trainer.config.seq_len}: use a shorter one"
+        )
+    if max(ids) >= trainer.model.vocab_size:
+        raise ConfigError(
+            f"--sample-prompt: token {max(ids)} is outside the model's vocabulary of "
+            f"{trainer.model.vocab_size}: the tokenizer does not belong to the model"
+        )
+    return ids
+
+
+def _tokenizer(trainer: Trainer) -> Tokenizer:
+    if trainer.tokenizer is None:
+        flag = "--eval-task" if trainer.config.eval_task else "--sample-prompt"
+        raise ConfigError(
+            f"{flag}: neither the model nor the training files have a tokenizer beside them: put "
+            f"its files into '{Path(trainer.config.train_patterns[0]).parent / 'tokenizer'}'"
+        )
+    return load_tokenizer(trainer.tokenizer)
+
+
+class Evaluations:
+    """Those of one run.
+
+    done_at: the step of the last tasks and samples, so that a continued run makes up for what was
+    due when it was stopped, and repeats nothing.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        material: Material,
+        stopped: Callable[[], bool],
+    ):
+        """stopped: whether to end soon; asked before each batch."""
+        self.trainer, self.reporter, self.material = trainer, reporter, material
+        self.config: TrainConfig = trainer.config
+        self.stopped = stopped
+        self.found: Found = {}
+        self.done_at: dict[str, int] = {}
+
+    def take_found(self) -> Found:
+        """The numbers since this was last called."""
+        found, self.found = self.found, {}
+        return found
+
+    # -- validations -----------------------------------------------------------------------------
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation files, with or without a name."""
+        return self.config.validates or bool(self.material.sets)
+
+    def validate(self, max_batches: int | None, seconds: float = math.inf) -> float:
+        """Report the losses; that of the files without a name, NaN without one.
+
+        max_batches: of each rank; None: all. seconds: after which a loss is that of the sequences
+        so far. A signal ends it without a result.
+        """
+        trainer, loss = self.trainer, math.nan
+        before, limits = trainer.validated_at, (max_batches, seconds)
+        if self.config.validates:
+            result = self._timed("", trainer.eval_loader, trainer.validate, limits)
+            if result is None:
+                return math.nan
+            loss = result.loss
+        for name, loaders in self.material.sets.items():
+            call = partial(mean_loss, trainer.ranks, loaders)
+            if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
+                trainer.validated_at = before
+                return loss
+        trainer.validated_at = trainer.steps_done if self.validates else before
+        return loss
+
+    def _timed(
+        self,
+        name: str,
+        loader: DataLoader,
+        call: Callable[..., Result | None],
+        limits: tuple[int | None, float],
+    ) -> Result | None:
+        """One validation: call(max_batches, stopped, seconds), and its report."""
+        trainer, step, (max_batches, seconds) = self.trainer, self.trainer.steps_done, limits
+        whole = loader.batches_per_epoch
+        batches = whole if max_batches is None else min(max_batches, whole)
+        start = time.perf_counter()
+        progress = EvaluationProgress(self.reporter.view, batches, trainer.world_size)
+        result = call(max_batches, progress.before_batch(self.stopped), seconds)
+        progress.close()
+        if result is None:
+            return None
+        ms = (time.perf_counter() - start) * 1000
+        tokens = loader.tokens(batches)
+        if not progress.complete:
+            self.reporter.message(f"Validation ended after {ms / 1000:.0f} seconds", step)
+            tokens = result.tokens
+        self.reporter.evaluation(step, result, ms, tokens, name)
+        self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        if result.tokens == 0:
+            files = self.config.eval_sets.get(name, self.config.eval_pattern)
+            if not name and self.config.splits:
+                files = " ".join(self.config.train_file)
+            self.reporter.message(
+                f"WARNING: the validation loss is nan: all targets that were read of '{files}' are "
+                "masked",
+                step,
+            )
+        return result
+
+    # -- tasks and samples -----------------------------------------------------------------------
+
+    def due(self, *, at_end: bool = False) -> list[Callable[[], None]]:
+        """What is to be called now, of tasks and samples."""
+        step, calls = self.trainer.steps_done, []
+        for name, given, every, call in (
+            ("tasks", self.material.asked, self.config.task_every, self.tasks),
+            ("samples", self.material.prompts, self.config.sample_every, self.samples),
+        ):
+            now = at_end or (step > 0 and every > 0 and step % every == 0)
+            if given and now and self.done_at.get(name) != step:
+                calls.append(call)
+        return calls
+
+    def tasks(self) -> None:
+        """Report all tasks; a signal ends them without the results of the rest."""
+        step = self.trainer.steps_done
+        for asked in self.material.asked:
+            start = time.perf_counter()
+            likelihoods = self._likelihoods(asked)
+            if likelihoods is None:
+                return
+            self._report_task(judge(asked, likelihoods), time.perf_counter() - start)
+        self.done_at["tasks"] = step
+
+    def _report_task(self, scores: list[Score], seconds: float) -> None:
+        """All numbers of one task: [E] and a record of each."""
+        step, shown = self.trainer.steps_done, []
+        for s in scores:
+            error = "" if s.stderr is None else f" ± {s.stderr:.4f}"
+            shown.append(f"{s.metric} {s.value:.4f}{error}")
+            self.reporter.log.write(
+                "task",
+                step,
+                name=s.task,
+                metric=s.metric,
+                value=s.value,
+                stderr=s.stderr,
+                count=s.count,
+                seconds=round(seconds, 3),
+            )
+            self.reporter.score(f"{s.task}/{s.metric}", s.value)
+            self.found[f"{s.task}/{s.metric}"] = (s.value, s.count)
+        line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
+        self.reporter.line("E", step, line, bold=True)
+
+    def _likelihoods(self, asked: Asked) -> np.ndarray | None:
+        """Of a task's requests; None after a signal."""
+        shape = self.config.batch_size, self.config.seq_len
+        packs = self.config.document_mask
+        if packs:  # attention sees where documents begin
+            batches = pack_batches(asked.requests, shape)
+        else:
+            batches = make_batches(asked.requests, lambda longest, left: shape)
+        passes = [(batch, number) for batch in batches for number in range(batch.count)]
+        out = np.full(len(asked.requests), np.nan)
+
+        def make(batch: scoring.Batch, number: int) -> Batch:
+            starts = batch.starts() if packs else None
+            return Batch(batch.inputs(), batch.targets(number), starts)
+
+        def work(rank: Rank, index: int, batch: Batch) -> None:
+            losses = rank.step.score(batch)
+            if index >= 0:
+                passes[index][0].add_up(out, passes[index][1], losses)
+
+        made = [partial(make, *of_pass) for of_pass in passes]
+        return out if self.trainer.ranks.share("task", made, work, self.stopped) else None
+
+    def samples(self) -> None:
+        """Report how the model goes on with each prompt, [S]; after a signal nothing."""
+        trainer, tokenizer = self.trainer, self.material.tokenizer
+        step, prompts = trainer.steps_done, range(len(self.material.prompts))
+        rngs = [np.random.default_rng([self.config.seed, step, i]) for i in prompts]
+        try:
+            texts = continue_texts(
+                trainer.ranks,
+                (self.config.batch_size, self.config.seq_len),
+                [ids for _, ids in self.material.prompts],
+                self.config.sample_tokens,
+                lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
+                {tokenizer.eos_id, *trainer.model.eos_token_ids},
+                self.stopped,
+            )
+        except LlmqError as error:  # predictions that are no numbers: the run itself tells
+            self.reporter.message(f"WARNING: no samples: {error}", step)
+            return
+        if texts is None:
+            return
+        for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
+            text = continuation(tokenizer, ids, new)
+            shown = printable(prompt + text).replace("\n", "\n    ")
+            self.reporter.line("S", step, shown)
+            self.reporter.log.write("sample", step, prompt=prompt, text=text)
+        self.done_at["samples"] = step

@@ -1,0 +1,250 @@
+"""`llmq eval`: accuracy and perplexity of a model on tasks in local files."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import DType, parse_dtype
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.files import check_writable, write_file
+from llmq.config.model import ModelConfig
+from llmq.data.judge import Score, judge
+from llmq.data.scoring import Asked, Batch, Encoder, make_batches
+from llmq.data.tasks import Task, read_tasks
+from llmq.data.tokenizer import load_tokenizer
+from llmq.model.score import Scorer, scoring_options
+from llmq.plan.checks import attention_backend, check_sizes
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.machine import Machine, choose_machine, open_apart
+from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.workers import RankPool
+from llmq.state.params import Param, weight_table
+from llmq.state.placement import resident
+from llmq.state.weights import Weights
+from llmq.train.sampling import open_model
+
+LEAST = 16  # tokens of the shortest sequences that batches are made for
+
+
+def run_eval(
+    model: str, specs: list[str], *, limit: int | None, out: Path | None, **how: Any
+) -> None:
+    """Print a table of the tasks' numbers, and write them with what they are of to `out`.
+
+    how: as for ask_model.
+    """
+    if out is not None:
+        check_writable("--out", out.absolute().parent)
+    start = time.perf_counter()
+    asked, likelihoods = ask_model(model, read_tasks(specs, limit), **how)
+    if not np.isfinite(likelihoods).all():
+        raise LlmqError(
+            "the model's predictions are not finite numbers: its weights are damaged, use an "
+            "earlier checkpoint"
+        )
+    scores = scores_of(asked, likelihoods)
+    for line in table(scores):
+        print(line)
+    if out is not None:
+        about = {"model": model, "limit": limit, "seconds": time.perf_counter() - start, **how}
+        write_file(out, json.dumps(about | {"tasks": _by_task(asked, scores)}, indent=2) + "\n")
+
+
+def ask_model(
+    model: str,
+    tasks: list[Task],
+    *,
+    seq_len: int | None,
+    batch_tokens: int,
+    device: str,
+    gpus: int,
+    model_dtype: str,
+) -> tuple[list[Asked], np.ndarray]:
+    """The requests of each task, and the log-likelihoods, F64 in nats, of all of them."""
+    machine = choose_machine(device, gpus)
+    if machine.note:
+        print(machine.note, file=sys.stderr)
+    with open_model(model) as (config, read, source):
+        check_sizes(config, machine)
+        longest = longest_of(config, seq_len)
+        encoder = Encoder(load_tokenizer(source), longest)
+        asked = [encoder.ask(task) for task in tasks]
+        check_ids(asked, config)
+        warn([line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
+        requests = [request for a in asked for request in a.requests]
+        batches = make_batches(requests, Shapes(batch_tokens, longest))
+        fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)
+    with fleet, _progress(batches) as report:
+        return asked, fleet.likelihoods(len(requests), report)
+
+
+def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
+    """What --out says of each task."""
+    found: dict[str, dict[str, Any]] = {
+        a.task.name: {"kind": a.task.kind, "file": str(a.task.path)} for a in asked
+    }
+    for s in scores:
+        found[s.task] |= {"count": s.count, s.metric: s.value}
+        found[s.task] |= {} if s.stderr is None else {f"{s.metric}_stderr": s.stderr}
+    return found
+
+
+def longest_of(config: ModelConfig, seq_len: int | None) -> int:
+    """Inputs of a sequence at most: those of the model, or fewer. ConfigError for more."""
+    if seq_len is not None and seq_len > config.max_positions:
+        raise ConfigError(
+            f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
+        )
+    return seq_len or config.max_positions
+
+
+def check_ids(asked: list[Asked], config: ModelConfig) -> None:
+    """ConfigError if the tokenizer makes ids that the model does not have."""
+    most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
+    if most >= config.vocab_size:
+        raise ConfigError(
+            f"token {most} of a task is outside the model's vocabulary of {config.vocab_size}: the "
+            "tokenizer does not belong to the model"
+        )
+
+
+def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
+    """The numbers of all tasks. likelihoods: F64, of the requests of all."""
+    scores, first = [], 0
+    for a in asked:
+        scores += judge(a, likelihoods[first : first + len(a.requests)])
+        first += len(a.requests)
+    return scores
+
+
+def table(scores: list[Score]) -> list[str]:
+    """Lines for the console."""
+    rows = [("task", "metric", "value", "stderr", "count")]
+    for s in scores:
+        error = "-" if s.stderr is None else f"{s.stderr:.4f}"
+        value = f"{s.value:.4f}" if s.value < 1e6 else f"{s.value:.4g}"
+        rows.append((s.task, s.metric, value, error, str(s.count)))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+class Shapes:
+    """(B, T) of batches: T in four steps for each power of two, and as many rows as have together
+    about `tokens`, at least one."""
+
+    def __init__(self, tokens: int, longest: int):
+        self.tokens, self.longest = tokens, -(-longest // 4) * 4
+
+    def __call__(self, length: int, left: int) -> tuple[int, int]:
+        """For sequences of at most `length` tokens, of which `left` are left."""
+        T = min(self.padded(length), self.longest)
+        return max(1, min(self.tokens // T, left)), T
+
+    @staticmethod
+    def padded(length: int) -> int:
+        """The next of 16, 20, 24, 28, 32, 40, 48, …"""
+        step = max(LEAST, 1 << (max(length, LEAST) - 1).bit_length() - 1) // 4
+        return max(-(-length // step) * step, LEAST)
+
+
+class Fleet:
+    """A model on every device of a machine. Devices take batches in turn, as they get done."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        config: ModelConfig,
+        dtype: DType,
+        batches: list[Batch],
+        read: Callable[[Param], np.ndarray],
+    ):
+        """read: a whole parameter; called by all threads. LlmqError where memory is too small."""
+        self.batches = batches
+        shapes = sorted({batch.shape for batch in batches}, key=lambda shape: -shape[1])
+        largest = scoring_options(config, dtype, *shapes[0])
+        backend = attention_backend(largest, config, machine)
+        table, placement = weight_table(config), resident(weight_table(config), dtype)
+        plan = PlanDevice(machine.spec)
+        planned = Scorer(plan, config, Weights(plan, table, placement), backend)
+        for shape in shapes:
+            planned.rehearse(*shape)
+        self._sizes: MemorySizes = plan.sizes()
+        machine.compile_ahead(plan.sources)
+        self.pool = RankPool(machine.world_size)
+        self._scorers: dict[int, Scorer] = {}
+
+        def open_rank(rank: int) -> None:
+            dev = open_apart(machine, rank, self._sizes)
+            weights = Weights(dev, table, placement)
+            self._scorers[rank] = Scorer(dev, config, weights, backend)
+            weights.load(read)
+
+        try:
+            self.pool.run("loading the model", open_rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
+        """Of all `count` requests, F64 in nats. report: told the tokens of a batch once it is done.
+
+        They do not depend on which device computes which batch.
+        """
+        out = np.full(count, np.nan)
+        left, lock = iter(self.batches), threading.Lock()
+
+        def work(rank: int) -> None:
+            while not self.pool.workers.stopped.is_set():
+                with lock:
+                    batch = next(left, None)
+                if batch is None:
+                    return
+                rounds = [batch.targets(number) for number in range(batch.count)]
+                for number, losses in enumerate(self._scorers[rank].score(batch.inputs(), rounds)):
+                    batch.add_up(out, number, losses)
+                with lock:
+                    report(math.prod(batch.shape))
+                self.pool.beat()
+
+        self.pool.run("evaluation", work)
+        return out
+
+    def close(self) -> None:
+        """Free the devices and end the threads."""
+        self.pool.close(lambda rank: rank in self._scorers and self._scorers[rank].dev.close())
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _progress(batches: list[Batch]) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; what is yielded is told how many more tokens are done."""
+    if not sys.stderr.isatty():
+        yield lambda tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("eval", total=sum(math.prod(batch.shape) for batch in batches))
+        yield lambda tokens: bar.advance(task, tokens)

@@ -1,0 +1,102 @@
+"""The model that a run's options describe: that of --model, with own sizes where they are given."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from llmq.base.errors import ConfigError, DataError, warn
+from llmq.checkpoint import hub
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import AUTO
+from llmq.config.options import TrainConfig
+from llmq.config.presets import find_directory, is_preset, resolve_model
+from llmq.config.sizes import given_sizes, resized
+from llmq.data.tokens import open_token_files
+
+MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
+
+
+def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
+    """The configuration, and the directory of --model, None for a preset.
+
+    weights: they will be read too, unless the run is from scratch; --download fetches what is
+    needed. --vocab-size auto reads the headers of the token files. Raises ConfigError or DataError.
+    """
+    _download(config, weights and not config.from_scratch)
+    model, model_dir = resolve_model(config.model, config.from_scratch)
+    given = given_sizes(config)
+    if given.get("vocab_size") == AUTO:
+        given["vocab_size"] = _vocab_size_of_data(config)
+    return resized(model, given), model_dir
+
+
+def _download(config: TrainConfig, weights: bool) -> None:
+    """See that what of the hub is needed is in the cache. ConfigError if it is not."""
+    name = config.model
+    from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(name))
+    known = find_directory(name) is not None or config.download
+    if not from_hub or not known:  # resolve_model says what else could be meant
+        if config.download:
+            what = "a preset" if is_preset(name) else "no name of the hub"
+            warn([f"--download has no effect: --model {name} is {what}"])
+        return
+    parts = [hub.MODEL, *([hub.WEIGHTS] if weights else [])]
+    missing = hub.lacking(name, parts)
+    if missing is None and config.download:
+        warn([f"--download has no effect: {name} is in the cache"])
+    elif missing is not None:
+        if not config.download:
+            raise hub.offer("--model", name, missing)
+        hub.download("--model", name, [*parts, hub.TOKENIZER])
+
+
+def _vocab_size_of_data(config: TrainConfig) -> int:
+    """The number in the headers of the training and validation files, which is that of the ids."""
+    try:
+        sizes = _known_sizes(config)
+    except DataError as error:
+        raise DataError(f"--vocab-size: auto reads --train-file: {error}") from None
+    if not sizes:
+        raise ConfigError(
+            f"--vocab-size: auto: '{config.train_patterns[0]}' does not say how large its "
+            "vocabulary is (version 1): give the number"
+        )
+    return max(sizes)
+
+
+def _known_sizes(config: TrainConfig) -> set[int]:
+    """Vocabularies of a run's token files; DataError for one that is missing or damaged."""
+    own = [config.eval_file] if config.validates and not config.splits else []
+    files = open_token_files([*config.train_patterns, *own])
+    return {file.vocab_size for file in files} - {0}
+
+
+def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
+    """What to say of a new model's vocabulary beside that of its data; None: it fits, or there is
+    no such file yet.
+
+    model: of `model_of_run`. trains: on these data, so ConfigError where the model has fewer ids.
+    """
+    if not config.from_scratch or config.vocab_size == AUTO:
+        return None
+    try:
+        data = max(_known_sizes(config), default=None)
+    except DataError:  # whoever reads them will say it
+        return None
+    given = config.vocab_size is not None
+    if data is None or data <= model.vocab_size < (MUCH_LARGER * data if not given else math.inf):
+        return None
+    whose = f"--vocab-size: {model.vocab_size} is" if given else f"--model: {config.model} has"
+    them = f"the {data} tokens of the tokenizer of '{config.train_patterns[0]}'"
+    if data > model.vocab_size:
+        said = "less than" if given else f"a vocabulary of {model.vocab_size}, less than"
+        line = f"{whose} {said} {them}: give --vocab-size auto, or {data}"
+        if trains:
+            raise ConfigError(line)
+        return line
+    saved = (model.vocab_size - data) * model.hidden_size * (1 if model.tied_embeddings else 2)
+    return (
+        f"{whose} a vocabulary of {model.vocab_size}, far more than {them}: --vocab-size auto "
+        f"saves {saved / 1e6:.1f}M parameters that nothing trains"
+    )

@@ -1,0 +1,286 @@
+"""What a run does between its steps: named validations, tasks, samples, the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.base.run_id import RunId
+from llmq.checkpoint.best import Best, best_owner
+from llmq.checkpoint.manifest import MANIFEST
+from llmq.commands.cli import _run
+from llmq.config.command_line import command_line
+from llmq.config.options_io import make_config, option_rows
+from llmq.config.presets import preset
+from llmq.model.step import Step
+from llmq.train import between_steps
+from llmq.train.watch import numbers, text
+from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
+
+QUESTIONS = [("a", "bc", "d", "A"), ("ö", "x", "yz", "B"), ("no", "1", "22", "B")]
+EVERYTHING = [
+    "--eval-file=data/eval.bin",
+    "--eval-file=other=data/other.bin",
+    "--eval-task=questions.jsonl",
+    "--eval-task=text=words.txt",
+    "--task-every=2",
+    "--sample-prompt=Hé",
+    "--sample-prompt=ab",
+    "--sample-prompt=c",
+    "--sample-every=3",
+    "--sample-tokens=5",
+]
+OPTIONS = {"seq_len": 32, "batch_size": 1, "eval_every_n_steps": 2, "steps": 4, "eval_file": None}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_workplace(tmp_path))
+    write_tokens(Path("data/other.bin"), 5, seed=7)
+    lines = [
+        {"question": q, "choices": {"text": [one, two], "label": ["A", "B"]}, "answerKey": key}
+        for q, one, two, key in QUESTIONS
+    ]
+    Path("questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("words.txt").write_text("Some words that are longer than a sequence of the run.")
+
+
+def run(*args, **changes):
+    return _run(["train", *flags(**(OPTIONS | changes)), *args])
+
+
+def steps_of(kind, **fields):
+    found = [r for r in records(kind) if all(r.get(k) == v for k, v in fields.items())]
+    return [r["step"] for r in found]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gpus": 2, "zero_level": 3, "lmhead_chunks": 2},
+        {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed", "gpus": 2,
+         "head_dtype": "e4m3"},
+    ],
+    ids=["plain", "sharded", "fp8"],
+)  # fmt: skip
+def test_nothing_of_it_changes_a_bit(options):
+    assert run(**options, eval_file="data/eval.bin") == 0
+    plain = [(r["loss"], r["norm"]) for r in records("step")]
+    validations = [r["loss"] for r in records("eval")]
+    assert run(*EVERYTHING, **options) == 0
+    assert [(r["loss"], r["norm"]) for r in records("step")] == plain
+    assert [r["loss"] for r in records("eval") if "name" not in r] == validations
+    assert steps_of("eval", name="other") == [2, 4]
+    assert [r["split"] for r in records("dataset")] == ["train", "eval", "eval-other"]
+    for task, metrics in (("arc", ["acc", "acc_norm"]), ("text", ["perplexity", "bits_per_byte"])):
+        for metric in metrics:
+            assert steps_of("task", name=task, metric=metric) == [2, 4]
+    assert steps_of("sample", prompt="Hé") == steps_of("sample", prompt="c") == [3, 4]
+
+
+@pytest.mark.parametrize("mask", [[], ["--document-mask", "--document-separator=51"]])
+def test_numbers_are_those_of_the_exported_model(mask, monkeypatch, capsys):
+    """Tasks: of `llmq eval` with sequences as long. Samples: of `llmq sample`.
+
+    With documents that are masked (by token 51, which is in all files), tasks put several sequences
+    into a row.
+    """
+    monkeypatch.setattr(between_steps, "TEMPERATURE", 0.0)
+    assert run(*EVERYTHING, *mask, steps=3) == 0
+    args = ["--task=questions.jsonl", "--task=words.txt", "--seq-len=32", "--out=eval.json"]
+    assert _run(["eval", "out", *args, "--device=cpu", "--model-dtype=fp32"]) == 0
+    tasks = json.loads(Path("eval.json").read_text())["tasks"]
+    last = [r for r in records("task") if r["step"] == 3]
+    assert len(last) == 6
+    for record in last:
+        task = tasks[record["name"]]
+        # Products of other shapes are summed in another order.
+        assert record["value"] == pytest.approx(task[record["metric"]], rel=1e-5)
+        assert record["stderr"] == task.get(f"{record['metric']}_stderr")
+        assert record["count"] == task["count"]
+    for record in [r for r in records("sample") if r["step"] == 3]:
+        args = [f"--prompt={record['prompt']}", "--temperature=0", "--max-new-tokens=5"]
+        capsys.readouterr()
+        assert _run(["sample", "out", *args, "--device=cpu", "--model-dtype=fp32"]) == 0
+        assert capsys.readouterr().out == record["prompt"] + record["text"] + "\n"
+
+
+def test_console(capsys):
+    assert run(*EVERYTHING, steps=2, sample_every=-1) == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if line.startswith("[V]") and "| other |" in line]
+    assert len(named) == 1
+    assert sum(line.startswith("[E] step     2 [100.0%] | time: ") for line in lines) == 2
+    assert any("| arc | acc 0." in line and " ± 0." in line for line in lines)
+    assert sum(line.startswith("[S] step     2 [100.0%] | Hé") for line in lines) == 1
+
+
+def test_a_run_that_goes_on_makes_up_for_what_was_due(monkeypatch):
+    """And repeats nothing: once for each step, whether it was stopped there or not."""
+    with monkeypatch.context() as patch:
+        signal_after(patch, 1)
+        assert run(*EVERYTHING, sample_every=2) == 128 + signal.SIGINT
+    assert steps_of("task") == steps_of("sample") == []
+    assert run(*EVERYTHING, "--continue", overwrite=None) == 0
+    assert steps_of("task", metric="acc") == [2, 4]
+    assert steps_of("eval", name="other") == [2, 4]
+
+
+def test_a_signal_ends_tasks_between_two_batches(monkeypatch):
+    """The run saves and leaves; what was cut short is made up for, from its beginning."""
+    real, calls = Step.score, []
+
+    def score(self, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "score", score)
+        assert run(*EVERYTHING, sample_every=-1) == 128 + signal.SIGINT
+    assert len(calls) == 2 and steps_of("task") == []
+    assert run(*EVERYTHING, "--continue", overwrite=None) == 0
+    assert steps_of("task", metric="acc") == [2, 4]
+
+
+def test_only_named_files():
+    assert run("--eval-file=other=data/other.bin", "--keep-best=other/loss") == 0
+    assert steps_of("eval", name="other") == steps_of("eval") == [2, 4]
+    assert any(r["message"] == "Done. No validation" for r in records("info") if "message" in r)
+
+
+def test_several_values_on_all_doors(tmp_path):
+    config = make_config({"eval-file": ["a.bin", "x=b.bin"], "sample-prompt": "one"})
+    assert (config.eval_pattern, config.eval_sets) == ("a.bin", {"x": "b.bin"})
+    assert config.sample_prompt == ("one",)
+    again = command_line(config)
+    assert "--eval-file=a.bin" in again and "--eval-file=x=b.bin" in again
+    shown = dict(option_rows(config, preset("tiny")))
+    assert (shown["eval-file"], shown["eval-task"]) == ("a.bin x=b.bin", "none")
+    path = tmp_path / "run.yaml"
+    path.write_text("eval-file: [a.bin, x=b.bin]\nsample-prompt: one\n")
+    assert make_config({}, path).eval_file == config.eval_file
+    assert make_config({"eval-file": "data/x=1/a.bin"}).eval_pattern == "data/x=1/a.bin"
+
+
+# ------------------------------------------------------------------------------------------------
+# --keep-best
+
+
+def checkpoints():
+    return sorted(int(path.name.removeprefix("step_")) for path in Path("ckpt").glob("step_*"))
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(capsys):
+    """With a learning rate at which the loss rises again."""
+    options = {"ckpt_keep_n": 1, "ckpt_interval": 1, "learning_rate": 0.03, "steps": 8}
+    best = ["--keep-best=loss", "--eval-file=data/eval.bin"]
+    assert run(*best, **options, eval_every_n_steps=1) == 0
+    losses = {r["step"]: r["loss"] for r in records("eval")[:-1]}
+    step = min(losses, key=losses.get)
+    note = json.loads(Path("ckpt/best.json").read_text())
+    assert (note["step"], note["value"]) == (step, losses[step])
+    assert 1 < step < 8, losses  # else the test shows nothing
+    assert checkpoints() == [step, 7]
+    assert f"Best so far: loss {losses[step]:.6g} at step {step}" in capsys.readouterr().out
+    assert run(*best, "--continue", **options | {"steps": 10}, overwrite=None,
+               eval_every_n_steps=1) == 0  # fmt: skip
+    assert checkpoints() == [step, 9]
+
+
+def test_a_metric_of_a_task():
+    assert run(*EVERYTHING, "--keep-best=text/bits_per_byte", steps=3) == 0
+    values = {r["step"]: r["value"] for r in records("task") if r["metric"] == "bits_per_byte"}
+    note = json.loads(Path("ckpt/best.json").read_text())
+    assert note["value"] == min(values.values())
+    assert set(checkpoints()) <= set(values)
+
+
+def test_what_is_better(tmp_path):
+    mine, other = RunId.new("mine"), RunId.new("other")
+    best = Best("arc/acc", tmp_path, ["arc/acc"])
+    (tmp_path / "step_00000005").mkdir()
+    (tmp_path / "step_00000005" / MANIFEST).write_text("{}")
+    assert not best.improves({"loss": (1.0, 9)})
+    assert not best.improves({"arc/acc": (np.nan, 9)})
+    assert best.improves({"arc/acc": (0.5, 9)})
+    best.note({"arc/acc": (0.5, 9)}, 5, mine)
+    assert best_owner(tmp_path) == mine
+    for value, size, better in ((0.5, 9, False), (0.4, 9, False), (0.6, 9, True), (0.6, 8, False)):
+        assert best.improves({"arc/acc": (value, size)}) is better
+    for metric, run_id, done, step in (
+        ("arc/acc", mine, 5, 5),
+        ("arc/acc", mine, 4, None),  # its steps are made again
+        ("arc/acc", other, 9, None),
+        ("loss", mine, 9, None),
+    ):
+        again = Best(metric, tmp_path, [metric])
+        again.resume(run_id, done)
+        assert again.step == step
+    loss = Best("loss", tmp_path, ["loss"])
+    loss.note({"loss": (2.0, 9)}, 5, mine)
+    assert loss.improves({"loss": (1.9, 9)}) and not loss.improves({"loss": (2.1, 9)})
+
+
+def test_the_note_of_another_run_is_not_overwritten(capsys):
+    assert train(steps=1, eval_every_n_steps=1, keep_best="loss") == 0
+    before = Path("ckpt/best.json").read_text()
+    assert train(steps=1, keep_best="loss", overwrite=None, eval_every_n_steps=1) == 2
+    assert Path("ckpt/best.json").read_text() == before
+    assert train(steps=1, keep_best="loss", eval_every_n_steps=1) == 0
+    assert Path("ckpt.old-1/best.json").read_text() == before
+    assert Path("ckpt.old-1/step_00000001").is_dir()
+
+
+# ------------------------------------------------------------------------------------------------
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--eval-task=none.jsonl"], "task file 'none.jsonl' is not there"),
+        (["--sample-prompt=" + "x" * 32], "has 32 tokens, --seq-len is 32: use a shorter one"),
+        (["--keep-best=acc"], "--keep-best: the run measures no 'acc'; there are loss"),
+        (["--eval-file=x=none"], "--eval-file: x needs files of its own, got none"),
+        (["--eval-file=a", "--eval-file=b"], "--eval-file: only one may be without a name"),
+        (["--eval-file=a=a", "--eval-file=a=b"], "--eval-file: two patterns are called a"),
+        (["--eval-file=a=no.bin"], "no.bin"),
+    ],
+)
+def test_refused_before_anything_is_written(args, message, capsys):
+    assert run(*args) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("error:") == 1
+    assert not any(Path(name).exists() for name in ("log.json", "out"))
+    assert not Path("ckpt").exists() or not [*Path("ckpt").glob("step*")]
+
+
+def test_options_that_do_nothing(capsys):
+    idle = ["--task-every=2", "--task-limit=3", "--sample-every=4", "--sample-tokens=9"]
+    assert run(*idle, steps=1) == 0
+    found = [line.removeprefix("warning: ") for line in capsys.readouterr().err.splitlines()]
+    for flag in idle[:2]:
+        assert f"{flag} has no effect without --eval-task" in found
+    for flag in idle[2:]:
+        assert f"{flag} has no effect without --sample-prompt" in found
+
+
+def test_sent_elsewhere():
+    common = {"step": 3, "time": 0.0}
+    task = {"log": "task", "name": "arc", "metric": "acc", "value": 0.5, "stderr": 0.1, "count": 4,
+            "seconds": 1.0, **common}  # fmt: skip
+    assert numbers(task) == {"task/arc/acc": 0.5, "task/arc/acc_stderr": 0.1}
+    assert numbers(task | {"stderr": None}) == {"task/arc/acc": 0.5}
+    named = {"log": "eval", "name": "code", "loss": 2.0, "eval_tokens": 10, "duration_ms": 0}
+    assert numbers(named | common)["eval/code/loss"] == 2.0
+    sample = {"log": "sample", "prompt": "a", "text": "b", **common}
+    assert numbers(sample) == {}
+    assert text(sample) == ("sample-3", {"a": "b"})

@@ -1,0 +1,202 @@
+"""`llmq sample --chat`: prompts of the template, the end of a turn, one question or a talk."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import llmq.train.chat
+from llmq.commands.cli import _run
+from llmq.data.chat_template import end_of_turn, load_chat_template
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.train.chat import Conversation
+from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
+from tests.runs import CONFIG, make_workplace, train
+from tests.text_data import run
+
+ENDS = {
+    **dict.fromkeys(("chatml", "qwen2.5", "qwen3", "parts"), "<|im_end|>"),
+    **{"llama-3.1": "<|eot_id|>", "mistral": "</s>", "phi-3": "<|end|>", "zephyr": "</s>"},
+    "gemma": "<end_of_turn>",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_end_of_turn(tmp_path, name):
+    tokenizer = HfTokenizer(write_chat_tokenizer(tmp_path / "t", TEMPLATES[name]))
+    stop = end_of_turn(load_chat_template(tokenizer), tokenizer)
+    assert {tokenizer.decode([i]) for i in stop.ids} == {ENDS[name], "</s>"}
+    assert stop.text is None
+
+
+@pytest.fixture
+def chatml(tmp_path):
+    path = tmp_path / "chatml.jinja"
+    path.write_text(CHATML)
+    return str(path)
+
+
+def test_an_end_that_is_no_token(chatml):
+    """The beginning of the end of a turn is not said before it turns out to be none."""
+    tokenizer = ByteTokenizer()
+    talk = Conversation(load_chat_template(tokenizer, chatml), tokenizer, "s")
+    assert talk.stop == ([256], "<|im_end|>")
+    for text, parts in (
+        ("aé<|im<|im_end|>\nmore", ["a", "é", "<|im", ""]),
+        ("x<|im_e", ["x", "<|im_e"]),
+    ):
+        prompt, said = talk.ask("q"), []
+        talk.reply(prompt, iter(text.encode()), said.append)
+        assert said == parts
+        assert talk.messages[-1] == {"role": "assistant", "content": "".join(said)}
+    assert tokenizer.decode(talk.ask("r")) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        "<|im_start|>assistant\naé<|im<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        "<|im_start|>assistant\nx<|im_e<|im_end|>\n<|im_start|>user\nr<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A trained model of bytes, whose tokenizer has a template with the briefest marks."""
+    folder = make_workplace(tmp_path_factory.mktemp("trained"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(steps=1) == 0
+    source = "{% for m in messages %}{{ m.role[0] ~ m.content ~ ';' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}a{% endif %}"
+    (folder / "out" / "chat_template.jinja").write_text(source)
+    return folder / "out"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What a model says that has learned it by heart; the prompts that it gets."""
+    prompts, replies = [], []
+
+    def generate(self, prompt, count, rng, **kwargs):
+        prompts.append((bytes(prompt).decode(), count, kwargs["stop"]))
+        yield from replies[len(prompts) - 1].encode()
+
+    monkeypatch.setattr("llmq.train.sampling.Sampler.generate", generate)
+    return prompts, replies
+
+
+def chat(model, *args):
+    return _run(["sample", str(model), "--device=cpu", "--model-dtype=fp32", "--chat", *args])
+
+
+def test_one_question(model, said, capsys):
+    prompts, replies = said
+    replies += ["hello;u!", "bye"]
+    assert chat(model, "--prompt=hi", "--system=be", "--num-samples=2", "--max-new-tokens=9") == 0
+    assert capsys.readouterr().out == "hello\n---\nbye\n"
+    assert prompts == [("sbe;uhi;a", 9, [256])] * 2
+
+
+def test_a_conversation(model, said, capsys, monkeypatch):
+    prompts, replies = said
+    replies += ["one;", "two;"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\n\nsecond\n"))
+    assert chat(model) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert [text for text, *_ in prompts] == ["ufirst;a", "ufirst;aone;usecond;a"]
+
+
+def test_on_a_terminal(model, said, capsys, monkeypatch):
+    """Ctrl-C ends a reply and not the conversation."""
+    prompts, replies = said
+    replies += ["one", "two"]
+    typed = iter(["first", "second"])
+
+    def read(mark):
+        assert mark == "> "
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    def interrupted(new):
+        yield next(new)
+        raise KeyboardInterrupt
+
+    stdin = io.StringIO()
+    stdin.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("builtins.input", read)
+    until = llmq.train.chat._until_interrupted
+    monkeypatch.setattr(llmq.train.chat, "_until_interrupted", lambda new: until(interrupted(new)))
+    assert chat(model) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["o", "t"]
+    assert prompts[1][0] == "ufirst;ao;usecond;a"
+
+
+def test_a_real_model_answers(model, capsys):
+    assert chat(model, "--prompt=hi", "--max-new-tokens=4", "--temperature=0") == 0
+    first = capsys.readouterr().out
+    assert first.endswith("\n") and not first.startswith("uhi")
+    assert chat(model, "--prompt=hi", "--max-new-tokens=4", "--temperature=0") == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-samples=2"], "--num-samples: with --chat it needs --prompt"),
+        (["--prompt=" + "x" * 70], "--prompt: it has 73 tokens, but the model has 64 positions"),
+        (["--prompt=x", "--chat-template=nowhere"], "cannot read the chat template 'nowhere'"),
+    ],
+)
+def test_bad_options(model, capsys, args, message):
+    assert chat(model, *args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and message in err
+
+
+def test_what_chat_needs(model, tmp_path, capsys, monkeypatch, chatml):
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    assert chat(bare, "--prompt=x") == 2
+    assert f"--chat: the tokenizer of '{bare}' has no chat template" in capsys.readouterr().err
+    assert _run(["sample", str(bare), "--system", "x"]) == 2
+    assert "--system: needs --chat" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 30))
+    assert chat(bare, "--chat-template", chatml) == 2
+    assert "the conversation has 80 tokens, and there is room for 64" in capsys.readouterr().err
+    config = bare / "tokenizer_config.json"
+    content = json.loads(config.read_text()) | {"chat_template": "{{ raise_exception('no') }}"}
+    config.write_text(json.dumps(content))
+    assert chat(bare, "--prompt=x") == 2
+    assert capsys.readouterr().err == f"error: the chat template of '{bare}' says: no\n"
+
+
+# ------------------------------------------------------------------------------------------------
+# Training on conversations
+
+
+def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(tmp_path, monkeypatch):
+    """Its model directory has the template of the data, and that end among its EOS tokens."""
+    folder = make_workplace(tmp_path)
+    monkeypatch.chdir(folder)
+    tokenizer = write_chat_tokenizer(folder / "model", "{{ 'of the model' }}")
+    vocab = HfTokenizer(tokenizer).vocab_size
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    Path("t.jinja").write_text(CHATML)
+    talk = [{"role": "user", "content": "q" * 40}, {"role": "assistant", "content": "a"}]
+    Path("a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 9)
+    run("a.jsonl", out=Path("chat"), tokenizer="model", chat_template="t.jinja")
+    assert train(steps=1, train_file="chat/*.bin", eval_file="none") == 0
+    assert load_chat_template(HfTokenizer(Path("out"))).source() == CHATML
+    ends = [CONFIG["eos_token_id"], *HfTokenizer(Path("out")).encode("<|im_end|>")]
+    assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == ends
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == ends

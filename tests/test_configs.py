@@ -1,0 +1,40 @@
+"""The ready configurations: each fits where it says, and says what a plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmq.config.option_file import read_option_file
+from llmq.config.options_io import make_config
+from llmq.plan.idle_options import option_warnings
+from tools.plan_configs import BLOCK, CONFIGS, predicted
+
+FILES = sorted(CONFIGS.glob("*.yaml"))
+SIZES = ("0.5b", "1.5b", "7b")
+
+
+def test_what_there_is():
+    names = {path.stem for path in FILES}
+    fine = {f"finetune-qwen2.5-{size}-{memory}gb" for size in SIZES for memory in (8, 12, 16, 24)}
+    fine.remove("finetune-qwen2.5-7b-8gb")  # the embedding and the head alone leave too little
+    pre = {f"pretrain-qwen2.5-{size}-4x4090" for size in SIZES[:2]} | {"pretrain-gpt2-124m"}
+    assert names == fine | pre
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_its_comment_is_its_plan(path: Path):
+    """`tools/plan_configs.py` writes it anew. That it fits is a part of the plan."""
+    (block,) = BLOCK.findall(path.read_text())
+    assert block == predicted(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_its_options_are_good(path: Path):
+    config = make_config({}, path)
+    assert option_warnings(config) == []
+    given = read_option_file(path)
+    assert given["train-file"] == "data/mine/train*.bin"
+    assert config.from_scratch == path.stem.startswith("pretrain")
+    assert f"llmq train --config configs/{path.name}\n" in path.read_text()

@@ -1,0 +1,425 @@
+"""`tokenize` on conversations: their shapes, formats, masks in token files, bad input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import llmq.data.documents
+import llmq.data.tokenize
+from llmq.base.errors import ConfigError, DataError
+from llmq.commands.cli import _run
+from llmq.data.chat_template import load_chat_template
+from llmq.data.conversations import parse_conversation
+from llmq.data.document_index import DocumentIndex
+from llmq.data.hub_dataset import HubDataset
+from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokens import TokenFile
+from tests.chat_templates import (
+    CALL,
+    CHATML,
+    CHATML_MARKED,
+    SHORT,
+    TOOLS,
+    TURNS,
+    WITH_SYSTEM,
+    WITH_TOOLS,
+    assistant,
+    system,
+    user,
+    write_chat_tokenizer,
+)
+from tests.text_data import contents, run, write_jsonl
+
+QA = [user("q"), assistant("a")]
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    """A folder with a BPE and a ChatML template."""
+    return write_chat_tokenizer(tmp_path_factory.mktemp("chat") / "chatml", CHATML)
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    """A file with a template for bytes."""
+    path = tmp_path_factory.mktemp("templates") / "chatml.jinja"
+    path.write_text(CHATML)
+    return str(path)
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(out, split="train"):
+    """Each document's text and its trained parts, and whether the file has masks."""
+    found = []
+    tokenizer = load_tokenizer(out / "tokenizer")
+    for path in sorted(out.glob(f"{split}-*.bin")):
+        file = TokenFile(path)
+        ids, mask = file.read_tokens(0, file.num_tokens), file.read_mask(0, file.num_tokens)
+        offsets = DocumentIndex.read(path).offsets
+        for start, end in itertools.pairwise(offsets):
+            edges = np.flatnonzero(np.diff(mask[start:end], prepend=False, append=False))
+            runs = (ids[start:end][a:b] for a, b in edges.reshape(-1, 2))
+            found.append((tokenizer.decode(ids[start:end]), [tokenizer.decode(r) for r in runs]))
+    return found
+
+
+def said(messages):
+    """What ChatML makes of messages, and which parts of it the assistant's are."""
+    parts = [f"{m['content']}<|im_end|>\n" for m in messages]
+    text = "".join(f"<|im_start|>{m['role']}\n{p}" for m, p in zip(messages, parts, strict=True))
+    spans = [p for m, p in zip(messages, parts, strict=True) if m["role"] == "assistant"]
+    return text, spans
+
+
+SHAPES = {
+    "messages": ({"messages": TURNS}, TURNS),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+         "system": "s"},
+        [system("s"), *QA],
+    ),
+    "conversations with roles": ({"conversations": QA}, QA),
+    "prompt": ({"prompt": "q", "completion": "a"}, QA),
+    "prompt of messages": (
+        {"prompt": [system("s"), user("q")], "completion": [assistant("a")]},
+        [system("s"), *QA],
+    ),
+    "instruction": ({"instruction": "q", "input": "", "output": "a"}, QA),
+    "instruction with input": (
+        {"instruction": "q", "input": "i", "output": "a", "history": [["p", "b"]], "system": "s"},
+        [system("s"), user("p"), assistant("b"), user("q\n\ni"), assistant("a")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(tmp_path, chat_tokenizer, shape):
+    record, messages = SHAPES[shape]
+    write_records(tmp_path / "a.jsonl", [record] * 3)
+    summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(chat_tokenizer))
+    assert read(tmp_path / "out") == [said(messages)] * 3
+    assert (summary.documents, summary.warnings, summary.special_tokens) == (3, [], "")
+    file = TokenFile(tmp_path / "out" / "train-000.bin")
+    assert file.has_masks
+    counts = summary.counts
+    assert (counts.documents, counts.tokens) == (3, file.num_tokens)
+    assert counts.trained == file.read_mask(0, file.num_tokens).sum()
+    assert counts.longest * 3 == counts.tokens
+    manifest = json.loads((tmp_path / "out" / "tokenize.json").read_text())
+    assert manifest["options"]["format"] == shape.split()[0]
+
+
+def test_ids_are_those_of_transformers(tmp_path, chat_tokenizer):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(chat_tokenizer)
+    talks = [TURNS, WITH_SYSTEM, SHORT]
+    write_records(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    run(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=str(chat_tokenizer))
+    file = TokenFile(tmp_path / "out" / "train-000.bin")
+    expected = [i for t in talks for i in theirs.apply_chat_template(t, return_dict=False)]
+    assert file.read_tokens(0, file.num_tokens).tolist() == expected
+
+
+def test_train_on(tmp_path, chatml):
+    write_records(tmp_path / "a.jsonl", [{"messages": TURNS}])
+    text, parts = said(TURNS)
+    for train_on, expected in (("assistant", parts), ("last", parts[-1:]), ("all", [text])):
+        out = tmp_path / train_on
+        summary = run(tmp_path / "a.jsonl", out=out, chat_template=chatml, train_on=train_on)
+        assert read(out) == [(text, expected)]
+        assert TokenFile(out / "train-000.bin").has_masks == (train_on != "all")
+        first = train_on == "all"  # nothing predicts the first token
+        assert summary.counts.trained == len("".join(expected).encode()) - first
+    run(tmp_path / "a.jsonl", out=tmp_path / "each", chat_template=chatml, train_on="each")
+    assert read(tmp_path / "each") == [
+        (said(TURNS[:end])[0], [part]) for end, part in zip((2, 4, 6), parts, strict=True)
+    ]
+    with pytest.raises(DataError, match="tokens made with other train_on: choose another --out"):
+        run(tmp_path / "a.jsonl", out=out, chat_template=chatml)
+    with pytest.raises(ConfigError, match="--train-on is most: give assistant, last, each, all"):
+        run(tmp_path / "a.jsonl", out=out, chat_template=chatml, train_on="most")
+
+
+def test_tools(tmp_path):
+    """As objects, or as JSON; calls of the other format."""
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | tojson if "
+    source += "m.tool_calls }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    (tmp_path / "t.jinja").write_text(source)
+    template = load_chat_template(ByteTokenizer(), str(tmp_path / "t.jinja"))
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    records = [
+        ({"messages": WITH_TOOLS, "tools": TOOLS}, "messages"),
+        ({"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}, "messages"),
+        ({"conversations": [WITH_TOOLS[0], call, *WITH_TOOLS[2:]], "tools": TOOLS},
+         "conversations"),
+    ]  # fmt: skip
+    texts = set()
+    for record, form in records:
+        talk = parse_conversation(record, form)
+        texts.add(template.render(talk.messages, tools=talk.tools).text)
+    assert len(texts) == 1 and '"arguments": {"city": "Zürich"}' in texts.pop()
+    assert parse_conversation({"messages": QA, "tools": []}, "messages").tools is None
+
+
+def test_every_kind_of_file(tmp_path, chatml):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    records = [{"id": i, "messages": [user(f"q{i}"), assistant("a" * i)]} for i in range(1, 8)]
+    # In the table each message has all fields, with nulls.
+    records[3]["messages"][1] |= {"tool_calls": [CALL]}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_records(folder / "a.jsonl", records)
+    (folder / "b.json").write_text(json.dumps(records, indent=1))
+    table = pyarrow.Table.from_pylist(records)
+    parquet.write_table(table, folder / "c.parquet", row_group_size=3)
+    (folder / "README.txt").write_text("not a conversation")
+    write_jsonl(folder / "d.jsonl", ["nor this"])
+    source = CHATML.replace("m.content", "m.content ~ (m.tool_calls | tojson if m.tool_calls)")
+    (tmp_path / "t.jinja").write_text(source)
+    how = {"format": "messages", "chat_template": str(tmp_path / "t.jinja")}
+    summary = run(folder, out=tmp_path / "out", **how)
+    found = read(tmp_path / "out")
+    assert len(found) == 21 and found[:7] == found[7:14] == found[14:]
+    assert "null" not in found[17][0] and "Zürich" in found[17][0]
+    left_out = "2 files in folders hold no conversations of the format messages: left out, the "
+    assert summary.warnings == [f"{left_out}first is '{folder / 'README.txt'}'"]
+    del how["format"]
+    with pytest.raises(DataError, match=r"is of the format messages and '.*d\.jsonl' of text: "):
+        run(folder, out=tmp_path / "out2", **how)
+    (folder / "d.jsonl").unlink()
+    run(folder, out=tmp_path / "out2", **how)
+    assert read(tmp_path / "out2") == found
+
+
+def test_which_format(tmp_path, chatml):
+    path = write_records(tmp_path / "a.jsonl", [{"text": "t", **SHAPES["instruction"][0]}])
+    with pytest.raises(DataError, match=r"fields of several formats \(text, instruction\): choose"):
+        run(path, out=tmp_path / "out", chat_template=chatml)
+    summary = run(path, out=tmp_path / "out", format="text", chat_template=chatml, train_on="all")
+    assert read(tmp_path / "out") == [("t<|endoftext|>", ["t<|endoftext|>"])]
+    why = "the inputs are texts, not conversations"
+    assert summary.warnings == [
+        f"--train-on all has no effect: {why}",
+        f"--chat-template {chatml} has no effect: {why}",
+    ]
+    path = write_records(tmp_path / "b.jsonl", [{"text": "t", "body": "b", "messages": QA}])
+    summary = run(path, out=tmp_path / "b", field="body")  # who names a field means a text
+    assert read(tmp_path / "b")[0][0] == "b<|endoftext|>"
+    how = {"chat_template": chatml, "format": "messages", "field": "body"}
+    summary = run(path, out=tmp_path / "c", special_tokens="none", **how)
+    assert [w.split(" has no effect: ")[0] for w in summary.warnings] == [
+        "--field body",
+        "--special-tokens none",
+    ]
+    with pytest.raises(ConfigError, match="--format is chat: give auto, text, messages, "):
+        run(path, out=tmp_path / "d", format="chat")
+
+
+def test_the_template_goes_with_the_tokens(tmp_path, chat_tokenizer):
+    write_records(tmp_path / "a.jsonl", [{"messages": QA}])
+    given = tmp_path / "t.jinja"
+    given.write_text(CHATML_MARKED)
+    tokenizer = load_tokenizer(chat_tokenizer)
+    for name, how in (("own", {}), ("given", {"chat_template": str(given)})):
+        out = tmp_path / name
+        run(tmp_path / "a.jsonl", out=out, tokenizer=str(chat_tokenizer), **how)
+        kept = load_tokenizer(out / "tokenizer")
+        assert kept.fingerprint == tokenizer.fingerprint
+        source = load_chat_template(kept).source()
+        assert source == (CHATML if name == "own" else CHATML_MARKED)
+    given.write_text(CHATML_MARKED + " ")
+    with pytest.raises(DataError, match="made with other chat_template"):
+        run(tmp_path / "a.jsonl", out=out, tokenizer=str(chat_tokenizer), **how)
+
+
+# ------------------------------------------------------------------------------------------------
+# Masks in token files
+
+
+def test_resumed_conversations_are_the_same(tmp_path, chatml, monkeypatch):
+    """Shards that end within a byte of mask bits, killed again and again."""
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    records = [{"messages": [user("q" * i), assistant("a" * (i % 5))]} for i in range(17)]
+    write_records(tmp_path / "a.jsonl", records)
+    options = {"chat_template": chatml, "eval_fraction": 0.2, "shard_tokens": 301}
+    whole = run(tmp_path / "a.jsonl", out=tmp_path / "whole", **options)
+    update, left = llmq.data.tokenize._Report.update, 0
+
+    def interrupt(report, *args):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        update(report, *args)
+
+    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
+    runs = 0
+    while True:
+        left, runs = 2, runs + 1
+        try:
+            summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", **options)
+            break
+        except KeyboardInterrupt:
+            pass
+    assert runs > 5 and summary.was_resumed
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert summary.counts == whole.counts
+
+
+def test_interrupted_at_the_end(tmp_path, chatml, monkeypatch):
+    """The token files are complete, and their masks are read back from them."""
+    records = [{"messages": [user("q" * i), assistant("a")]} for i in range(9)]
+    write_records(tmp_path / "a.jsonl", records)
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    run(tmp_path / "a.jsonl", out=tmp_path / "whole", chat_template=chatml)
+    save = llmq.data.tokenize.Manifest.save
+
+    def stop_at_the_end(manifest, position, shards, complete=False):
+        if complete:
+            raise KeyboardInterrupt
+        save(manifest, position, shards)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llmq.data.tokenize.Manifest, "save", stop_at_the_end)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml)
+    assert (tmp_path / "out" / "train-000.bin").exists()
+    assert run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml).was_resumed
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_workers_make_the_same(tmp_path, chatml):
+    write_records(tmp_path / "a.jsonl", [{"messages": TURNS}] * 5)
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        run(tmp_path / "a.jsonl", out=out, chat_template=chatml, workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_counts_of_long_documents(tmp_path, chatml):
+    """The second one's answer lies behind the 60 tokens of a sequence."""
+    talks = [QA, [user("q" * 60), assistant("a")]]
+    write_records(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml, seq_len=80)
+    lengths = [len(said(talk)[0]) for talk in talks]
+    assert lengths[0] < 80 < lengths[1]
+    counts = summary.counts
+    assert (counts.longest, counts.cut, counts.untrained) == (lengths[1], 1, 1)
+    lines = summary.describe().splitlines()
+    assert f"{sum(lengths)} tokens, 24 of them trained (13.0 %), the longest document" in lines[2]
+    assert lines[3:] == [
+        "  longer than --seq-len 80: 1",
+        "warning: 1 of 2 documents are longer than --seq-len 80: a sequence has only a part of "
+        "them",
+        "warning: 1 documents have no trained token among the first 80",
+    ]
+    again = run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml)
+    assert (again.counts.cut, again.counts.untrained, again.warnings) == (None, 0, [])
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": []}, "there are no messages"),
+        ({"messages": None}, "no field 'messages' in a record of the format messages"),
+        ({"text": "x"}, "no field 'messages' in a record of the format messages"),
+        ({"messages": "x"}, "field 'messages' is a text that is no JSON: "),
+        ({"messages": {}}, "field 'messages' is a dict, not a list"),
+        ({"messages": ["x"]}, "message 1 is a str, not an object"),
+        ({"messages": [{"content": "x"}]}, "message 1 has no role"),
+        ({"messages": [*QA, {"role": "user"}]}, "message 3 (user) has no content"),
+        ({"messages": [*QA, user(3)]}, "message 3 (user): its content is a int"),
+        ({"messages": [user([{"type": "image"}])]}, "a part of its content is 'image'; only texts"),
+        ({"messages": [user("a"), {"role": "robot", "content": ""}]}, "the unknown role 'robot'"),
+        ({"messages": [user("a")]}, "there is no message of the assistant to train on"),
+        ({"messages": QA, "tools": "[{"}, "field 'tools' is a text that is no JSON: "),
+        ({"messages": QA, "tools": {}}, "field 'tools' is a dict, not a list"),
+        ({"messages": [user("boom"), *QA]}, "t.jinja' says: no such luck"),
+    ],
+)
+def test_bad_records(tmp_path, record, message, capsys):
+    """One line, which says where; nothing is left behind."""
+    source = (
+        "{% if messages[0].content == 'boom' %}{{ raise_exception('no such\nluck') }}{% endif %}"
+    )
+    (tmp_path / "t.jinja").write_text(source + CHATML)
+    write_records(tmp_path / "a.jsonl", [{"messages": QA}, record])
+    args = f"{tmp_path / 'a.jsonl'} --tokenizer bytes --chat-template {tmp_path / 't.jinja'}"
+    assert _run(["tokenize", *args.split(), "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {tmp_path / 'a.jsonl'}:2: ") and message in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "message"),
+    [
+        ("prompt", {"prompt": "q", "completion": 3}, "field 'completion' is a int, not a list"),
+        ("prompt", {"prompt": [user("q")], "completion": [user("a")]}, "no message of the assist"),
+        ("instruction", {"instruction": 3, "output": "a"}, "field 'instruction' is a int, not a t"),
+        ("instruction", {"instruction": "q", "output": "a", "history": ["b"]}, "no list of pairs"),
+        ("conversations", {"conversations": [{"from": "function_call", "value": "f()"}]},
+         "message 1 (function_call) is no JSON with name and arguments"),
+    ],
+)  # fmt: skip
+def test_bad_records_of_other_formats(tmp_path, chatml, form, record, message):
+    write_records(tmp_path / "a.jsonl", [record])
+    with pytest.raises(DataError) as error:
+        run(tmp_path / "a.jsonl", out=tmp_path / "out", chat_template=chatml, format=form)
+    assert message in str(error.value) and str(error.value).startswith(str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_hold_no_conversations(tmp_path, chatml):
+    (tmp_path / "a.txt").write_text("x")
+    write_jsonl(tmp_path / "b.jsonl", ["x"])
+    for name, message in (
+        ("a.txt", "is a text: conversations are read of JSON lines, JSON, Parquet"),
+        ("b.jsonl", "no field 'prompt', 'completion': with --format prompt"),
+        ("", "no file has records of --format prompt"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(tmp_path / name, out=tmp_path / "out", chat_template=chatml, format="prompt")
+    write_records(tmp_path / "c.jsonl", [{"messages": QA}])
+    with pytest.raises(DataError, match="the tokenizer 'bytes' has no chat template, which the co"):
+        run(tmp_path / "c.jsonl", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch):
+    """Conversations come through the reader that texts come through."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    talks = [{"messages": [user(f"q{i}"), assistant("a" * i)]} for i in range(1, 5)]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    plain = write_records(folder / "a.jsonl", talks).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(plain)))
+    for name, inputs, dataset in (
+        ("packed", [tmp_path / "b.jsonl.gz"], None),
+        ("piped", ["-"], None),
+        ("of a set", [], HubDataset(str(folder), None, "train")),
+    ):
+        run(*inputs, out=tmp_path / name, chat_template=chatml, dataset=dataset)
+        assert read(tmp_path / name) == [said(talk["messages"]) for talk in talks]

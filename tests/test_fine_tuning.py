@@ -1,0 +1,73 @@
+"""docs/fine-tuning.md as it stands, with a model so small that it takes seconds."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llmq.commands.cli import _run
+from llmq.data.chat_template import load_chat_template
+from llmq.data.tokenizer import HfTokenizer
+from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
+from tests.runs import CONFIG
+from tests.text_data import documents, run
+
+transformers = pytest.importorskip("transformers")
+
+PAGE = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text()
+SMALL = {"train": "--device cpu --model-dtype fp32", "sample": "--device cpu --max-new-tokens 5"}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with 200 conversations and a random model with tokenizer and template."""
+    monkeypatch.chdir(tmp_path)
+    write_chat_tokenizer(Path("model"), CHATML)
+    vocab = HfTokenizer(Path("model")).vocab_size
+    config = CONFIG | {"vocab_size": vocab, "max_position_embeddings": 1024}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+    model.float().save_pretrained("model")
+    rng = random.Random(0)
+    texts = iter(documents(1000))
+    with open("talks.jsonl", "w") as file:
+        for _ in range(200):
+            turns = [(user(next(texts)), assistant(next(texts))) for _ in range(rng.randint(1, 2))]
+            file.write(json.dumps({"messages": [m for turn in turns for m in turn]}) + "\n")
+
+
+def test_the_commands_run(workplace, capsys, monkeypatch):
+    block = re.search(r"talk to:\n\n((?: {4}.*\n)+)", PAGE)[1].replace("\\\n", " ")
+    commands = [shlex.split(line) for line in block.strip().splitlines()]
+    assert [words[1] for words in commands] == ["tokenize", "show", "train", "sample", "sample"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    said = []
+    for _, command, *args in commands:
+        assert _run([command, *args, *SMALL.get(command, "").split()]) == 0, capsys.readouterr().err
+        said.append(capsys.readouterr())
+    assert "200 documents, vocabulary of " in said[0].out and " of them trained (" in said[0].out
+    assert "<|im_start|>assistant\n⟦" in said[1].out and "<|im_end|>\n⟧" in said[1].out
+    assert "[V]" in said[2].out
+    assert said[4].out.count("\n") >= 1
+
+
+def test_the_template_for_base_models(tmp_path):
+    """What it marks is what the page promises."""
+    (tmp_path / "t.jinja").write_text(re.search(r"```jinja\n(.*?)```", PAGE, re.DOTALL)[1])
+    talk = {"messages": [user("q"), assistant("a"), user("r"), assistant("b")]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk))
+    folder = write_chat_tokenizer(tmp_path / "t")
+    out = tmp_path / "out"
+    how = {"tokenizer": str(folder), "chat_template": str(tmp_path / "t.jinja")}
+    run(tmp_path / "a.jsonl", out=out, **how)
+    template = load_chat_template(HfTokenizer(out / "tokenizer"))
+    text, spans = template.render(talk["messages"])
+    assert text == "### user\nq\n### assistant\na</s>\n### user\nr\n### assistant\nb</s>\n"
+    assert [text[start:end] for start, end in spans] == ["a</s>", "b</s>"]
+    prompt = template.render(talk["messages"][:1], add_generation_prompt=True).text
+    assert prompt == "### user\nq\n### assistant\n"

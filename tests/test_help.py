@@ -1,0 +1,126 @@
+"""--help at 80 columns and in a pipe, and the completion of shells, of both console scripts."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from llmq.commands.cli import TRAIN, _command, _run, app
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+def spellings(command) -> set[str]:
+    return {name for p in command.params for name in (*p.opts, *p.secondary_opts)
+            if name.startswith("--")}  # fmt: skip
+
+
+def check(text: str, command, columns: int = 80) -> None:
+    lines = text.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert not any(re.search(r"\w-$", line) for line in lines), "a flag is broken at its hyphen"
+    assert "…" not in text
+    begun = {word for line in lines if line.startswith("  -") for word in re.split(r"[ ,/]+", line)}
+    assert spellings(command) <= begun
+    helps = [p.help for p in command.params if getattr(p, "help", None)]
+    words = " ".join(text.split())
+    for help_ in helps:
+        assert " ".join(help_.split()) in words
+
+
+@pytest.mark.parametrize("columns", [None, "80", "200"])
+@pytest.mark.parametrize("name", [*COMMANDS, TRAIN])
+def test_help_shows_all_of_every_option(name, columns, capsys, monkeypatch):
+    """Into a pipe; a wide terminal does not make the lines longer."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    args = (["--help"], TRAIN) if name == TRAIN else ([name, "--help"],)
+    assert _run(*args) == 0
+    out = capsys.readouterr().out
+    check(out, _command(TRAIN) if name == TRAIN else COMMANDS[name])
+    if name in ("train", TRAIN):
+        titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
+        assert titles[:3] == ["Options", "Model", "Data and shape"]
+        assert titles[-1] == "Several GPUs"
+
+
+def test_help_names_all_commands_with_what_they_do(capsys):
+    assert _run(["--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for name, command in COMMANDS.items():
+        assert f"{name} {' '.join(command.help.split())}" in out
+    assert "--install-completion" in out and "--show-completion" in out
+
+
+def test_help_in_a_terminal_of_80_columns():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "llmq", "plan", "--help"]
+    env = os.environ | {"COLUMNS": "80", "TERM": "xterm-256color"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            text += part
+    os.close(ours)
+    assert process.returncode == 0
+    check(text.decode().replace("\r\n", "\n"), COMMANDS["plan"])
+
+
+MAIN = {"llmq": "main", TRAIN: "train_main"}
+
+
+def script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess:
+    """Run a console script, as its file would."""
+    code = f"import sys; sys.argv[0] = {name!r}; import llmq.__main__ as m; m.{MAIN[name]}()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | env,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "offered"),
+    [
+        ("llmq", "pl", {"plan", "plot"}),
+        ("llmq", "train --offload-opt", {"--offload-opt-m", "--offload-opt-v"}),
+        ("llmq", "plan --attention ", {"auto", "cudnn", "native"}),
+        (TRAIN, "--recompute-s", {"--recompute-swiglu"}),
+        (TRAIN, "--from-scratch=x --lr-schedule=c --p2p o", {"on", "off"}),
+    ],
+)
+def test_shells_complete(name, line, offered):
+    words = f"{name} {line}"
+    at = str(len(words.split()) - 1 + words.endswith(" "))
+    variable = f"_{name.upper().replace('-', '_')}_COMPLETE"
+    done = script(name, COMP_WORDS=words, COMP_CWORD=at, **{variable: "complete_bash"})
+    assert (done.stderr, set(done.stdout.split())) == ("", offered)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_completion_is_installed_for_the_script(name, tmp_path):
+    """Which shell it is, is not looked for here: a test has none of its own."""
+    home = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = script(name, "--show-completion", "bash", **home)
+    assert done.returncode == 0 and f" {name}" in done.stdout.splitlines()[-1]
+    shown = done.stdout
+    done = script(name, "--install-completion", "bash", **home)
+    assert done.returncode == 0 and "bash completion installed" in done.stdout
+    (written,) = (tmp_path / ".bash_completions").iterdir()
+    assert written.name == f"{name}.sh" and written.read_text().strip() == shown.strip()
+    assert str(written) in (tmp_path / ".bashrc").read_text()

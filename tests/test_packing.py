@@ -1,0 +1,576 @@
+"""Documents in sequences: nothing lost, nothing twice, nothing cut that fits; masks; weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from llmq.base.errors import ConfigError, DataError
+from llmq.commands.cli import _run
+from llmq.config.options_io import make_config
+from llmq.config.train_files import split_weight, split_weights
+from llmq.data.dataset import Layout
+from llmq.data.document_file import documents_path
+from llmq.data.epoch_plan import shares_of
+from llmq.data.loader import DataLoader
+from llmq.data.order import hashed_order
+from llmq.data.packing import best_fit, cut_documents
+from llmq.data.split import Split
+from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
+from llmq.data.trained import has_trained_tokens, trained_tokens
+from tests.runs import flags, make_workplace, records, train
+
+T, VOCAB = 16, 10**6
+ORDERS = [  # of 12 elements, with a seed of 7 and with one that differs above 32 bits
+    [6, 1, 5, 0, 7, 4, 3, 10, 11, 2, 8, 9],
+    [0, 8, 10, 9, 11, 3, 1, 5, 6, 4, 7, 2],
+]
+# Lengths of the documents in each file: shorter than a sequence, as long, longer by one (whose last
+# token is predicted, but predicts nothing), longer by far, and some that have nothing to predict.
+LENGTHS = {"a": [5, 3, 16, 9, 1, 17, 2], "b": [33, 40, 7, 7, 7, 4, 12], "c": [1, 6], "d": []}
+PACKINGS = [("best-fit", True), ("best-fit", False), ("none", True), ("concat", True)]
+
+
+def write(path, lengths, start=0, mask=None, with_documents=True):
+    """A file whose tokens count up from start."""
+    tokens = np.arange(start, start + sum(lengths))
+    with TokenWriter(
+        path, VOCAB, with_masks=mask is not None, with_documents=with_documents
+    ) as writer:
+        writer.write(tokens, mask, np.cumsum(lengths) if with_documents else ())
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Every token of all files has a number of its own."""
+    start = 0
+    for name, lengths in LENGTHS.items():
+        write(tmp_path / f"{name}.bin", lengths, start)
+        start += sum(lengths)
+    return tmp_path / "*.bin"
+
+
+def documents():
+    """The tokens of each document of `data`."""
+    edges = np.cumsum([0, *(n for lengths in LENGTHS.values() for n in lengths)])
+    return [np.arange(*pair) for pair in itertools.pairwise(edges)]
+
+
+def loader(data, packing="best-fit", masked=True, *, rank=0, world_size=1, micro_batch=2, **kwargs):
+    layout = {"packing": packing, "document_mask": masked}
+    layout |= {k: kwargs.pop(k) for k in ("weights", "separator") if k in kwargs}
+    return DataLoader(
+        data, seq_len=T, micro_batch=micro_batch, seed=kwargs.pop("seed", 5), vocab_size=VOCAB,
+        rank=rank, world_size=world_size, layout=Layout(**layout), **kwargs,
+    )  # fmt: skip
+
+
+def drain(one):
+    """All remaining batches of this epoch."""
+    return [one.next_batch() for _ in range(one.batches_left)]
+
+
+def pairs(batches):
+    """(input, target) of every position that is trained."""
+    found = []
+    for batch in batches:
+        kept = batch.targets >= 0
+        found += zip(batch.inputs[kept].tolist(), batch.targets[kept].tolist(), strict=True)
+    return found
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------
+# Packing
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_piece_is_in_one_row_that_has_room(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(1, 60))
+    lengths = rng.integers(1, seq_len + 1, rng.integers(1, 300)).astype(np.int32)
+    rows = best_fit(lengths, seq_len)
+    assert sorted(rows.slots.tolist()) == list(range(len(lengths)))
+    in_slots = np.sort(lengths)[::-1][rows.slots]
+    sums = np.add.reduceat(in_slots, rows.edges[:-1])
+    assert sums.max() <= seq_len and len(sums) == len(rows)
+    assert rows.edges[-1] == len(lengths) and (np.diff(rows.edges) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_best_fit_decreasing(seed):
+    """As one would write it down: as many rows, as full, as one piece after the other gives."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 33, 400)
+    room: list[int] = []
+    for length in np.sort(lengths)[::-1].tolist():
+        fitting = [r for r in room if r >= length]
+        if fitting:
+            room[room.index(min(fitting))] -= length
+        else:
+            room.append(32 - length)
+    rows = best_fit(lengths, 32)
+    in_slots = np.sort(lengths)[::-1][rows.slots]
+    sums = np.add.reduceat(in_slots, rows.edges[:-1])
+    assert sorted(32 - sums) == sorted(room)
+
+
+def test_pieces_of_documents():
+    lengths = np.array([1, 2, 16, 17, 18, 32, 33, 34])
+    starts = np.cumsum(lengths) - lengths
+    pieces = cut_documents(3, starts, lengths, 16)
+    found = list(zip((pieces.start - starts[[1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]]).tolist(),
+                     pieces.length.tolist(), pieces.goes_on.tolist(), strict=True))  # fmt: skip
+    whole, last = (0, 16, True), (16, 16, True)
+    expected = [(0, 2, False), (0, 16, False), whole, whole, (16, 2, False)]
+    expected += [whole, (16, 16, False), whole, last, whole, last, (32, 2, False)]
+    assert found == expected
+    assert set(pieces.file.tolist()) == {3} and (pieces.documents, pieces.cut) == (8, 5)
+
+
+def test_hashed_orders_are_permutations():
+    """Known values: a resumed run needs the same order from every machine and every NumPy."""
+    assert hashed_order(12, 7, 0, 0).tolist() == ORDERS[0]
+    assert hashed_order(12, 7 | 1 << 32, 0, 0).tolist() == ORDERS[1]
+    for n in (0, 1, 2, 1000):
+        assert sorted(hashed_order(n, 1, 2, 3).tolist()) == list(range(n))
+    orders = {tuple(hashed_order(50, *key)) for key in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]}
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("packing", "masked"), PACKINGS)
+def test_every_token_of_every_document_is_predicted_once(
+    data, packing, masked, world_size, everything
+):
+    """In training as far as sequences fill batches: here all do, with batches of one."""
+    if packing == "concat" and not everything:
+        pytest.skip("windows leave out the ends of files")
+    ranks = [
+        loader(
+            data,
+            packing,
+            masked,
+            rank=r,
+            world_size=world_size,
+            micro_batch=1,
+            everything=everything,
+        )
+        for r in range(world_size)
+    ]
+    found = []
+    for one in ranks:
+        with one:
+            found += pairs(drain(one))
+    expected = [pair for doc in documents() for pair in itertools.pairwise(doc.tolist())]
+    if not masked:  # the end of a document predicts the next one of its row
+        ends = {int(doc[-1]) for doc in documents() if len(doc)}
+        found = [pair for pair in found if pair[0] not in ends]
+    assert len(set(found)) == len(found)
+    if everything or world_size == 1:
+        assert sorted(found) == sorted(expected)
+    else:
+        assert set(found) <= set(expected)
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+def test_no_document_is_cut_that_fits(data, packing):
+    with loader(data, packing, micro_batch=1) as one:
+        batches = drain(one)
+    rows = [set(batch.inputs[0].tolist()) for batch in batches]
+    for doc in documents():
+        inside = [row for row in rows if row.intersection(doc.tolist())]
+        if 1 < len(doc) <= T:
+            assert len(inside) == 1 and set(doc.tolist()) <= inside[0]
+        else:
+            assert len(inside) == -(-(len(doc) - 1) // T)
+    if packing == "none":
+        assert len(rows) == sum(-(-(len(doc) - 1) // T) for doc in documents())
+
+
+@pytest.mark.parametrize(("packing", "masked"), [p for p in PACKINGS if p[1]])
+def test_starts_and_padding(data, packing, masked):
+    """Positions of one document share a start, which is their first one; padding is one of them."""
+    number = np.concatenate([np.full(len(doc), i) for i, doc in enumerate(documents())])
+    with loader(data, packing, masked, everything=True) as one:
+        batches = drain(one)
+        total = one.tokens(one.batches_per_epoch)
+    padding = 0
+    for batch in batches:
+        assert batch.starts.dtype == np.int32 and batch.starts.shape == (2, T)
+        for inputs, targets, starts in zip(*batch[:3], strict=True):
+            assert (starts <= np.arange(T)).all() and (np.diff(starts) >= 0).all()
+            assert (starts[starts] == starts).all()
+            for t in range(T):
+                document = number[inputs[starts[t] : t + 1]]
+                trained = targets[t] >= 0
+                if trained:
+                    assert (document == document[0]).all()
+                    assert targets[t] == inputs[t] + 1 and number[targets[t]] == document[0]
+                last = number[inputs[t]] != number[inputs[t] + 1 : inputs[t] + 2]
+                assert not (last.any() and trained)
+        padding += batch.padding
+    assert padding == sum(batch.inputs.size for batch in batches) - total
+
+
+def test_without_masks_documents_follow_each_other(data):
+    """The end of a document predicts the first token of the next one, as in a file; no starts."""
+    with loader(data, "best-fit", False, micro_batch=1) as one:
+        for batch in drain(one):
+            assert batch.starts is None
+            row, targets = batch.inputs[0], batch.targets[0]
+            filled = T - batch.padding
+            np.testing.assert_array_equal(targets[: filled - 1], row[1:filled])
+            assert (targets[filled:] == MASKED_TARGET).all()
+            assert targets[filled - 1] in (MASKED_TARGET, row[filled - 1] + 1)
+
+
+def test_windows_are_the_same_with_masks(data):
+    """Only targets behind the ends of documents are masked, and starts are added."""
+    ends = [doc[-1] for doc in documents() if len(doc)]
+    with loader(data, "concat", True) as masked, loader(data, "concat", False) as plain:
+        assert plain.state() == masked.state()
+        for one, other in zip(drain(plain), drain(masked), strict=True):
+            np.testing.assert_array_equal(one.inputs, other.inputs)
+            hidden = np.isin(one.inputs, ends)
+            assert (other.targets[hidden] == MASKED_TARGET).all()
+            np.testing.assert_array_equal(one.targets[~hidden], other.targets[~hidden])
+            assert one.starts is None and other.starts is not None
+
+
+def test_masks_of_tokens(tmp_path):
+    """A document of masked tokens is left out; the bit of the target decides, also at its start."""
+    lengths = [4, 4, 4]
+    mask = np.array([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0], bool)  # of the second one only the first
+    path = write(tmp_path / "a.bin", lengths, mask=mask)
+    for packing, masked in PACKINGS[:3]:
+        with loader(path, packing, masked, micro_batch=1) as one:
+            batches = drain(one)
+            assert (one.data.documents, one.data.untrained) == (3, 1)
+            assert any("1 of 3 documents (x) have no token" in line for line in one.data.lines("x"))
+        found = sorted(pairs(batches))
+        across = [(3, 8)] if (3, 8) in found else [(11, 0)] if (11, 0) in found else []
+        assert found == sorted([(1, 2), (2, 3), (8, 9), (9, 10), *(across if not masked else [])])
+        assert masked or across in ([(3, 8)], [])  # token 0 is masked, token 8 is not
+
+
+def test_counts_of_trained_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmq.data.trained._BLOCK", 7)
+    rng = np.random.default_rng(0)
+    for share in (0.5, 0.02, 0.0):
+        mask = rng.random(70) < share
+        offsets = np.array([0, 1, 5, 14, 15, 21, 40, 70])
+        file = TokenFile(write(tmp_path / "a.bin", np.diff(offsets), mask=mask))
+        expected = [mask[a + 1 : b].sum() for a, b in itertools.pairwise(offsets)]
+        assert trained_tokens(file, offsets).tolist() == expected
+        assert has_trained_tokens(file) == mask[1:].any()
+
+
+# ------------------------------------------------------------------------------------------------
+# Order and resuming
+
+
+@pytest.mark.parametrize(("packing", "masked"), PACKINGS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_order_does_not_depend_on_ranks(data, tmp_path, packing, masked, weighted):
+    """Rank r of W has row r of each group; one rank with W times the batch has the same rows."""
+    kwargs = {}
+    if weighted:
+        data, kwargs = [tmp_path / "a.bin", tmp_path / "b.bin"], {"weights": (3.0, 1.0)}
+    elif packing == "concat":
+        pytest.skip("windows without weights are llm.q's, see test_loader")
+    with loader(data, packing, masked, micro_batch=2, **kwargs) as one:
+        rows = [row for _ in range(3) for b in drain_epoch(one) for row in b.inputs.tolist()]
+        count = one.data.sequences
+    ranks = [
+        loader(data, packing, masked, rank=r, world_size=2, micro_batch=1, **kwargs) for r in (0, 1)
+    ]
+    shared = [
+        b.inputs[0].tolist()
+        for _ in range(3)
+        for both in zip(*map(drain_epoch, ranks), strict=True)
+        for b in both
+    ]
+    assert shared == rows and len(rows) == 3 * (count // 2 * 2)
+
+
+def drain_epoch(one):
+    """The rest of this epoch; afterwards the next one begins."""
+    batches = drain(one)
+    one.advance_epoch()
+    return batches
+
+
+@pytest.mark.parametrize(("packing", "masked"), PACKINGS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_resume_at_every_batch(data, tmp_path, packing, masked, weighted, monkeypatch):
+    """Of three epochs, by a loader of another seed; without reading anything before."""
+    kwargs = {}
+    if weighted:
+        data, kwargs = [tmp_path / "a.bin", tmp_path / "b.bin"], {"weights": (3.0, 1.0)}
+    states, batches = [], []
+    with loader(data, packing, masked, rank=1, world_size=2, micro_batch=1, **kwargs) as one:
+        for _ in range(3):
+            while one.has_next():
+                states.append(one.state())
+                batches.append(one.next_batch())
+            one.advance_epoch()
+    with loader(
+        data, packing, masked, rank=1, world_size=2, micro_batch=1, seed=9, **kwargs
+    ) as two:
+        for state, batch in zip(states, batches, strict=True):
+            with monkeypatch.context() as patch:
+                patch.setattr(TokenFile, "read_tokens_into", None)
+                two.set_state(state)
+                assert two.state() == state
+            same(two.next_batch(), batch)
+
+
+def test_epochs_differ(data):
+    """Other documents stand together, in another order."""
+    with loader(data, micro_batch=1, seed=1) as one:
+        first, second = ([b.inputs[0].tolist() for b in drain_epoch(one)] for _ in range(2))
+    assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
+
+
+def test_state_of_another_packing_is_refused(data, tmp_path):
+    with loader(data, "best-fit") as one:
+        state = one.state()
+    with loader(data, "best-fit", False) as one:
+        one.set_state(state)  # the mask changes no place
+    message = "the documents, --packing or the weights of --train-file changed since the checkpoint"
+    for packing in ("none", "concat"):
+        with loader(data, packing) as one, pytest.raises(DataError, match=message):
+            one.set_state(state)
+    size = (tmp_path / "a.bin").stat().st_size
+    write(tmp_path / "a.bin", [*LENGTHS["a"][:-2], 18, 1])
+    assert (tmp_path / "a.bin").stat().st_size == size
+    with loader(data, "best-fit") as one, pytest.raises(DataError, match=message):
+        one.set_state(state)
+
+
+def test_a_split_is_of_documents(data):
+    sides = []
+    for held_out in (False, True):
+        with loader(data, split=Split(0.3, held_out), everything=True) as one:
+            sides.append({token for pair in pairs(drain(one)) for token in pair})
+            assert one.data.documents == (len(documents()) - 4, 4)[held_out]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == {t for doc in documents() if len(doc) > 1 for t in doc.tolist()}
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights
+
+
+@pytest.mark.parametrize(("packing", "masked"), [*PACKINGS, ("concat", False)])
+def test_exact_shares(tmp_path, packing, masked):
+    """Over an epoch and, to within a sequence, everywhere in it; no sequence before its turn."""
+    write(tmp_path / "a.bin", [10, 12] * 40)
+    write(tmp_path / "b.bin", [16] * 10, start=5000)
+    paths = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    with loader(paths, packing, masked, micro_batch=1, weights=(1, 3)) as one:
+        count = one.data.sequences
+        counts = [source.count for source in one.data.plan.sources]
+        assert count == sum(counts)
+        seen = []
+        for _ in range(4):
+            of_b = np.array([b.inputs[0, 0] >= 5000 for b in drain_rows(one, seen)])
+            assert of_b.sum() == one.data.plan.shares[1]
+            assert abs(of_b.sum() - 0.75 * count) < 1
+            assert (abs(np.cumsum(of_b) - 0.75 * np.arange(1, count + 1)) <= 1).all()
+        for which, side in enumerate((lambda x: x < 5000, lambda x: x >= 5000)):
+            rows = [row for row in seen if side(row[0])]
+            for begin in range(0, len(rows) - counts[which] + 1, counts[which]):
+                assert len(set(rows[begin : begin + counts[which]])) == counts[which]
+    share = one.data.plan.shares[1]
+    line = f"  {paths[1]}: {100 * share / count:.2f} % are {share}, {share / counts[1]:.2f} passes "
+    assert one.data.lines("train")[-1] == f"{line}over its {counts[1]}"
+
+
+def drain_rows(one, seen):
+    batches = drain_epoch(one)
+    seen += [tuple(batch.inputs[0].tolist()) for batch in batches]
+    return batches
+
+
+def test_shares_by_largest_remainders():
+    assert shares_of(10, (1, 1, 1)) == [4, 3, 3]
+    assert shares_of(1000, (0.7, 0.3)) == [700, 300]
+    for total in (7, 100, 12345):
+        shares = shares_of(total, (5, 2.5, 0.1 * total))
+        assert sum(shares) == total
+    with pytest.raises(DataError, match=r"the weight 0\.001 of 1\.001 is less than one of the 10"):
+        shares_of(10, (1, 0.001))
+
+
+def test_weights_of_patterns(tmp_path):
+    assert split_weight("a.bin:0.7") == ("a.bin", 0.7)
+    assert split_weight("data/*.bin:2") == ("data/*.bin", 2.0)
+    assert split_weight("a:b.bin") == ("a:b.bin", None)  # a name
+    assert split_weight("a.bin") == ("a.bin", None)
+    path = tmp_path / "a:1"
+    path.touch()
+    assert split_weight(str(path)) == (str(path), None)
+    assert split_weight(f"{path}:2") == (str(path), 2.0)
+    assert split_weights(["a:1", "b:3"]) == (["a", "b"], (1.0, 3.0))
+    assert split_weights(["a:1"]) == (["a"], None)
+    assert split_weights(["a", "b"]) == (["a", "b"], None)
+    for bad in ("a:0", "a:-1", "a:inf", "a:nan"):
+        with pytest.raises(ConfigError, match="the weight of a must be more than 0"):
+            make_config({"train-file": bad})
+    with pytest.raises(ConfigError, match="b has no weight, others have one"):
+        make_config({"train-file": ["a:1", "b"]})
+    config = make_config({"train-file": ["a:1", "b:3"]})
+    assert (config.train_patterns, config.train_weights) == (["a", "b"], (1.0, 3.0))
+    assert config.splits
+
+
+def test_bad_mixtures(data, tmp_path):
+    with pytest.raises(DataError, match=r"a\.bin' is named twice, with two weights"):
+        loader([data, tmp_path / "a.bin"], weights=(1, 2))
+    with pytest.raises(DataError, match="no sequence of 16 tokens in what has the weight 2"):
+        loader([tmp_path / "a.bin", tmp_path / "d.bin"], weights=(1, 2))
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_boundaries_that_contradict_the_file(data, tmp_path):
+    path = documents_path(tmp_path / "b.bin")
+    path.write_bytes(documents_path(tmp_path / "a.bin").read_bytes())
+    with pytest.raises(DataError, match=r"b\.docs' contradicts '.*b\.bin'"):
+        loader(data)
+    path.unlink()
+    for layout in (("concat", True), ("best-fit", False)):
+        with pytest.raises(DataError, match=r"nothing says where the documents of '.*b\.bin' are"):
+            loader(data, *layout)
+    with loader(data, "concat", False):
+        pass  # needs no documents
+
+
+def test_documents_by_a_separator(tmp_path):
+    with TokenWriter(tmp_path / "a.bin", VOCAB) as writer:
+        writer.write(np.tile([1, 2, 3, 9], 20))
+    with loader(tmp_path / "a.bin", separator=9, micro_batch=1) as one:
+        assert one.data.documents == 20 and one.data.scanned == 1
+        assert set(pairs(drain(one))) == {(1, 2), (2, 3), (3, 9)}
+
+
+@pytest.mark.parametrize(("packing", "masked"), [*PACKINGS, ("concat", False)])
+def test_nothing_to_train_on(tmp_path, packing, masked):
+    write(tmp_path / "a.bin", [20, 20], mask=np.arange(40) == 0)  # no token predicts the first
+    with pytest.raises(DataError, match=r"a\.bin' has nothing to train on: all"):
+        loader(tmp_path / "a.bin", packing, masked)
+
+
+def test_blocks_of_documents_change_nothing(data, monkeypatch):
+    with loader(data) as one:
+        whole, state = drain(one), one.state()
+    monkeypatch.setattr("llmq.data.dataset._BLOCK", 2)
+    with loader(data) as one:
+        for batch, other in zip(whole, drain(one), strict=True):
+            same(batch, other)
+        assert one.state() == state
+
+
+def test_a_side_without_documents(tmp_path):
+    write(tmp_path / "a.bin", [9])
+    with pytest.raises(DataError, match=r"a\.bin' has 0 sequences of 16 tokens"):
+        loader(tmp_path / "a.bin", split=Split(0.5, held_out=False))
+
+
+def test_too_little_data(data):
+    with pytest.raises(DataError, match=r"sequences of 16 tokens, but one batch needs 100 "):
+        loader(data, micro_batch=100)
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """The usual one, and data/docs.bin: documents of 3 to 30 tokens, a third of them masked."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 31, 60)
+    mask = np.repeat(np.arange(60) % 3 > 0, lengths)
+    with TokenWriter("data/docs.bin", 257, with_masks=True, with_documents=True) as writer:
+        writer.write(rng.integers(0, 256, lengths.sum()), mask, np.cumsum(lengths))
+    return lengths
+
+
+def tokens_of(lengths):
+    """In sequences: a last token that would stand alone is none."""
+    return int((lengths - ((lengths > T) & (lengths % T == 1))).sum())
+
+
+def test_a_run_with_packed_documents(workplace, capsys):
+    """Reports count what was trained; a resumed run goes on in the middle of an epoch."""
+    options = {"train_file": "data/docs.bin", "eval_file": None, "eval_fraction": 0.1}
+    options |= {"packing": "best-fit", "epochs": 2, "ckpt_interval": 3}
+    assert train(**options) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\nDocuments (train, best-fit, masked): 54 in " in out
+    assert "\nWARNING: 18 of 54 documents (train) have no token to train on: left out\n" in out
+    assert "\nValidation: 6 documents at the ends of the training files, never trained on" in out
+    whole = records("step")
+    assert all(0 < r["trained_tokens"] <= r["step_tokens"] <= 64 for r in whole)
+    is_trained = np.arange(60) % 3 > 0
+    (dataset,) = (r for r in records("dataset") if r["split"] == "train")
+    assert (dataset["documents"], dataset["untrained"]) == (54, 18)
+    assert dataset["tokens"] == tokens_of(workplace[:54][is_trained[:54]])
+    assert records("eval")[-1]["eval_tokens"] == tokens_of(workplace[54:][is_trained[54:]])
+    assert train(**options, **{"continue": "3"}) == 0
+    again = records("step")[-(len(whole) - 3) :]
+    names = ("step", "loss", "norm", "step_tokens", "trained_tokens")
+    assert [[r[n] for n in names] for r in again] == [[r[n] for n in names] for r in whole[3:]]
+    assert train(**options | {"packing": "none"}, **{"continue": "3"}) == 2
+    assert "--packing or the weights of --train-file changed" in capsys.readouterr().err
+
+
+def test_a_run_with_weights(workplace, capsys):
+    weights = "--train-file=data/train-0.bin:1", "--train-file=data/train-[12].bin:3"
+    assert _run(["train", *flags(train_file=None, steps=6), *weights]) == 0
+    out = capsys.readouterr().out
+    assert ": data/train-0.bin:1 data/train-[12].bin:3\n" in out
+    assert "\nAn epoch is 20 sequences, as many as all training files have:\n" in out
+    assert "\n  data/train-0.bin: 25.00 % are 5, 0.56 passes over its 9\n" in out
+    assert "\n  data/train-[12].bin: 75.00 % are 15, 1.36 passes over its 11\n" in out
+    bad = "--train-file=data/train-0.bin:1", "--train-file=data/train-1.bin"
+    assert _run(["train", *flags(train_file=None, steps=6), *bad]) == 2
+    assert "data/train-1.bin has no weight, others have one" in capsys.readouterr().err
+
+
+def test_options_without_effect(workplace, capsys):
+    assert train(steps=1, document_separator=5) == 0
+    assert "--document-separator 5 has no effect without --document-mask" in capsys.readouterr().err
+    options = {"train_file": "data/docs.bin:2", "eval_file": "none", "packing": "none"}
+    assert train(steps=1, document_separator=5, **options) == 0
+    err = capsys.readouterr().err
+    assert "--document-separator 5 has no effect: all files have a .docs file" in err
+    assert "the weight in --train-file=data/docs.bin:2 has no effect on one file" in err
+
+
+def test_plan_of_documents(workplace, capsys):
+    shape = ["--model=model", "--from-scratch", "--seq-len=16", "--packing=best-fit"]
+    assert _run(["plan", *shape, "--train-file=data/docs.bin", "--eval-file=none"]) == 0
+    out = capsys.readouterr().out
+    assert "\n[Data]\n  Documents (train, best-fit, masked): 60 in " in out
+    assert "\n  Tokens per epoch: " in out and " % padding beside them\n  Steps per epoch:  " in out
+    assert _run(["plan", *shape, "--train-file=none.bin", "--json"]) == 0
+    assert "no token file matches" in json.loads(capsys.readouterr().out)["data"]["problem"]
+    assert _run(["plan", *shape[:-1], "--train-file=none.bin"]) == 0  # not looked at
+    assert "[Data]" not in capsys.readouterr().out
