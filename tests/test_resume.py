@@ -87,7 +87,7 @@ def test_every_change_is_printed_with_both_values(monkeypatch, capsys):
         f"--steps is 3{was} 4",
         f"--recompute-ffn is off{was} on",
         f"--recompute-swiglu is off{was} on",
-        f"--ckpt-keep-n is 1{was} -1",
+        f"--ckpt-keep-n is 1{was} 3",
     ):
         assert line in lines
     assert sum(was in line for line in lines) == 4
