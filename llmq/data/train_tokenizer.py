@@ -32,9 +32,9 @@ from llmq.data.tokenizer import (
     TEMPLATE_FILE,
     ByteTokenizer,
     HfTokenizer,
-    new_byte_level_bpe,
     save_tokenizer,
 )
+from llmq.data.tokenizer_files import new_byte_level_bpe
 
 if TYPE_CHECKING:
     import tokenizers
