@@ -10,6 +10,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,13 @@ import safetensors.torch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
-from llmq.checkpoint.checkpoint import GROUPS, CheckpointReader, CheckpointWriter, slab_ranges
+from llmq.checkpoint.checkpoint import (
+    GROUPS,
+    CheckpointReader,
+    CheckpointWriter,
+    _HashingSink,
+    slab_ranges,
+)
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest
 from llmq.checkpoint.store import (
@@ -243,7 +250,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 def test_leftovers_of_a_killed_save_do_not_matter(tmp_path):
     write_rank(tmp_path, 10, 1, 2, random_cuts(2, 0))  # a rank that had finished, no commit
-    (tmp_path / "step_00000010.tmp" / "weights.shard_000_of_001.safetensors.tmp").touch()
+    (tmp_path / "step_00000010.tmp" / ".weights.shard_000_of_001.safetensors.llmq-tmp").touch()
     assert list_checkpoints(tmp_path) == {}
     path = save(tmp_path)
     assert len(listing(path)) == 4
@@ -266,7 +273,8 @@ def test_misuse(tmp_path):
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """One range after another: the file is written while the ranges are read."""
     writer = CheckpointWriter(tmp_path, 1)
-    file = tmp_path / "step_00000001.tmp" / "weights.shard_000_of_001.safetensors.tmp"
+    name = "weights.shard_000_of_001.safetensors"
+    file = tmp_path / "step_00000001.tmp" / f".{name}.llmq-tmp"
     buffer = np.zeros(max(param.size for param in PARAMS), np.float32)  # the same for all
     sizes = []
 
@@ -277,7 +285,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 
     writer.write("weights", F32, [(p, 0, p.size) for p in PARAMS], read)
     assert len(set(sizes)) > 3
-    tensors = safetensors.torch.load_file(file.with_suffix(""))
+    tensors = safetensors.torch.load_file(file.with_name(name))
     assert all((tensors[param.name] == param.index).all() for param in PARAMS)
 
 
@@ -450,11 +458,12 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path, monkeypatch, call):
     assert_complete(path)
 
 
-def test_a_write_that_finds_no_space(tmp_path):
+def test_a_write_that_finds_no_space(tmp_path, monkeypatch):
     older = save(tmp_path, step=5)
     writer = CheckpointWriter(tmp_path, 10)
     name = "weights.shard_000_of_001.safetensors"
-    (tmp_path / "step_00000010.tmp" / f"{name}.tmp").symlink_to("/dev/full")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(_HashingSink, "write", Mock(side_effect=full))
     ranges = [(param, 0, param.size) for param in PARAMS]
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '.*{name}': [^\n]*$"):
         writer.write("weights", F32, ranges, lambda p, a, b: np.zeros(b - a, np.float32))
@@ -560,7 +569,7 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):
-    """Between the two renames the older one is called step_….old, and is found there."""
+    """Between the two renames the older one is called step_….llmq-old, and is found there."""
     path = save(tmp_path)
     rename = os.rename
 
@@ -575,7 +584,7 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
         save(tmp_path)
     assert not path.exists()
     found = find_checkpoint(tmp_path)
-    assert found == tmp_path / "step_00000010.old" == find_checkpoint(tmp_path, "10")
+    assert found == tmp_path / "step_00000010.llmq-old" == find_checkpoint(tmp_path, "10")
     assert_complete(found)
     monkeypatch.undo()
     assert save(tmp_path) == path == find_checkpoint(tmp_path)
@@ -583,7 +592,7 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
 
 
 def crash_between_renames(temporary, path):
-    os.rename(path, path.with_name(path.name + ".old"))
+    os.rename(path, path.with_name(path.name + ".llmq-old"))
     os.rename(temporary, path)
 
 

@@ -46,7 +46,7 @@ def checkpoints_by_name(directory: Path) -> dict[int, Path]:
 
 
 def _named_step(path: Path) -> int | None:
-    name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
+    name = re.fullmatch(r"step_(\d+)(\.llmq-old|\.old)?", path.name)  # see publish_directory
     return int(name[1]) if name else None
 
 

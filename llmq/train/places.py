@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import disk_errors, locked
+from llmq.base.files import disk_errors
+from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.hf import export_owner, exported_files
@@ -34,11 +35,11 @@ from llmq.train.json_log import has_records, log_owner
 def locked_places(config: TrainConfig) -> Iterator[None]:
     """Keep other runs from writing to the same checkpoints, model and log during the block."""
     # Its folder may be a mount point that several machines share, so its lock lies inside.
-    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
+    locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
             whole = path.resolve()
-            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
+            locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(locked(*lock))
