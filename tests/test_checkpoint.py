@@ -504,7 +504,7 @@ def fake(directory, *names):
     for name in names:
         (directory / name).mkdir(parents=True)
         (directory / name / MANIFEST).write_text("{}")
-        (directory / name / "weights").touch()
+        (directory / name / "weights.shard_000_of_001.safetensors").touch()
 
 
 def steps(*numbers):
@@ -624,11 +624,74 @@ def test_clean_old(tmp_path, keep_n, major, left):
 
 @pytest.mark.parametrize("keep_n", [-1, 1])
 def test_clean_old_removes_interrupted_saves(tmp_path, keep_n):
-    fake(tmp_path, *steps(10))
-    (tmp_path / "step_00000020.tmp").mkdir()
-    (tmp_path / "step_00000020.tmp" / "weights").touch()
-    assert clean_old(tmp_path, keep_n, -1, saved=20) == [tmp_path / "step_00000020.tmp"]
+    fake(tmp_path, *steps(10), "step_00000020.tmp", "step_00000010.llmq-old")
+    names = [".adam.m.shard_000_of_001.safetensors.llmq-tmp", ".checkpoint.json.llmq-tmp"]
+    for name in names:
+        (tmp_path / "step_00000020.tmp" / name).touch()
+    gone = [tmp_path / "step_00000010.llmq-old", tmp_path / "step_00000020.tmp"]
+    assert clean_old(tmp_path, keep_n, -1, saved=20) == gone
     assert listing(tmp_path) == steps(10)
+
+
+def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
+    """Whatever it is called; and links, with what they point to."""
+    fake(tmp_path / "theirs", "step_00000020", "step_00000030.tmp")
+    fake(tmp_path / "a", *steps(40), "step_final.tmp", "step_00000050.tmp", "step_00000010.old")
+    (tmp_path / "a" / "step_00000050.tmp" / "thesis.tex").touch()
+    (tmp_path / "a" / "step_00000060.tmp").touch()
+    for name in ("step_00000020", "step_00000030.tmp"):
+        (tmp_path / "a" / name).symlink_to(tmp_path / "theirs" / name)
+    before = listing(tmp_path / "a")
+    theirs = listing(tmp_path / "theirs" / "step_00000020")
+    assert clean_old(tmp_path / "a", 2, -1, saved=40) == []
+    assert listing(tmp_path / "a") == before
+    assert listing(tmp_path / "theirs" / "step_00000020") == theirs
+    with pytest.raises(LlmqError, match=r"step_00000030\.tmp': it is a link$"):
+        CheckpointWriter(tmp_path / "a", 30)
+
+
+@pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
+def test_clean_old_goes_on_where_it_cannot_delete(tmp_path, monkeypatch, capsys, call):
+    fake(tmp_path, *steps(10, 20, 30))
+    real = getattr(os, call)
+
+    def busy(path, *args, **kwargs):
+        if "step_00000010" in os.fspath(path) or "dir_fd" in kwargs:
+            monkeypatch.setattr(os, call, real)  # once
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, busy)
+    assert clean_old(tmp_path, 1, -1, saved=30) == [tmp_path / steps(20)[0]]
+    warning = f"warning: cannot delete '{tmp_path / steps(10)[0]}' (Device or resource busy)"
+    assert capsys.readouterr().err == f"{warning}: it stays\n"
+    assert find_checkpoint(tmp_path).name == "step_00000030"
+    assert list_checkpoints(tmp_path).keys() <= {10, 30}
+    clean_old(tmp_path, 1, -1, saved=30)
+    assert listing(tmp_path) == steps(30), "what was left is deleted the next time"
+
+
+def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    fake(tmp_path, *steps(10))
+    denied = OSError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=denied))
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=denied))
+    with pytest.raises(LlmqError, match=f"^cannot list '{tmp_path}': Permission denied$"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_looked_into_is_not_incomplete(tmp_path, monkeypatch):
+    fake(tmp_path, *steps(10))
+    real = os.stat
+
+    def stat(path, *args, **kwargs):
+        if str(path).endswith(MANIFEST):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(LlmqError, match=r"^cannot look into .*: Input/output err"):
+        find_checkpoint(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ one for each 128 of its elements. Until it is complete the directory is called s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -108,6 +109,8 @@ class CheckpointWriter:
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         with disk_errors(self._temporary):
             self._temporary.mkdir(parents=True, exist_ok=True)
+            if self._temporary.is_symlink():  # what is there would be deleted
+                raise FileExistsError(errno.EEXIST, "it is a link")
 
     def write(
         self,
