@@ -7,6 +7,7 @@ is ever overwritten or removed on the way, and no link is followed to what it po
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import tempfile
@@ -38,6 +39,12 @@ def disk_errors(path: Path) -> Iterator[None]:
 def temporary_path(path: Path) -> Path:
     """Where a file or directory lies until it is complete."""
     return path.with_name(f".{path.name}.llmq-tmp")
+
+
+def free_name(path: Path, why: str) -> Path:
+    """path.why-1, or with the first higher number that is free."""
+    names = (path.with_name(f"{path.name}.{why}-{n}") for n in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ with --overwrite; nothing of it is ever deleted.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import disk_errors
+from llmq.base.files import disk_errors, free_name
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
@@ -147,11 +146,11 @@ def move_aside(strangers: list[Found]) -> list[str]:
         for path in paths:
             whole = path.absolute()
             if flag == "--log-file":
-                target = _free_name(whole.resolve())
+                target = free_name(whole.resolve(), "old")
             else:  # the folder stays: it may be a mount point, and holds our lock or other things
                 folder = whole.parent.resolve()
                 if folder not in targets:
-                    targets[folder] = _free_name(folder)
+                    targets[folder] = free_name(folder, "old")
                 target = targets[folder] / path.name
             with disk_errors(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,9 +158,3 @@ def move_aside(strangers: list[Found]) -> list[str]:
             place = target if flag == "--log-file" else target.parent
             lines.setdefault(place, f"Moved aside: {what}, to '{place}'")
     return list(lines.values())
-
-
-def _free_name(path: Path) -> Path:
-    """path.old-1, or with the first higher number that is free."""
-    names = (path.with_name(f"{path.name}.old-{n}") for n in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(name))
