@@ -231,10 +231,10 @@ def _language_model(where: dict[str, HfTensor]) -> dict[str, HfTensor]:
 
 
 def _open_file(path: Path) -> safe_open:
+    SafetensorsFile(path).close()  # the library has not always looked at the length
     try:
         return safe_open(path, framework="np")
     except (OSError, SafetensorError) as error:
-        SafetensorsFile(path).close()  # says what is wrong, and what to do
         raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 

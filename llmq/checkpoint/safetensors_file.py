@@ -46,7 +46,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """LlmqError if the file cannot be read, is truncated, or has a damaged header."""
+        """LlmqError if the file cannot be read, has a damaged header, or not the length it says."""
         self.path = path
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
@@ -82,6 +82,8 @@ class SafetensorsFile:
             end += tensor.nbytes
         if end > num_bytes:
             raise self._truncated(num_bytes, end)
+        if end < num_bytes:  # if bytes were inserted, all tensors are shifted
+            raise self._damaged(f"it has {num_bytes} bytes, but its header says {end}")
 
     def _damaged(self, reason: str) -> LlmqError:
         return LlmqError(f"'{self.path}' is no valid safetensors file: {reason}; copy it again")
