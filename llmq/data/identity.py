@@ -20,13 +20,13 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.files import write_shared
+from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
-from llmq.data.tokens import find_token_files
 from llmq.runtime.compile import cache_dir
 
 MANIFEST = "tokenize.json"
 RUN_FILE = "llmq.json"  # in a model directory: what made it
-SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|mask)(\.partial)?")
+SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)?")
 _CACHE_VERSION = b"1"
 
 

@@ -2,6 +2,7 @@
 
     train-000.bin …    token files of at most `shard_tokens` tokens
     train-000.docs …   where their documents end
+    train-000.sums …   checksums of both
     eval-000.bin …     the same for the evaluation part
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
@@ -115,6 +116,7 @@ class ShardWriter:
             *(path, self.vocab_size),
             with_masks=self.with_masks,
             with_documents=True,
+            with_checksums=True,
             keep_tokens=keep,
         )
 
