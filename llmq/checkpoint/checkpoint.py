@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
+    HashingSink,
     SafetensorsFile,
     TensorSpec,
     write_safetensors,
@@ -146,7 +147,7 @@ class CheckpointWriter:
         metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
         try:
             with replacing(self._temporary / name) as file:
-                sink = _HashingSink(file)
+                sink = HashingSink(file)
                 write_safetensors(sink, specs, arrays, metadata)
         except BaseException:
             if self.world == 1:  # else a peer might miss the directory before this is known
@@ -193,20 +194,6 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Give up: remove what was written by any rank."""
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-class _HashingSink:
-    """Passes bytes on to a file; counts and hashes them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self.bytes += len(data)
-        self.digest.update(data)
 
 
 class _Piece(NamedTuple):
