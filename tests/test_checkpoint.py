@@ -41,6 +41,7 @@ from llmq.config.presets import preset
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
+from tests.test_files import folders_on_the_disk
 
 MODEL = dataclasses.replace(
     preset("tiny"),
@@ -487,6 +488,15 @@ def test_what_a_rank_that_fails_leaves(tmp_path, world):
         write_rank(tmp_path, 10, 1, 2, even_cuts(2))
     writer.discard()
     assert listing(tmp_path) == []
+
+
+def test_the_names_of_new_directories_are_on_the_disk(tmp_path, monkeypatch):
+    """Else a checkpoint that was committed would vanish with its folder when the power is lost."""
+    made, known = folders_on_the_disk(monkeypatch)
+    save(tmp_path / "ckpt" / "name")
+    folders = {str(tmp_path / "ckpt"), str(tmp_path / "ckpt" / "name")}
+    assert folders <= set(made)
+    assert folders <= set(known)
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):

@@ -14,6 +14,7 @@ from llmq.base import files
 from llmq.base.errors import LlmqError
 from llmq.base.files import (
     check_writable,
+    make_directory,
     publish_directory,
     replacing,
     staged_directory,
@@ -21,6 +22,7 @@ from llmq.base.files import (
     write_file,
     write_shared,
 )
+from llmq.base.locks import LOCK, locked
 
 REPLACES = ("config.json", "old-*")
 
@@ -228,6 +230,38 @@ def test_a_staged_directory_on_a_full_disk(tmp_path, monkeypatch, number, old):
         assert (path / "config.json").read_text() == "old"
     else:
         assert listing(tmp_path) == []
+
+
+def folders_on_the_disk(monkeypatch):
+    """Two lists that grow: the folders that were made, and those whose names are on the disk."""
+    made, known = [], []
+    mkdir, fsync = os.mkdir, os.fsync
+
+    def make(path, *args):
+        mkdir(path, *args)
+        made.append(os.path.realpath(path))
+
+    def sync(descriptor):
+        fsync(descriptor)
+        synced = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        known.extend(path for path in made if os.path.dirname(path) == synced)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    monkeypatch.setattr(os, "fsync", sync)
+    return made, known
+
+
+def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
+    made, known = folders_on_the_disk(monkeypatch)
+    with locked(tmp_path / "a" / "b" / LOCK, "--x", tmp_path):
+        assert set(made) == set(known) == {str(tmp_path / "a"), str(tmp_path / "a" / "b")}
+    made.clear()
+    with staged_directory(tmp_path / "c" / "d" / "e", REPLACES) as staging:
+        (staging / "config.json").touch()
+    assert {str(tmp_path / "c"), str(tmp_path / "c" / "d")} <= set(known)
+    assert made[:2] == [str(tmp_path / "c"), str(tmp_path / "c" / "d")]
+    make_directory(tmp_path / "f" / "g")
+    assert {str(tmp_path / "f"), str(tmp_path / "f" / "g")} <= set(known)
 
 
 def test_leftovers_of_a_killed_run_are_not_published(tmp_path):

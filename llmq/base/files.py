@@ -101,6 +101,16 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it, which a loss of power then leaves there. OSError."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        with suppress(PermissionError):  # of a folder that can be written and not read
+            sync_directory(made.parent)
+
+
 def publish_directory(temporary: Path, path: Path) -> None:
     """Give a directory, whose files are on the disk, its name. Raises OSError.
 
@@ -143,9 +153,10 @@ def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
     with disk_errors(path):
         try:
             shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-            staging.mkdir(parents=True)
+            make_directory(staging.parent)
+            staging.mkdir()
             yield staging
-            _sync_files(staging)
+            sync_files(staging)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -157,7 +168,7 @@ def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
             _move_files(staging, path, replaces)
 
 
-def _sync_files(directory: Path) -> None:
+def sync_files(directory: Path) -> None:
     """Force the files of a flat directory and its entries to the disk."""
     for path in directory.iterdir():
         with open(path, "rb") as file:

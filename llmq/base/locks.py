@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmq.base.errors import LlmqError
+from llmq.base.files import make_directory
 
 LOCK = ".llmq-lock"
 """The lock file inside a directory."""
@@ -57,7 +58,7 @@ def _lock_file(path: Path, flag: str, target: Path) -> int | None:
     """The descriptor that holds the lock; None where there are no locks, or no such file."""
     for _ in range(_TRIES):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)  # what is written there must not vanish with it
             descriptor = _open(path, flag)
         except FileNotFoundError:  # the last holder has just removed the folder, too
             continue

@@ -28,7 +28,13 @@ import numpy as np
 
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import disk_errors, publish_directory, replacing, write_file
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    publish_directory,
+    replacing,
+    write_file,
+)
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
@@ -109,7 +115,8 @@ class CheckpointWriter:
         self.step, self.rank, self.world = step, rank, world
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         with disk_errors(self._temporary):
-            self._temporary.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
+            self._temporary.mkdir(exist_ok=True)
             if self._temporary.is_symlink():  # what is there would be deleted
                 raise FileExistsError(errno.EEXIST, "it is a link")
 

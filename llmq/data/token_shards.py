@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, write_file
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    sync_directory,
+    sync_files,
+    write_file,
+)
 from llmq.data.counts import Counts, count_documents
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
@@ -264,7 +270,7 @@ def open_manifest(
     DataError if `out` holds anything else of this kind.
     """
     with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
     inputs = [source.identity for source in sources]
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
@@ -311,6 +317,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
             tokenizer.save(folder)
         if chat_template is not None:
             write_file(folder / TEMPLATE_FILE, chat_template)
+        sync_files(folder)
+        sync_directory(folder.parent)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import disk_errors, free_name
+from llmq.base.files import disk_errors, free_name, make_directory, sync_directory
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
@@ -153,8 +153,10 @@ def move_aside(strangers: list[Found]) -> list[str]:
                     targets[folder] = free_name(folder, "old")
                 target = targets[folder] / path.name
             with disk_errors(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(target.parent)
                 os.rename(whole, target)
+                sync_directory(target.parent)
+                sync_directory(whole.parent)
             place = target if flag == "--log-file" else target.parent
             lines.setdefault(place, f"Moved aside: {what}, to '{place}'")
     return list(lines.values())
