@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -151,9 +152,16 @@ _worker: Encoder
 
 def _start_worker(recipe: Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
     global _worker
     _worker = Encoder(load_tokenizer(recipe.tokenizer), recipe)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot say so, and the pool's queue never ends."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _encode_in_worker(pieces: list[Piece]) -> tuple[Ids, Ids]:

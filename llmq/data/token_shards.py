@@ -2,6 +2,7 @@
 
     train-000.bin …    token files of at most `shard_tokens` tokens
     train-000.docs …   where their documents end
+    train-000.sums …   checksums of both
     eval-000.bin …     the same for the evaluation part
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
@@ -22,7 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, write_file
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    sync_directory,
+    sync_files,
+    write_file,
+)
 from llmq.data.counts import Counts, count_documents
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
@@ -115,6 +122,7 @@ class ShardWriter:
             *(path, self.vocab_size),
             with_masks=self.with_masks,
             with_documents=True,
+            with_checksums=True,
             keep_tokens=keep,
         )
 
@@ -262,7 +270,7 @@ def open_manifest(
     DataError if `out` holds anything else of this kind.
     """
     with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
     inputs = [source.identity for source in sources]
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
@@ -309,6 +317,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
             tokenizer.save(folder)
         if chat_template is not None:
             write_file(folder / TEMPLATE_FILE, chat_template)
+        sync_files(folder)
+        sync_directory(folder.parent)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
