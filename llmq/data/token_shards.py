@@ -77,12 +77,14 @@ class Ids(NamedTuple):
     """A part of a split: token ids (n,) int32.
 
     ends: (k,) int64, how many of them come before each end of a document. mask: (n,) bool, which
-    are trained; None for a run whose files have no masks.
+    are trained; None for a run whose files have no masks. forged: the documents in whose messages a
+    control token is written out, by where they come from.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     mask: np.ndarray | None = None
+    forged: Sequence[str] = ()
 
 
 class ShardWriter:
@@ -130,7 +132,7 @@ class ShardWriter:
         return self.out / f"{self.split}-{number:03d}.bin"
 
     def write(self, ids: Ids) -> None:
-        tokens, ends, mask = ids
+        tokens, ends, mask, _ = ids
         while len(tokens):
             number, used = divmod(self.tokens, self.shard_tokens)
             if self._writer is None:
@@ -200,6 +202,12 @@ class Manifest:
         self.data["complete"] = complete
         self.write()
 
+    def note(self, ids: Ids) -> None:
+        """Count what the summary warns of."""
+        if ids.forged:
+            first, count = self.data.get("forged", (ids.forged[0], 0))
+            self.data["forged"] = [first, count + len(ids.forged)]
+
     def write(self) -> None:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
 
@@ -227,6 +235,12 @@ class Manifest:
         is_known = all(documents_path(path).exists() for path in files)
         counts = count_documents(opened, seq_len) if is_known else None
         warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
+        if "forged" in self.data:
+            first, count = self.data["forged"]
+            warnings.append(
+                f"{count} conversations have a control token written out in a message, which "
+                f"becomes that token, as in transformers; the first: {first}"
+            )
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]

@@ -217,6 +217,7 @@ def _run(
             for end, tokens in encoded:
                 for name, ids in zip(SPLITS, tokens, strict=True):
                     shards[name].write(ids)
+                    manifest.note(ids)
                 report.update(end.bytes_read, sum(writer.tokens for writer in shards.values()))
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     manifest.save(end, shards)
