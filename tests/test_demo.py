@@ -13,7 +13,7 @@ from llmq.commands.cli import _run
 from llmq.config.presets import preset
 from llmq.state.params import parameter_count
 from llmq.train import demo
-from llmq.train.demo import PROMPT, demo_config, python_sources
+from llmq.train.demo import PROMPT, VALIDATION_SECONDS, demo_config, python_sources
 from tests.runs import records, signal_after
 
 
@@ -24,6 +24,7 @@ def little_text(monkeypatch, tmp_path):
     small = [name for name in files if Path(name).stat().st_size < 20_000]
     monkeypatch.setattr(demo, "python_sources", lambda: small)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
+    monkeypatch.setattr(demo, "VALIDATION_SECONDS", 0.0)  # so the last one takes a batch
 
 
 def test_sources_are_pythons_own():
@@ -96,14 +97,13 @@ def test_a_demo_does_not_replace_another_run(little_text, capsys):
 
 def test_the_last_validation_takes_no_longer_than_it_may(little_text, monkeypatch, capsys):
     """It shows how far it is, and says that it ended before the end of the data."""
-    monkeypatch.setattr(demo, "VALIDATION_SECONDS", 0.0)
     monkeypatch.setattr("llmq.train.views.PROGRESS_SECONDS", 0.0)
     assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "  validation: 0%\n" in out and "Validation ended after 0 seconds\n" in out
     (evaluation,) = records("eval", "here/log.json")
     assert evaluation["eval_tokens"] == 8 * 128  # one batch
-    assert demo.VALIDATION_SECONDS <= 8
+    assert VALIDATION_SECONDS <= 8
 
 
 def test_demo_into_a_folder_that_looks_like_a_pattern(little_text, capsys):
