@@ -50,7 +50,7 @@ CONFIGS = {
     "phi3": lambda: transformers.Phi3Config(**_SHARED, pad_token_id=None, sliding_window=7),
     "olmo2": lambda: transformers.Olmo2Config(**_SHARED, head_dim=32, pad_token_id=None),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_SHARED, head_dim=32, query_pre_attn_scalar=48, sliding_window=8, pad_token_id=None,
+        **_SHARED, head_dim=32, query_pre_attn_scalar=20, sliding_window=5, pad_token_id=None,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

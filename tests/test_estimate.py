@@ -43,10 +43,15 @@ def options(**changes):
     return make_config({name.replace("_", "-"): value for name, value in given.items()})
 
 
-def planner(model: str = "Qwen2.5-7B", layers: int | None = None, world_size: int = 1) -> Planner:
+def planner(
+    model: str = "Qwen2.5-7B",
+    layers: int | None = None,
+    world_size: int = 1,
+    backend: str = "cudnn",
+) -> Planner:
     config = preset(model)
     config = config.with_layers(range(layers)) if layers else config
-    return Planner(config, spec_of(CARD), "cudnn", CARD, world_size)
+    return Planner(config, spec_of(CARD), backend, CARD, world_size)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,8 @@ def test_estimate_is_the_plan(name, world_size):
 @pytest.mark.parametrize("name", ["plain", "recompute"])
 def test_layers_of_two_kinds_are_counted_each(name):
     """With and without a window: their attention takes different times."""
-    p, config = planner("gemma-3-1b"), options(model="gemma-3-1b", seq_len=4096, **CASES[name])
+    p = planner("gemma-3-1b", backend="native")  # its heads of 256 are too large for cuDNN
+    config = options(model="gemma-3-1b", seq_len=4096, **CASES[name])
     config = replace(config, batch_size=1)
     estimate, exact = p.estimate(config), p.exact(config)
     assert estimate.device == pytest.approx(exact.device, abs=64 << 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
+from llmq.config.presets import preset
 from llmq.config.train_files import split_weight, split_weights
 from llmq.data.dataset import Layout
 from llmq.data.document_file import documents_path
@@ -21,6 +23,7 @@ from llmq.data.packing import best_fit, cut_documents
 from llmq.data.split import Split
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 from llmq.data.trained import has_trained_tokens, trained_tokens
+from llmq.plan.data_report import SAMPLE, data_record
 from tests.runs import flags, make_workplace, records, train
 
 T, VOCAB = 16, 10**6
@@ -564,12 +567,25 @@ def test_options_without_effect(workplace, capsys):
     assert "the weight in --train-file=data/docs.bin:2 has no effect on one file" in err
 
 
+@pytest.mark.parametrize("packing", ["best-fit", "none", "concat"])
+def test_how_much_attention_sees(workplace, packing):
+    """As the batches of the first epoch say."""
+    given = {"train-file": "data/docs.bin", "eval-file": "none", "packing": packing}
+    given |= {"document-mask": True, "seq-len": T, "batch-size": 1, "model": "tiny"}
+    record = data_record(make_config(given | {"from-scratch": True}), preset("tiny"), 1)
+    batches = drain(loader("data/docs.bin", packing, micro_batch=1))
+    pairs = [(np.unique(b.starts[0], return_counts=True)[1] ** 2).sum() for b in batches]
+    assert len(pairs) == record["sequences"] < SAMPLE  # all are looked at
+    assert record["visible_share"] == sum(pairs) / (len(pairs) * T * T)
+
+
 def test_plan_of_documents(workplace, capsys):
     shape = ["--model=model", "--from-scratch", "--seq-len=16", "--packing=best-fit"]
     assert _run(["plan", *shape, "--train-file=data/docs.bin", "--eval-file=none"]) == 0
     out = capsys.readouterr().out
     assert "\n[Data]\n  Documents (train, best-fit, masked): 60 in " in out
     assert "\n  Tokens per epoch: " in out and " % padding beside them\n  Steps per epoch:  " in out
+    assert re.search(r"\n  Attention sees:   [\d.]+ % of unmasked\n", out)
     assert _run(["plan", *shape, "--train-file=none.bin", "--json"]) == 0
     assert "no token file matches" in json.loads(capsys.readouterr().out)["data"]["problem"]
     assert _run(["plan", *shape[:-1], "--train-file=none.bin"]) == 0  # not looked at
