@@ -16,7 +16,7 @@ from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
 from llmq.data.packing import Pieces, cut_documents, joined
 from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
 from llmq.data.split import Split, fingerprint
-from llmq.data.tokens import find_token_files, open_token_files
+from llmq.data.tokens import TokenFile, find_token_files, open_token_files
 from llmq.data.trained import has_trained_tokens, trained_targets, trained_tokens
 
 _BLOCK = 1 << 20  # documents that are cut at once
@@ -65,7 +65,8 @@ class DataSet:
     in all sequences. order: of what the plan is a function beside names and sizes of files; None
     for llm.q's order. documents, cut, untrained: how many there are, are longer than a sequence,
     and have no token to train on (with packing these are left out). untrained_parts: of documents
-    that are cut, left out for the same reason. empty_files: without a sequence. scanned: files whose documents a separator has found.
+    that are cut, left out for the same reason. empty_files: without a sequence. scanned: files
+    whose documents a separator has found.
     """
 
     def __init__(
