@@ -23,7 +23,11 @@ from tools.plan_configs import CONFIGS
 transformers = pytest.importorskip("transformers")
 
 PAGE = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text()
-SMALL = {"train": "--device cpu --model-dtype fp32", "sample": "--device cpu --max-new-tokens 5"}
+SMALL = {
+    "train": "--device cpu --model-dtype fp32",
+    "eval": "--device cpu",
+    "sample": "--device cpu --max-new-tokens 5",
+}
 
 
 @pytest.fixture
@@ -35,6 +39,8 @@ def workplace(tmp_path, monkeypatch):
     config = CONFIG | {"vocab_size": vocab, "max_position_embeddings": 1024}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
     model.float().save_pretrained("model")
+    question = re.search(r"^ {4}(\{\"question.*\})$", PAGE, re.MULTILINE)[1]
+    Path("questions.jsonl").write_text(f"{question}\n" * 3)
     rng = random.Random(0)
     texts = iter(documents(1000))
     with open("talks.jsonl", "w") as file:
@@ -46,7 +52,9 @@ def workplace(tmp_path, monkeypatch):
 def test_the_commands_run(workplace, capsys, monkeypatch):
     block = re.search(r"talk to:\n\n((?: {4}.*\n)+)", PAGE)[1].replace("\\\n", " ")
     commands = [shlex.split(line) for line in block.strip().splitlines()]
-    assert [words[1] for words in commands] == ["tokenize", "show", "train", "sample", "sample"]
+    assert [words[1] for words in commands] == [
+        *("tokenize", "show", "train", "eval", "sample", "sample")
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     said = []
     for _, command, *args in commands:
@@ -55,7 +63,8 @@ def test_the_commands_run(workplace, capsys, monkeypatch):
     assert "200 documents, vocabulary of " in said[0].out and " of them trained (" in said[0].out
     assert "<|im_start|>assistant\n⟦" in said[1].out and "<|im_end|>\n⟧" in said[1].out
     assert "[V]" in said[2].out
-    assert said[4].out.count("\n") >= 1
+    assert re.search(r"^arc +acc +[01]\.\d{4} ", said[3].out, re.MULTILINE)
+    assert said[5].out.count("\n") >= 1
 
 
 def test_the_commands_of_a_ready_configuration(workplace, capsys):

@@ -266,6 +266,25 @@ def test_masks_of_tokens(tmp_path):
         assert masked or across in ([(3, 8)], [])  # token 0 is masked, token 8 is not
 
 
+@pytest.mark.parametrize(("packing", "masked"), PACKINGS[:3])
+def test_parts_without_a_trained_token_are_left_out(tmp_path, packing, masked):
+    """Of a document that is cut; a part's last token predicts the first one of the next part."""
+    lengths = [5, 4 * T + 3, 2 * T + 1, 6]
+    trained = [2, 5 + 2 * T, 5 + 4 * T + 1, 5 + 4 * T + 3 + 2 * T, sum(lengths) - 1]
+    mask = np.isin(np.arange(sum(lengths)), trained)
+    path = write(tmp_path / "a.bin", lengths, mask=mask)
+    with loader(path, packing, masked, micro_batch=1) as one:
+        batches = drain(one)
+        assert (one.data.documents, one.data.cut, one.data.untrained_parts) == (4, 2, 4)
+        pieces = one.data.plan.sources[0].pieces
+        assert pieces.start.tolist() == [0, 5 + T, 5 + 4 * T, 5 + 4 * T + 3 + T, 105]
+        expected = " (4 parts without a token to train on left out)"
+        assert expected in one.data.lines("x")[0]
+    assert {(t - 1, t) for t in trained} <= set(pairs(batches))
+    if masked:
+        assert len(pairs(batches)) == len(trained)
+
+
 def test_counts_of_trained_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("llmq.data.trained._BLOCK", 7)
     rng = np.random.default_rng(0)
@@ -542,6 +561,21 @@ def test_a_run_with_packed_documents(workplace, capsys):
     assert [[r[n] for n in names] for r in again] == [[r[n] for n in names] for r in whole[3:]]
     assert train(**options | {"packing": "none"}, **{"continue": "3"}) == 2
     assert "--packing or the weights of --train-file changed" in capsys.readouterr().err
+
+
+def test_what_an_epoch_leaves_out(workplace, capsys):
+    """Sequences that do not fill a step, where they are many."""
+    options = {"train_file": "data/docs.bin", "eval_file": "none", "packing": "none"}
+    assert train(**options, epochs=1, grad_accumulation=8) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
+    found = re.match(
+        "WARNING: each epoch leaves out (\\d+) of (\\d+) sequences, which do not ", line
+    )
+    left, total = map(int, found.groups())
+    assert 0 < left == total % 16 and line.endswith("--batch-size leaves out less")
+    assert train(**options, steps=1, grad_accumulation=8) == 0  # no epoch
+    assert train(**options, epochs=1, grad_accumulation=1) == 0
+    assert "leaves out" not in capsys.readouterr().out
 
 
 def test_a_run_with_weights(workplace, capsys):

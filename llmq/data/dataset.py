@@ -17,8 +17,8 @@ from llmq.data.packing import Pieces, cut_documents, joined
 from llmq.data.patterns import find_token_files
 from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
 from llmq.data.split import Split, contents, fingerprint
-from llmq.data.tokens import open_token_files
-from llmq.data.trained import has_trained_tokens, trained_tokens
+from llmq.data.tokens import TokenFile, open_token_files
+from llmq.data.trained import has_trained_tokens, trained_targets, trained_tokens
 
 _BLOCK = 1 << 20  # documents that are cut at once
 
@@ -66,8 +66,9 @@ class DataSet:
     tokens. plan: of epochs. total_tokens: in all files or, with a split or packed, in all
     sequences. order: of what the plan is a function beside names and sizes of files; None
     for llm.q's order. documents, cut, untrained: how many there are, are longer than a sequence,
-    and have no token to train on (with packing these are left out). empty_files: without a
-    sequence. scanned: files whose documents a separator has found.
+    and have no token to train on (with packing these are left out). untrained_parts: of documents
+    that are cut, left out for the same reason. empty_files: without a sequence. scanned: files
+    whose documents a separator has found.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class DataSet:
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
         self.fingerprint, self.contents = fingerprint(self.files, split), contents(self.files)
-        self.documents = self.cut = self.untrained = self.empty_files = self.scanned = 0
+        self.documents = self.cut = self.empty_files = self.scanned = 0
+        self.untrained = self.untrained_parts = 0
         self._indices: list[DocumentIndex] | None = None
         if layout.needs_documents:
             self._read_documents()
@@ -172,15 +174,27 @@ class DataSet:
         """
         file, offsets = self.files[number], self._indices[number].offsets
         counts = trained_tokens(file, offsets) if file.has_masks else None
-        file.close()
         parts = []
         for first in range(begin, end, _BLOCK):
             last = min(first + _BLOCK, end)
             starts, lengths = offsets[first:last], np.diff(offsets[first : last + 1])
             trained = lengths > 1 if counts is None else (lengths > 1) & (counts[first:last] > 0)
             self.untrained += int((~trained).sum())
-            parts.append(cut_documents(number, starts[trained], lengths[trained], self.seq_len))
+            pieces = cut_documents(number, starts[trained], lengths[trained], self.seq_len)
+            parts.append(pieces if counts is None else self._trained_parts(file, pieces))
+        file.close()
         return parts
+
+    def _trained_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
+        """Without the parts of longer documents that have nothing to train on."""
+        is_part = pieces.goes_on.copy()  # all of a document but the last one
+        is_part[1:] |= pieces.goes_on[:-1]
+        predicted = pieces.length - ~pieces.goes_on
+        counts = trained_targets(file, pieces.start[is_part], predicted[is_part])
+        useless = is_part
+        useless[is_part] = counts == 0
+        self.untrained_parts += int(useless.sum())
+        return pieces.only(~useless) if useless.any() else pieces
 
     def _mix(self, sources: list[Source]) -> None:
         """One part, in which sources take turns."""
@@ -235,6 +249,8 @@ class DataSet:
                 f"{self.seq_len} tokens, {100 * self.padding:.2f} % padding"
             )
             text += f", {self.cut} longer ones are cut" if self.layout.packs else ""
+            if self.untrained_parts:
+                text += f" ({self.untrained_parts} parts without a token to train on left out)"
             text += f"; found by a separator in {self.scanned} files" if self.scanned else ""
             lines.append(text)
             if self.untrained:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,11 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.length)
+
+    def only(self, chosen: np.ndarray) -> Pieces:
+        """Some of them, (n,) bool; of the same documents."""
+        names = ("file", "start", "length", "goes_on")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @property
     def tokens(self) -> int:

@@ -42,3 +42,13 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
         before[slice(*inside)] = done + upto[offsets[slice(*inside)] - start - 1]
         done += int(upto[-1])
     return np.diff(before)
+
+
+def trained_targets(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Of parts of documents (n,), how many of the tokens that theirs predict count.
+
+    counts: (n,), how many they predict; the first one is behind a part's first token. Reads only
+    the masks of these.
+    """
+    pairs = zip((starts + 1).tolist(), counts.tolist(), strict=True)
+    return np.array([file.read_mask(*pair).sum() for pair in pairs], np.int64)

@@ -31,6 +31,7 @@ from llmq.train.trainer import Trainer
 
 Monitors = Sequence[GpuMonitor | None]
 """By rank; None where there is nothing to read."""
+_LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
 
 
 def check_data(trainer: Trainer) -> None:
@@ -134,12 +135,28 @@ def announce_data(
     for name, loader in loaders.items():
         for line in loader.data.lines(name):
             reporter.message(line)
+    if (line := _left_over(trainer)) is not None:
+        reporter.message(line)
     if trainer.config.splits:
         loader = trainer.eval_loader
         held = f"{loader.sequences(loader.batches_per_epoch)} sequences"
         if loader.data.layout.packs:
             held = f"{loader.data.documents} documents"
         reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
+
+
+def _left_over(trainer: Trainer) -> str | None:
+    """What an epoch does not train on, because it fills no step; None for little, or no epoch."""
+    loader, config = trainer.train_loader, trainer.config
+    total = loader.data.sequences
+    used = loader.sequences(trainer.steps_per_epoch * config.grad_accumulation)
+    if total - used <= total * _LITTLE or trainer.total_steps < trainer.steps_per_epoch:
+        return None
+    each = config.batch_size * config.grad_accumulation * trainer.world_size
+    return (
+        f"WARNING: each epoch leaves out {total - used} of {total} sequences, which do not fill a "
+        f"step of {each}: a smaller --grad-accumulation or --batch-size leaves out less"
+    )
 
 
 def announce_memory(
