@@ -153,7 +153,9 @@ def test_a_signal_ends_tasks_between_two_batches(monkeypatch):
 def test_only_named_files():
     assert run("--eval-file=other=data/other.bin", "--keep-best=other/loss") == 0
     assert steps_of("eval", name="other") == steps_of("eval") == [2, 4]
-    assert any(r["message"] == "Done. No validation" for r in records("info") if "message" in r)
+    loss = records("eval")[-1]["loss"]
+    done = f"Done. validation losses: other {loss:.6f}"
+    assert any(r["message"] == done for r in records("info") if "message" in r)
 
 
 def test_several_values_on_all_doors(tmp_path):

@@ -299,3 +299,29 @@ def test_options_of_one_command_are_known():
     from llmq.config.options import ONCE
 
     assert set(ONCE) <= OPTIONS.keys()
+
+
+def test_a_run_that_goes_back_leaves_its_later_checkpoints(monkeypatch, capsys):
+    """The newest checkpoint is then one of the course that it took, not of the one that it left."""
+    assert train(**OWN | {"ckpt_interval": 1}) == 0
+    assert sorted(os.listdir("ckpt/x")) == [f"step_0000000{n}" for n in (2, 3, 4)]
+    capsys.readouterr()
+    assert resume("--continue=2", "--name=x", "--steps=2") == 0
+    assert "Moved aside" not in capsys.readouterr().out, "no step was made again"
+    assert resume("--continue=2", "--name=x", "--steps=3", "--lr=1e-3") == 0
+    moved = "Moved aside: the checkpoints after step 2, which the run makes again, to "
+    assert f"{moved}'{Path('ckpt/x.old-1').absolute()}'\n" in capsys.readouterr().out
+    assert sorted(os.listdir("ckpt/x")) == ["step_00000002", "step_00000003"]
+    assert sorted(os.listdir("ckpt/x.old-1")) == ["step_00000003", "step_00000004"]
+    assert resume("--continue", "--name=x", "--steps=4") == 0
+    assert saved("ckpt/x/step_00000004")["learning_rate"] == 1e-3
+
+
+def test_a_step_that_is_not_there(monkeypatch, capsys):
+    stopped(monkeypatch)
+    capsys.readouterr()
+    assert resume("--continue=3", "--name=x") == 2
+    err = capsys.readouterr().err
+    assert "--continue 3: there is no complete checkpoint of this step in 'ckpt/x', which has 2" in err
+    assert resume("--continue=ckpt/y", "--name=x") == 2
+    assert "--continue ckpt/y: there is no complete checkpoint there" in capsys.readouterr().err

@@ -82,7 +82,10 @@ def test_a_run_with_a_split(tmp_path, monkeypatch, capsys):
     assert manifest["options"]["eval_file"] == "split"
     assert train(steps=4, **split, **{"continue": ""}) == 0
     assert train(steps=4, **split | {"eval_fraction": 0.3}, **{"continue": ""}) == 2
-    assert "training files changed since the checkpoint" in capsys.readouterr().err
+    changed = "the training files changed since the checkpoint (or --eval-fraction, or whether"
+    assert changed in capsys.readouterr().err
+    assert train(steps=4, **split | {"eval_file": "none"}, **{"continue": ""}) == 2
+    assert changed in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5])

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zstandard
 
 import llmq.data.text_files
 import llmq.data.tokenize
@@ -213,6 +214,20 @@ def test_standard_input_may_hold_records(tmp_path, piped):
     piped(write_array(tmp_path / "x.json", ["one", "two"]).read_bytes())
     run("-", out=tmp_path / "array", template="{id}{text}")
     assert ids(tmp_path / "array") == encoded("0one", "1two")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
+def test_standard_input_may_be_packed(tmp_path, piped, pack):
+    piped(pack(write_jsonl(tmp_path / "x.jsonl", ["one", "two"]).read_bytes()))
+    run("-", out=tmp_path / "records")
+    assert ids(tmp_path / "records") == encoded("one", "two")
+    packed = pack(b"some text\n" * 500)
+    piped(packed)
+    run("-", out=tmp_path / "text")
+    assert ids(tmp_path / "text") == encoded("some text\n" * 500)
+    piped(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match="cannot read"):
+        run("-", out=tmp_path / "torn")
 
 
 def test_the_same_standard_input_goes_on(tmp_path, piped, monkeypatch):

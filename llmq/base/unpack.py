@@ -8,7 +8,8 @@ from typing import Any, BinaryIO
 
 from llmq.base.errors import DataError
 
-PACKED = (".gz", ".zst")
+_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # RFC 1952, RFC 8878
+PACKED = tuple(_MAGIC)
 READ_BYTES = 1 << 18  # of a file at once
 _PACKED_BYTES = 1 << 14  # of Zstandard at once, whose content may be many times as long
 
@@ -16,6 +17,11 @@ _PACKED_BYTES = 1 << 14  # of Zstandard at once, whose content may be many times
 def is_packed(path: str) -> bool:
     """Whether `unpack` does anything, by the name."""
     return path.lower().endswith(PACKED)
+
+
+def packing_of(begin: bytes) -> str:
+    """The ending of a file's name that goes with how its content begins; "" if it is not packed."""
+    return next((ending for ending, magic in _MAGIC.items() if begin.startswith(magic)), "")
 
 
 def unpack(path: str, raw: BinaryIO) -> BinaryIO:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
@@ -110,6 +110,15 @@ def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
     if spec == NEWEST:
         return checkpoint_at(directory)
     return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))))
+
+
+class NoCheckpoint(ConfigError):
+    """The step or the path that --continue names has no complete checkpoint."""
+
+    def __init__(self, directory: Path, spec: str):
+        there = ", ".join(map(str, checkpoints_by_name(directory))) or "none"
+        where = f" of this step in '{directory}', which has {there}" if spec.isdecimal() else ""
+        super().__init__(f"--continue {spec}: there is no complete checkpoint{where or ' there'}")
 
 
 def checkpoint_at(path: Path) -> Path | None:

@@ -168,7 +168,7 @@ def _source(path: Path, in_folder: bool) -> Source:
     name = path.name.lower()
     kind = "text"
     if is_standard_input(path):
-        kind = json_layout(str(path)) or "text"
+        kind = _json_kind(path, in_folder=True)
     elif json_name := _JSON_NAME.fullmatch(name):
         kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
     elif name.endswith((".parquet", ".pq")):

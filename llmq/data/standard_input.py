@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
-from llmq.base.unpack import READ_BYTES
+from llmq.base.unpack import READ_BYTES, packing_of
 
 NAME = "-"
-_SPOOLED = re.compile(r"standard-input-[0-9a-f]{16}")
+_SPOOLED = re.compile(r"standard-input-[0-9a-f]{16}(\.gz|\.zst)?")
 Result = TypeVar("Result")
 
 
@@ -62,12 +62,15 @@ def _spool(folder: Path) -> Path:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
+            begin = b""
             with open(part, "wb") as file:
                 while block := sys.stdin.buffer.read(READ_BYTES):
+                    begin = begin or block
                     digest.update(block)
                     file.write(block)
             os.utime(part, ns=(0, 0))
-            return part.rename(folder / f"standard-input-{digest.hexdigest()}")
+            name = f"standard-input-{digest.hexdigest()}{packing_of(begin)}"
+            return part.rename(folder / name)
         except BaseException:
             part.unlink(missing_ok=True)
             raise

@@ -104,6 +104,7 @@ class ShardWriter:
         self.out, self.split, self.with_masks = out, split, with_masks
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
         self.tokens = tokens
+        self.documents = 0  # that ended since then
         number, keep = divmod(tokens, shard_tokens)
         path = self._path(number)
         kept = [mask_path(path), documents_path(path), path] if keep else []
@@ -133,6 +134,7 @@ class ShardWriter:
 
     def write(self, ids: Ids) -> None:
         tokens, ends, mask, _ = ids
+        self.documents += len(ends)
         while len(tokens):
             number, used = divmod(self.tokens, self.shard_tokens)
             if self._writer is None:
@@ -187,6 +189,7 @@ class Manifest:
 
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
+        self._documents: int = data.get("documents", 0)  # written by earlier parts of the run
         self.chat_template: str | None = None  # to be saved with the tokenizer, in place of its own
 
     def save(
@@ -199,6 +202,8 @@ class Manifest:
             _save_tokenizer(self._tokenizer, self.out / "tokenizer", self.chat_template)
         self.data["position"] = asdict(position)
         self.data["splits"] = {split: writer.tokens for split, writer in shards.items()}
+        new = sum(writer.documents for writer in shards.values())
+        self.data["documents"] = self._documents + new
         self.data["complete"] = complete
         self.write()
 
@@ -251,7 +256,7 @@ class Manifest:
                     f"--eval-fraction {fraction}"
                 )
         return TokenizeSummary(
-            documents=position["document"],
+            documents=self.data.get("documents", position["document"]),
             tokens=tokens,
             files=files,
             vocab_size=self.data["vocab_size"],
@@ -302,6 +307,7 @@ def open_manifest(
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "splits": dict.fromkeys(SPLITS, 0),
+        "documents": 0,
         "position": asdict(Position()),
         "inputs": inputs,
     }

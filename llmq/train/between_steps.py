@@ -114,6 +114,7 @@ class Evaluations:
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
         self.found: Found = {}
+        self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.done_at: dict[str, int] = {}
 
     def take_found(self) -> Found:
@@ -128,26 +129,32 @@ class Evaluations:
         """Whether there are validation files, with or without a name."""
         return self.config.validates or bool(self.material.sets)
 
-    def validate(self, max_batches: int | None, seconds: float = math.inf) -> float:
-        """Report the losses; that of the files without a name, NaN without one.
+    def summary(self) -> str:
+        """The line at the end of a run, of what its last validation has found."""
+        if self.config.validates:
+            return f"Done. validation loss {self._losses['']:10f}"
+        if self.material.sets:
+            losses = (f"{name} {self._losses[name]:.6f}" for name in self.material.sets)
+            return f"Done. validation losses: {', '.join(losses)}"
+        return "Done. No validation"
+
+    def validate(self, max_batches: int | None, seconds: float = math.inf) -> None:
+        """Report the losses.
 
         max_batches: of each rank; None: all. seconds: after which a loss is that of the sequences
         so far. A signal ends it without a result.
         """
-        trainer, loss = self.trainer, math.nan
+        trainer = self.trainer
         before, limits = trainer.validated_at, (max_batches, seconds)
         if self.config.validates:
-            result = self._timed("", trainer.eval_loader, trainer.validate, limits)
-            if result is None:
-                return math.nan
-            loss = result.loss
+            if self._timed("", trainer.eval_loader, trainer.validate, limits) is None:
+                return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
             if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
                 trainer.validated_at = before
-                return loss
+                return
         trainer.validated_at = trainer.steps_done if self.validates else before
-        return loss
 
     def _timed(
         self,
@@ -172,6 +179,7 @@ class Evaluations:
             self.reporter.message(f"Validation ended after {ms / 1000:.0f} seconds", step)
             tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
+        self._losses[name] = result.loss
         self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
         if result.tokens == 0:
             files = self.config.eval_sets.get(name, self.config.eval_pattern)

@@ -43,6 +43,7 @@ from llmq.train.places import (
     move_aside,
     run_id,
     things_in_the_way,
+    undone_checkpoints,
 )
 from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
@@ -237,6 +238,10 @@ class _Run:
         """Steps until the end or a signal, one step ahead of the reports on a GPU."""
         trainer = self.trainer
         self.first = trainer.steps_done
+        if self.first < trainer.total_steps:
+            undone = undone_checkpoints(self.config, trainer.run, self.first)
+            for line in move_aside(undone):
+                self.reporter.message(line, self.first)
         while trainer.steps_done < trainer.total_steps:
             self._between_steps()
             if self.signum is None:
@@ -334,12 +339,11 @@ class _Run:
         self.collect()
         self.last_end = None
 
-    def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> float:
+    def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> None:
         """As Evaluations.validate."""
         self._pause()
-        loss = self.evaluations.validate(max_batches, seconds)
+        self.evaluations.validate(max_batches, seconds)
         self.keeping.keep_best(self.evaluations.take_found())
-        return loss
 
     def _judge(self, *, at_end: bool = False) -> None:
         """Tasks and samples, if it is time for them."""
@@ -356,14 +360,11 @@ class _Run:
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
-        loss = self.evaluate(None, self.final_seconds)
+        self.evaluate(None, self.final_seconds)
         self._judge(at_end=True)
         if self.signum is not None:
             self._leave()
-        if self.config.validates:
-            self.reporter.message(f"Done. validation loss {loss:10f}", step)
-        else:
-            self.reporter.message("Done. No validation", step)
+        self.reporter.message(self.evaluations.summary(), step)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
         if self.config.save_training_state:  # if there was no room before

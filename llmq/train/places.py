@@ -20,6 +20,7 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.hf import export_owner, exported_files
 from llmq.checkpoint.store import (
+    NoCheckpoint,
     checkpoint_owner,
     checkpoint_step,
     checkpoints_by_name,
@@ -51,9 +52,9 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
         return None
     found = find_checkpoint(config.checkpoint_dir, config.continue_from)
     if found is None:
-        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
         if config.continue_from != NEWEST:
-            raise ConfigError(f"--continue {config.continue_from}: {problem} or at that path")
+            raise NoCheckpoint(config.checkpoint_dir, config.continue_from)
+        problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
         warn([f"--continue: {problem}, starting from the beginning"])
     return found
 
@@ -133,6 +134,20 @@ def things_in_the_way(
         if checkpoint is not None and any(p.resolve() == checkpoint.resolve() for p in paths):
             raise ConfigError(f"{flag}: {what} is the one of --continue: choose another directory")
     return strangers
+
+
+def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Found]:
+    """The run's own checkpoints of steps that it is about to make again, for move_aside.
+
+    They are of a course that the run has left; --continue would take the newest of them.
+    """
+    found = {
+        path: owner
+        for s, path in checkpoints_by_name(config.checkpoint_dir).items()
+        if s > step and run.owns(owner := checkpoint_owner(path))
+    }
+    what = f"the checkpoints after step {step}, which the run makes again"
+    return [Found("--checkpoint-dir", [path], what, owner) for path, owner in found.items()]
 
 
 def move_aside(strangers: list[Found]) -> list[str]:

@@ -8,7 +8,12 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, warn
 from llmq.base.run_id import RunId
-from llmq.checkpoint.store import checkpoint_owner, find_checkpoint, saved_options
+from llmq.checkpoint.store import (
+    NoCheckpoint,
+    checkpoint_owner,
+    find_checkpoint,
+    saved_options,
+)
 from llmq.config.command_line import fewest_values, flag
 from llmq.config.option_types import NEWEST
 from llmq.config.options import ONCE, OPTIONS, TrainConfig
@@ -32,6 +37,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     directory = TrainConfig(**where).normalized().checkpoint_dir
     checkpoint = find_checkpoint(directory, spec)
     if checkpoint is None:
+        if spec != NEWEST and "model" not in given:
+            raise NoCheckpoint(directory, spec)
         if spec == NEWEST and given.keys() <= set(_PLACES):
             raise ConfigError(
                 f"--continue: no complete checkpoint in '{directory}' to take the options from: "
