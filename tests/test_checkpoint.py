@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -19,9 +20,15 @@ import safetensors.torch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
-from llmq.checkpoint.checkpoint import GROUPS, CheckpointReader, CheckpointWriter, slab_ranges
+from llmq.checkpoint.checkpoint import (
+    GROUPS,
+    CheckpointReader,
+    CheckpointWriter,
+    FileEntry,
+    slab_ranges,
+)
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.manifest import MANIFEST, Manifest
+from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
 from llmq.checkpoint.store import (
     checkpoint_at,
     clean_old,
@@ -494,8 +501,13 @@ def fake(directory, *names):
     """Directories that pass for complete checkpoints."""
     for name in names:
         (directory / name).mkdir(parents=True)
-        (directory / name / MANIFEST).write_text("{}")
+        entry = FileEntry("weights", "weights", 0, 0, hashlib.sha256().hexdigest())
+        write_manifest(directory / name, {"version": 1, "files": [entry._asdict()]})
         (directory / name / "weights").touch()
+
+
+def write_manifest(path, document):
+    (path / MANIFEST).write_text(json.dumps(document | {"sha256": digest_of(document)}))
 
 
 def steps(*numbers):
@@ -552,11 +564,11 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
         with pytest.raises(LlmqError, match=f"^{re.escape(message)}$"):
             find_checkpoint(tmp_path, spec)
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000007")).name == "step_00000007"
-    save(tmp_path, step=8)
-    assert [path.name for path in clean_old(tmp_path, 1, -1, saved=8)] == ["step_00000007"]
-    assert listing(tmp_path) == ["step_00000008", "step_9"]
+    save(tmp_path, step=80)
+    assert [path.name for path in clean_old(tmp_path, 1, -1, saved=80)] == ["step_00000007"]
+    assert listing(tmp_path) == ["step_00000080", "step_9"]
     os.rename(renamed, tmp_path / "step_best")
-    assert find_checkpoint(tmp_path).name == "step_00000008"
+    assert find_checkpoint(tmp_path).name == "step_00000080"
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.checkpoint.checkpoint import stored_values
+from llmq.checkpoint.retention import left_at_end
+from llmq.checkpoint.verdict import PROVEN
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.state.params import parameter_count, weight_table
@@ -99,11 +101,23 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     if config.steps < 0 and interval > 0:
         if keep <= 0:
             return 0, interval, False
-        return keep, math.lcm(interval, major) if major else None, True
+        spared = _spared(keep, interval, major, interval * (keep + PROVEN) + 1, last)
+        return keep + spared, math.lcm(interval, major) if major else None, True
     steps = max(config.steps, 1)
     written, majors = last, last * (major > 0 and steps % major == 0)
     if interval > 0:
         written += (steps - 1) // interval
         majors += (steps - 1) // math.lcm(interval, major) if major else 0
     gone = max(written - majors - keep, 0) if keep > 0 else 0
+    if gone > 0:
+        gone -= _spared(keep, interval, major, steps, last)
     return written - gone, None, gone > 0
+
+
+def _spared(keep: int, interval: int, major: int, steps: int, last: int) -> int:
+    """How many stay beside the newest ones and majors, at the end of so many steps."""
+    newest = (steps - 1) // interval
+    oldest = max(newest - 2 * (keep + PROVEN), 0)
+    written = [interval * i for i in range(oldest + 1, newest + 1)] + [steps] * last
+    minors = len([step for step in written if major <= 0 or step % major])
+    return max(len(left_at_end(written, keep, major)) - min(keep, minors), 0)

@@ -129,6 +129,7 @@ class Evaluations:
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
         self.found: Found = {}
+        self.not_finite: str | None = None  # of the last validation
         self.done_at: dict[str, int] = {}
 
     def take_found(self) -> Found:
@@ -151,6 +152,7 @@ class Evaluations:
         """
         trainer, loss = self.trainer, math.nan
         before, limits = trainer.validated_at, (max_batches, seconds)
+        self.not_finite = None
         if self.config.validates:
             result = self._timed("", trainer.eval_loader, trainer.validate, limits)
             if result is None:
@@ -188,6 +190,8 @@ class Evaluations:
             tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
         self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        if result.tokens > 0 and not math.isfinite(result.loss):
+            self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
             files = self.config.eval_sets.get(name, self.config.eval_pattern)
             if not name and self.config.splits:

@@ -49,7 +49,9 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
     """What --continue names; without one, or with none there to be the newest, None."""
     if config.continue_from is None:
         return None
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
+    passed: list[str] = []
+    found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
+    warn(f"--continue: {line}" for line in passed)
     if found is None:
         problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
         if config.continue_from != NEWEST:
