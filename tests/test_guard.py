@@ -67,9 +67,9 @@ def test_few_steps_say_nothing():
 
 
 def test_healthy_runs_are_left_alone():
-    """Falling losses, and norms whose logarithm is normal, over 20,000 steps."""
+    """Falling losses, and norms whose logarithm is normal, over 6,000 steps."""
     rng = np.random.default_rng(1)
-    steps = np.arange(20_000)
+    steps = np.arange(6_000)
     losses = 2 + 8 * np.exp(-steps / 300) + 0.05 * rng.normal(size=steps.size)
     norms = np.exp(0.35 * rng.normal(size=steps.size)) * (1 + 5 * np.exp(-steps / 100))
     reasons = judged(guard(), map(result, losses.tolist(), norms.tolist()))
@@ -152,13 +152,17 @@ def exploding(monkeypatch, *steps, factor=3000.0, data=None):
     real = Trainer.enqueue_step
 
     def enqueue_step(self, *args, lr, **more):
-        place = self.train_loader.state()
-        here = (place["epoch"], place["file_index"], place["chunk_index"])
-        if self.steps_done in steps and data in (None, here):
+        if self.steps_done in steps and data in (None, place_of(self)):
             lr *= factor
         return real(self, *args, lr=lr, **more)
 
     monkeypatch.setattr(Trainer, "enqueue_step", enqueue_step)
+
+
+def place_of(trainer):
+    """Where the next batch is."""
+    state = trainer.train_loader.state()
+    return state["epoch"], state["file_index"], state["chunk_index"]
 
 
 SHORT = {"eval_file": "none", "batch_size": 1, "grad_accumulation": 1, "learning_rate": 3e-3}
@@ -231,7 +235,7 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path, capsys):
 
 
 def test_a_spike_does_not_push_out_the_good_checkpoint(monkeypatch, capsys):
-    """Steps go on, but no checkpoint of theirs takes the place of the good one, nor is continued."""
+    """Steps go on, but no checkpoint of theirs takes the place of the good one."""
     exploding(monkeypatch, 31)
     options = SHORT | {"ckpt_interval": 2, "ckpt_keep_n": 1, "save_training_state": True}
     assert train(**options, steps=50) == 0
@@ -293,8 +297,7 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     real = Trainer.enqueue_step
 
     def note(self, *args, **more):
-        place = self.train_loader.state()
-        where.setdefault(self.steps_done, (place["epoch"], place["file_index"], place["chunk_index"]))
+        where.setdefault(self.steps_done, place_of(self))
         return real(self, *args, **more)
 
     with monkeypatch.context() as patch:
@@ -318,7 +321,7 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
 
     # Stopped and continued anywhere, it is the same run.
     whole = losses()
-    for stop in (37, 38, 39, 45):
+    for stop in (38, 39, 45):
         shutil.rmtree("ckpt")
         count = iter(range(1000))
         with monkeypatch.context() as patch:
@@ -378,8 +381,7 @@ def test_rollback_needs_checkpoints(capsys):
 def test_ranks_decide_alike(mode, monkeypatch):
     """Two ranks with one micro-step each take the steps of one rank with two."""
     exploding(monkeypatch, 25, factor=1e4)
-    shared = ROLLBACK | {"guard": mode, "steps": 34, "eval_file": "none", "ckpt_interval": 30}
-    status = 2 if mode == "skip" else 0
+    shared = ROLLBACK | {"guard": mode, "steps": 30, "ckpt_interval": 5}
     for gpus in (1, 2):
         shutil.rmtree("ckpt", ignore_errors=True)
         more = {"gpus": gpus, "grad_accumulation": 2 // gpus, "log_file": f"{gpus}.json"}
@@ -387,8 +389,7 @@ def test_ranks_decide_alike(mode, monkeypatch):
     decided = [
         [(r["step"], r["action"]) for r in records("guard", f"{gpus}.json")] for gpus in (1, 2)
     ]
-    assert decided[0] == decided[1] and decided[0]
-    assert status in (0, 2)
+    assert decided[0] == decided[1] and mode in {action for _, action in decided[0]}
 
 
 # ------------------------------------------------------------------------------------------------

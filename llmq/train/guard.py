@@ -88,10 +88,11 @@ class Guard:
 
     def __init__(self, config: TrainConfig):
         self.mode, self.recovery = config.guard, config.guard_recovery
-        # A deviation of the norm is at least 10 % of it, of the loss 1 % and 0.01 nats: where all
-        # values are nearly alike, what is still small in itself is no outlier.
+        # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
+        # values are nearly alike, as in the first steps, what is small in itself is no outlier, and
+        # norms up to 4 times the usual one are what clipping is for.
         self.loss = Track("loss", (0.01, 0.01))
-        self.norm = Track("gradient norm", (0.1, 0.0))
+        self.norm = Track("gradient norm", (0.3, 0.0))
         self.in_row, self.level = 0, 0
         self.not_finite: str | None = None
         self.trouble: int | None = None
