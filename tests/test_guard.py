@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.model.step import Result
 from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
+from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
 from tests.runs import make_workplace, records, signal_after, train
 
@@ -319,9 +321,15 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     assert warned > 2 * plain
     assert abs(back - plain) < 0.2 * plain  # other data, in another order
 
-    # Stopped and continued anywhere, it is the same run.
+    # With results that are read one step late, as on a GPU, and stopped and continued anywhere, it
+    # is the same run.
     whole = losses()
-    for stop in (38, 39, 45):
+    shutil.rmtree("ckpt")
+    with monkeypatch.context() as patch:
+        read_late(patch)
+        assert train(**ROLLBACK, log_file="late.json") == 0
+    assert losses("late.json") == whole
+    for stop in (39, 45):
         shutil.rmtree("ckpt")
         count = iter(range(1000))
         with monkeypatch.context() as patch:
@@ -332,12 +340,27 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
         assert again[-45:] == whole[-45:], stop
 
 
+def read_late(patch):
+    """Have results read when the next step has been enqueued, or something else comes."""
+    step, collect = _Run._step, _Run.collect
+
+    def late_step(self):
+        self.collected = 0
+        step(self)
+        self.collected = None
+
+    def late_collect(self):
+        if getattr(self, "collected", None) is None:
+            return collect(self)
+        self.collected += 1
+        return collect(self) if self.collected == 1 else None
+
+    patch.setattr(_Run, "_step", late_step)
+    patch.setattr(_Run, "collect", late_collect)
+
+
 def stop_at_call(patch, count, number):
     """Send the signal while the number-th step of the process runs."""
-    import signal
-
-    from llmq.train.loop import _Run
-
     real = _Run._step
 
     def step(self):
