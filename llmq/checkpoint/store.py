@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +14,10 @@ import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, warn
-from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.finite import finite
+from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf import export_model, export_owner, exported_files
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.retention import newest_usable, outdated
@@ -41,17 +40,20 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by the step in their name, in this order."""
+    """The complete checkpoints in a directory by the step in their name, in this order.
+
+    LlmqError if it cannot be listed.
+    """
     found = {}
-    for path in sorted(directory.glob("step_*")):
+    for path in entries(directory):
         step = _named_step(path)
-        if step is not None and (path / MANIFEST).is_file():
+        if step is not None and is_complete(path):
             found.setdefault(step, path)
     return dict(sorted(found.items()))
 
 
 def _named_step(path: Path) -> int | None:
-    name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
+    name = re.fullmatch(r"step_(\d+)(\.llmq-old|\.old)?", path.name)  # see publish_directory
     return int(name[1]) if name else None
 
 
@@ -125,7 +127,7 @@ def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     gets a line for each newer one. LlmqError if it is called like another step, or none is whole.
     """
     path = Path(os.path.expanduser(path))
-    if (path / MANIFEST).is_file():
+    if is_complete(path):
         _check_name(path)
         return path
     return newest_usable(list_checkpoints(path), [] if passed is None else passed)
@@ -166,18 +168,13 @@ def clean_old(
     keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
     checkpoint that was written last. A checkpoint that was renamed to another step is the user's
     business: it stays, not counted. What interrupted saves left behind goes too, so no save may be
-    under way.
+    under way. What cannot be deleted is warned of, and links stay.
     """
-    gone = sorted(directory.glob("step_*.tmp"))
+    gone = leftovers(directory)
     if keep_n > 0:
         found = own_checkpoints(directory, run)
         gone += outdated(found, keep_n, major, saved, spared=spared, interval=interval)
-    for path in gone:
-        with disk_errors(path):
-            # First, so that half a checkpoint is never taken for a whole one.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-    return gone
+    return delete(gone)
 
 
 def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
@@ -187,7 +184,9 @@ def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
 
 
 def _may_go(path: Path, step: int, run: RunId | None) -> bool:
-    """Whether it is a checkpoint of this run that was not renamed."""
+    """Whether it is a checkpoint of this run that was not renamed, and no link to one."""
+    if path.is_symlink():
+        return False
     recorded = _recorded(path)
     owner = RunId.of(recorded)
     mine = owner is None if run is None else run.owns(owner)

@@ -65,6 +65,8 @@ def run_plan(
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
     warn(rank_warnings(config, where.world_size))
+    data = data_record(config, model, where.world_size)
+    where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
         if where.limits.device is None:
@@ -77,8 +79,7 @@ def run_plan(
         return found.candidates[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
-    time = step_time(plan, where.card) if where.named else None
-    data = data_record(config, model, where.world_size)
+    time = step_time(plan, where.card, where.visible_share) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(plan, model, where, time) | disk.record()
     record |= {} if data is None else {"data": data}

@@ -130,7 +130,7 @@ class Keeping:
     def _clean(self) -> None:
         """Delete what is too old, when the newest was read back from the disk."""
         config, step = self.config, self.trainer.steps_done
-        if config.ckpt_keep_n <= 0 or self.saved_at is None:
+        if self.saved_at is None:
             return
         spared = [at for at in (self.best.step, self._followed) if at is not None]
         keep = (config.ckpt_keep_n, config.ckpt_major, self.saved_at)
@@ -138,9 +138,10 @@ class Keeping:
             "spared": spared,
             "interval": config.ckpt_interval if config.guard == "rollback" else 0,
         }
-        found = own_checkpoints(config.checkpoint_dir, self.trainer.run)
-        if outdated(found, *keep, **besides) and not self._read_back():
-            return
+        if config.ckpt_keep_n > 0:
+            found = own_checkpoints(config.checkpoint_dir, self.trainer.run)
+            if outdated(found, *keep, **besides) and not self._read_back():
+                return
         removed = clean_old(config.checkpoint_dir, *keep, self.trainer.run, **besides)
         if removed:
             self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
