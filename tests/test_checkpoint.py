@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -24,10 +25,11 @@ from llmq.checkpoint.checkpoint import (
     GROUPS,
     CheckpointReader,
     CheckpointWriter,
+    FileEntry,
     slab_ranges,
 )
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.manifest import MANIFEST, Manifest
+from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
 from llmq.checkpoint.safetensors_file import HashingSink
 from llmq.checkpoint.store import (
     checkpoint_at,
@@ -513,8 +515,14 @@ def fake(directory, *names):
     """Directories that pass for complete checkpoints."""
     for name in names:
         (directory / name).mkdir(parents=True)
-        (directory / name / MANIFEST).write_text("{}")
-        (directory / name / "weights.shard_000_of_001.safetensors").touch()
+        file = "weights.shard_000_of_001.safetensors"
+        entry = FileEntry(file, "weights", 0, 0, hashlib.sha256().hexdigest())
+        write_manifest(directory / name, {"version": 1, "files": [entry._asdict()]})
+        (directory / name / entry.name).touch()
+
+
+def write_manifest(path, document):
+    (path / MANIFEST).write_text(json.dumps(document | {"sha256": digest_of(document)}))
 
 
 def steps(*numbers):
@@ -571,11 +579,11 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
         with pytest.raises(LlmqError, match=f"^{re.escape(message)}$"):
             find_checkpoint(tmp_path, spec)
     assert find_checkpoint(tmp_path, str(tmp_path / "step_00000007")).name == "step_00000007"
-    save(tmp_path, step=8)
-    assert [path.name for path in clean_old(tmp_path, 1, -1, saved=8)] == ["step_00000007"]
-    assert listing(tmp_path) == ["step_00000008", "step_9"]
+    save(tmp_path, step=80)
+    assert [path.name for path in clean_old(tmp_path, 1, -1, saved=80)] == ["step_00000007"]
+    assert listing(tmp_path) == ["step_00000080", "step_9"]
     os.rename(renamed, tmp_path / "step_best")
-    assert find_checkpoint(tmp_path).name == "step_00000008"
+    assert find_checkpoint(tmp_path).name == "step_00000080"
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -662,7 +670,7 @@ def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
 
 @pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
 def test_clean_old_goes_on_where_it_cannot_delete(tmp_path, monkeypatch, capsys, call):
-    fake(tmp_path, *steps(10, 20, 30))
+    fake(tmp_path, *steps(10, 20, 50))
     real = getattr(os, call)
 
     def busy(path, *args, **kwargs):
@@ -672,13 +680,13 @@ def test_clean_old_goes_on_where_it_cannot_delete(tmp_path, monkeypatch, capsys,
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, call, busy)
-    assert clean_old(tmp_path, 1, -1, saved=30) == [tmp_path / steps(20)[0]]
+    assert clean_old(tmp_path, 1, -1, saved=50) == [tmp_path / steps(20)[0]]
     warning = f"warning: cannot delete '{tmp_path / steps(10)[0]}' (Device or resource busy)"
     assert capsys.readouterr().err == f"{warning}: it stays\n"
-    assert find_checkpoint(tmp_path).name == "step_00000030"
-    assert list_checkpoints(tmp_path).keys() <= {10, 30}
-    clean_old(tmp_path, 1, -1, saved=30)
-    assert listing(tmp_path) == steps(30), "what was left is deleted the next time"
+    assert find_checkpoint(tmp_path).name == "step_00000050"
+    assert list_checkpoints(tmp_path).keys() <= {10, 50}
+    clean_old(tmp_path, 1, -1, saved=50)
+    assert listing(tmp_path) == steps(50), "what was left is deleted the next time"
 
 
 def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):

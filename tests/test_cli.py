@@ -339,7 +339,7 @@ COMMANDS = [
     (
         "export --out-dir o --checkpoint-dir c",
         "checkpoint.store.export_checkpoint",
-        ((Path("c"), Path("o"), "bf16"), {}),
+        ((Path("c"), Path("o"), "bf16"), {"force": False}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",

@@ -57,17 +57,18 @@ def use(**options: object) -> DiskUse:
 @pytest.mark.parametrize(
     ("options", "kept", "deletes"),
     [
-        ({"steps": 7, "ckpt_interval": 2}, [4, 6, 7], True),
+        ({"steps": 7, "ckpt_interval": 2}, [2, 4, 6, 7], False),
         ({"steps": 7, "ckpt_interval": 2, "ckpt_keep_n": -1}, [2, 4, 6, 7], False),
-        ({"steps": 7, "ckpt_interval": 1, "ckpt_major": 2}, [2, 3, 4, 5, 6, 7], True),
+        ({"steps": 7, "ckpt_interval": 1, "ckpt_major": 2}, [1, 2, 3, 4, 5, 6, 7], False),
         ({"steps": 6, "ckpt_interval": 2, "ckpt_major": 3}, [2, 4, 6], False),
         ({"steps": 4, "ckpt_interval": 2, "save_training_state": False}, [2], False),
+        ({"steps": 45, "ckpt_interval": 5, "ckpt_keep_n": 1}, LEFT, True),
         ({"steps": 4, "ckpt_interval": 0}, [4], False),
         ({"steps": 4, "ckpt_interval": 0, "save_training_state": False}, [], False),
     ],
 )
 def test_as_many_checkpoints_are_kept_as_planned(tmp_path, monkeypatch, options, kept, deletes):
-    """The default keeps the three newest."""
+    """The default keeps the three newest, and the good one."""
     disk = use(**options)
     assert (disk.kept, disk.every, disk.deletes) == (len(kept), None, deletes)
     monkeypatch.chdir(make_workplace(tmp_path))

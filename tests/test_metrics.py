@@ -20,7 +20,7 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
 from llmq.train.json_log import JsonLog
-from llmq.train.metrics import Outliers, Reporter, count_tokens, duration, tokens_per_second
+from llmq.train.metrics import Reporter, count_tokens, duration, tokens_per_second
 from llmq.train.views import PlainView
 
 RESULT = Result(
@@ -323,19 +323,6 @@ def test_durations(ms, shown):
     assert duration(ms) == shown
 
 
-def test_outliers_are_measured_by_what_came_before():
-    window = Outliers()
-    values = np.random.default_rng(0).normal(3.0, 0.1, 100)
-    assert all(window.score(float(v)) == 0 for v in values)
-    assert window.score(math.nan) == 0
-    score = window.score(5.0)
-    assert score == pytest.approx((5.0 - values.mean()) / values.std(), rel=1e-12)
-    assert score > 10  # which a window with the value in it can never give
-    assert abs(window.score(3.0)) < 2
-    flat = Outliers()
-    assert [flat.score(1.0) for _ in range(102)] == [0] * 102
-
-
 class Lines:
     """A View that keeps everything."""
 
@@ -371,7 +358,6 @@ def test_the_history_of_reports_is_json(reporter, tmp_path):
         other = Reporter(JsonLog(tmp_path / "other.json"), Lines(), total_steps=40)
         other.history = history
         assert other.history == history
-    assert history["past_losses"] == [1.5] * 60
     assert history["losses_since_evaluation"] == [None, 120]
 
 
@@ -481,17 +467,6 @@ def test_many_files_are_not_all_listed(reporter):
     (record,) = logged(reporter)
     assert len(record["files"]) == 13
     assert (record["file_index"], record["chunk_index"], record["seed"]) == (2, 7, 5)
-
-
-def test_outliers_are_reported(reporter):
-    for step in range(101):
-        loss = 9.0 if step == 100 else 3.0 + 0.01 * (step % 2)
-        result = Result(
-            loss=loss, loss_1k=loss, tokens=1, norm=1.0, lse_max=0.0, lse_mean=0.0
-        )  # fmt: skip
-        reporter.train_step(step, result, lr=0.0, ms=1.0, tokens=1, sol=None)
-    assert reporter.view.lines[-1].startswith("Loss outlier with z-score: ")
-    assert sum("outlier" in line for line in reporter.view.lines) == 1
 
 
 def test_gpu_samples_are_logged_and_shown(reporter):

@@ -26,7 +26,7 @@ from llmq.checkpoint.checkpoint import GROUPS
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
-from llmq.train import announce
+from llmq.train import announce, live
 from llmq.train import loop as training
 from llmq.train.diagnose import MAX_SKIPPED
 from llmq.train.json_log import JsonLog
@@ -215,7 +215,7 @@ def test_a_continued_run_reports_what_the_whole_one_does(capsys):
     assert validations() == whole and len(whole) == 2
     manifest = json.loads(Path("again/step_00000008/checkpoint.json").read_text())
     losses = [record["loss"] for record in records("step")]
-    assert manifest["run"]["state"]["history"]["past_losses"] == losses
+    assert manifest["run"]["state"]["history"]["guard"]["losses"] == [*map(list, enumerate(losses))]
 
 
 def test_a_continued_log_goes_on_and_a_new_one_replaces():
@@ -307,7 +307,7 @@ def test_a_run_with_more_steps_than_it_needs_says_so(monkeypatch, capsys, termin
     shutil.rmtree("out")
     capsys.readouterr()
     console = Console(force_terminal=True, _environ={"TERM": "xterm"}) if terminal else Console()
-    monkeypatch.setattr(training, "Console", lambda: console)
+    monkeypatch.setattr(live, "Console", lambda: console)
     assert train(steps=2, save_training_state=True, **{"continue": ""}) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -457,19 +457,21 @@ Starting training for 6 steps \(1.20 epochs in total\)
 Setup took 0 seconds
 \[T\] step     0 \[ 0.0%\] \| time: +\d+ ms \| norm +\d+\.\d{6} \| loss +\d+\.\d{6} \| tps +\d+
 \[T\] step     1 \[16.7%\] [^\n]*
-\[T\] step     2 \[33.3%\] [^\n]*
 saving checkpoint to `ckpt` ...
   done in \d+ ms
 
+\[T\] step     2 \[33.3%\] [^\n]*
 \[T\] step     3 \[50.0%\] [^\n]*
 \[V\] step     4 \[66.7%\] \| time: +\d+ ms \| eval +\d+\.\d{6} \| train +\d+\.\d{6} \| tps +\d+
+saving checkpoint to `ckpt` ...
+  done in \d+ ms
+
 \[T\] step     4 \[66.7%\] [^\n]*
 \[V\] step     5 \[83.3%\] [^\n]*
 \[T\] step     5 \[83.3%\] [^\n]*
 saving checkpoint to `ckpt` ...
   done in \d+ ms
 
-Cleaned 1 checkpoints
 \[V\] step     6 \[100.0%\] [^\n]*
 Done. validation loss +\d+\.\d{6}
 Saving model to `out` ...
@@ -480,12 +482,13 @@ Saving model to `out` ...
 
 def test_console_has_the_shapes_of_llmq(capsys):
     """Evaluations: every 4 steps, at the new epoch (step 5), at the end."""
-    options = {"steps": 6, "ckpt_interval": 3, "ckpt_keep_n": 1, "save_training_state": True}
+    options = {"steps": 6, "ckpt_interval": 2, "ckpt_keep_n": 1, "save_training_state": True}
     assert train(**options, eval_every_n_steps=4, eval_num_steps=2) == 0
     out, err = capsys.readouterr()
     assert re.fullmatch(CONSOLE, out), out
     assert err == ""
-    assert os.listdir("ckpt") == ["step_00000006"]
+    left = [f"step_{step:08d}" for step in (2, 4, 6)]  # 2 is about to be a good one
+    assert sorted(os.listdir("ckpt")) == left, "after 4 there was a good step"
 
 
 def test_no_validation(capsys):
@@ -565,7 +568,7 @@ def test_log_has_the_records_of_llmq():
 def test_terminal_gets_the_live_view(monkeypatch, capsys):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(training, "Console", lambda: console)
+    monkeypatch.setattr(live, "Console", lambda: console)
     assert train(steps=2) == 0
     assert "[T] step     1" in screen.getvalue()
     assert "step 2/2" in screen.getvalue()
@@ -833,7 +836,7 @@ def test_full_disk_while_saving(gpus, monkeypatch, capsys):
     assert train(steps=5, **options, **{"continue": ""}) == 0
     out = capsys.readouterr().out
     assert out.count("WARNING: no checkpoint of step") == 2
-    assert os.listdir("ckpt") == ["step_00000004"], "there was room again"
+    assert sorted(os.listdir("ckpt")) == ["step_00000001", "step_00000004"], "there was room again"
     assert Path("out/model.safetensors").is_file()
 
 

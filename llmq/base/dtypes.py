@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -67,12 +68,27 @@ STEP_SCALARS = np.dtype(
         ("seed", np.uint32),
         ("step", np.uint32),
         ("micro_step", np.uint32),
-        ("reserved", np.uint32, 7),
+        ("norm_limit", np.float32),  # a step beyond one of the two makes no update; 0: none
+        ("loss_limit", np.float32),
+        ("reserved", np.uint32, 5),
         ("grad_scale", np.float32),  # clip factor / number of target tokens
-        ("skip_update", np.uint32),  # 1 when the gradient norm is not finite
+        ("skip_update", np.uint32),  # 1 when the gradient norm is not finite, or beyond a limit
     ]
 )
 assert STEP_SCALARS.itemsize == 4 * STEP_SCALARS_WORDS
+
+
+class Limits(NamedTuple):
+    """A step whose gradient norm or mean loss is beyond one of these makes no update. 0: none.
+
+    Numbers that F32 has, so that the host can tell as the device does.
+    """
+
+    norm: float = 0.0
+    loss: float = 0.0
+
+
+NO_LIMITS = Limits()
 
 # Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
 # add, the trainer reads them one step late. exposed: milliseconds in which the main stream stood

@@ -28,8 +28,12 @@ class DataError(LlmqError):
     """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
 
 
-class DiskFull(LlmqError):
-    """What was to be written found no room; nothing of it is left, and what was there stays."""
+class DiskError(LlmqError):
+    """What was to be written could not be; nothing of it is left, and what was there stays."""
+
+
+class DiskFull(DiskError):
+    """There was no room."""
 
 
 def warn(lines: Iterable[str]) -> None:

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from llmq.base.errors import DiskFull, LlmqError
+from llmq.base.errors import DiskError, DiskFull, LlmqError
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into a one-line LlmqError about writing `path`.
+    """Turn an OSError inside the block into a one-line DiskError about writing `path`.
 
     DiskFull where that is why.
     """
@@ -33,7 +33,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise DiskFull(
                 f"the disk is full, writing '{path}': free some space or choose another directory"
             ) from error
-        raise LlmqError(f"cannot write '{path}': {error.strerror or error}") from error
+        raise DiskError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
 def temporary_path(path: Path) -> Path:

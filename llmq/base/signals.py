@@ -22,6 +22,33 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
+class OutOfTime(BaseException):
+    """A run ended before its last step because its time was over; its state is saved."""
+
+    STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again later will do
+
+
+class SaveSignal:
+    """Notes SIGUSR1, which asks for a checkpoint, during a block."""
+
+    def __init__(self) -> None:
+        self._asked, self._before = False, None
+
+    def taken(self) -> bool:
+        """Whether one came since this was last called."""
+        asked, self._asked = self._asked, False
+        return asked
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGUSR1, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self._asked = True
+
+
 class FirstSignal:
     """Keeps the first ending signal, for whoever looks; a second one acts as usual.
 

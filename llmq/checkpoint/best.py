@@ -40,6 +40,7 @@ class Best:
 
         Where steps are made again that come before it, it is forgotten.
         """
+        self.step = None
         try:
             note = json.loads((self.directory / NOTE).read_text())
             step, value, size = int(note["step"]), float(note["value"]), int(note["size"])

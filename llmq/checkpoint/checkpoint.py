@@ -325,6 +325,15 @@ class CheckpointReader:
         self.close()
 
 
+def read_back(path: Path) -> None:
+    """LlmqError names the file of a checkpoint that is damaged; all of them are read."""
+    try:
+        entries = [FileEntry(**entry) for entry in read_manifest(path / MANIFEST)["files"]]
+    except (LookupError, TypeError) as error:
+        raise LlmqError(f"'{path / MANIFEST}' is damaged ({error}): use another one") from error
+    _verify(path, entries)
+
+
 def _verify(directory: Path, entries: list[FileEntry]) -> None:
     for entry in entries:
         path = directory / entry.name

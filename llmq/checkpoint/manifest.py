@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.base.run_id import RunId
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.data.identity import TokenizerId
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -32,6 +34,31 @@ class Manifest:
     run: RunId | None = None  # None before runs had ids
     tokenizer_id: dict[str, Any] | None = None
     """TokenizerId.record() of what made the training data."""
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        config: TrainConfig,
+        loader: dict[str, Any],
+        state: dict[str, Any],
+        run: RunId,
+        made: tuple[str | None, TokenizerId | None],
+    ) -> Manifest:
+        """Of a run with these options. made: tokenizer and its identity."""
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(config).items()
+        }
+        return cls(
+            model=model,
+            loader=loader,
+            state=state,
+            options=options,
+            tokenizer=made[0],
+            run=run,
+            tokenizer_id=made[1] and made[1].record(),
+        )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf import export_model, export_owner, exported_files
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
+from llmq.checkpoint.retention import newest_usable, outdated
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
 from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer
-from llmq.state.params import weight_table
+from llmq.state.params import Param, weight_table
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
@@ -100,16 +105,19 @@ def _check_name(path: Path) -> None:
         )
 
 
-def find_checkpoint(directory: Path, spec: str = NEWEST) -> Path | None:
+def find_checkpoint(
+    directory: Path, spec: str = NEWEST, passed: list[str] | None = None
+) -> Path | None:
     """The checkpoint that --continue names, None if there is no complete one.
 
-    spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at.
+    spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at. passed: as
+    there.
     """
     if spec.isdecimal():
         return list_checkpoints(directory).get(int(spec))
     if spec == NEWEST:
-        return checkpoint_at(directory)
-    return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))))
+        return checkpoint_at(directory, passed)
+    return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))), passed)
 
 
 class NoCheckpoint(ConfigError):
@@ -121,17 +129,17 @@ class NoCheckpoint(ConfigError):
         super().__init__(f"--continue {spec}: there is no complete checkpoint{where or ' there'}")
 
 
-def checkpoint_at(path: Path) -> Path | None:
+def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     """A complete checkpoint, whatever its directory is called, or the newest in a directory.
 
-    LlmqError if it is called like another step.
+    Of a directory the newest that is whole and not known to be bad, see `newest_usable`; passed
+    gets a line for each newer one. LlmqError if it is called like another step, or none is whole.
     """
     path = Path(os.path.expanduser(path))
     if is_complete(path):
         _check_name(path)
         return path
-    found = list_checkpoints(path)
-    return found[max(found)] if found else None
+    return newest_usable(list_checkpoints(path), [] if passed is None else passed)
 
 
 # Of a model, what changes nothing in what its weights compute.
@@ -160,27 +168,28 @@ def clean_old(
     major: int,
     saved: int,
     run: RunId | None = None,
-    best: int | None = None,
+    spared: Collection[int] = (),
+    interval: int = 0,
 ) -> list[Path]:
     """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
 
     run: whose checkpoints; those of another run stay, not counted. None: those without an id.
-    keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) are never deleted
-    and are not counted; of the others the keep_n newest stay. saved: the step of the checkpoint
-    that was just written, which counts as the newest, also beside later ones of an abandoned run.
-    best: a step that stays beside these, of --keep-best.
-    A checkpoint that was renamed to another step is the user's business: it stays, not counted.
-    What interrupted saves left behind goes too, so no save may be under way. What cannot be deleted
-    is warned of, and links stay.
+    keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
+    checkpoint that was written last. A checkpoint that was renamed to another step is the user's
+    business: it stays, not counted. What interrupted saves left behind goes too, so no save may be
+    under way. What cannot be deleted is warned of, and links stay.
     """
     gone = leftovers(directory)
-    found = checkpoints_by_name(directory)
     if keep_n > 0:
-        found = {s: path for s, path in found.items() if _may_go(path, s, run)}
-        minors = [step for step in found if major <= 0 or step % major]
-        minors.sort(key=lambda step: (step == saved, step))
-        gone += [found[step] for step in minors[:-keep_n] if step != best]
+        found = own_checkpoints(directory, run)
+        gone += outdated(found, keep_n, major, saved, spared=spared, interval=interval)
     return delete(gone)
+
+
+def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
+    """By step those of this run that were not renamed."""
+    found = checkpoints_by_name(directory).items()
+    return {step: path for step, path in found if _may_go(path, step, run)}
 
 
 def _may_go(path: Path, step: int, run: RunId | None) -> bool:
@@ -205,14 +214,19 @@ def _check_free(out_dir: Path, run: RunId | None) -> None:
         )
 
 
-def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16") -> list[str]:
+def export_checkpoint(
+    checkpoint: Path, out_dir: Path, model_dtype: str = "bf16", *, force: bool = False
+) -> list[str]:
     """Write the model of a checkpoint for Hugging Face; returns the names of the files.
 
     checkpoint: as for checkpoint_at.
-    model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists.
-    LlmqError if the directory holds the model of another run, or that source another tokenizer.
+    model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists. force:
+    weights that are no finite numbers, too. LlmqError if there are such, if the directory holds the
+    model of another run, or that source another tokenizer.
     """
-    path = checkpoint_at(checkpoint)
+    passed: list[str] = []
+    path = checkpoint_at(checkpoint, passed)
+    warn(passed)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
     with CheckpointReader(path) as reader:
@@ -222,10 +236,14 @@ def export_checkpoint(checkpoint: Path, out_dir: Path, model_dtype: str = "bf16"
         if source is not None:
             check_recorded(source, made, config.vocab_size, f"checkpoint '{path}'")
         reader.check(weight_table(config))
+
+        def read(param: Param) -> np.ndarray:
+            return reader.read("weights", param).reshape(param.shape)
+
         return export_model(
             out_dir,
             config,
-            lambda param: reader.read("weights", param).reshape(param.shape),
+            read if force else finite(read),
             OPTION_DTYPES[model_dtype],
             ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
             made,

@@ -15,7 +15,7 @@ import typer
 
 from llmq import __version__
 from llmq.base.errors import LlmqError, discard
-from llmq.base.signals import Interrupted
+from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import (
     bench,
     check,
@@ -109,6 +109,8 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
         sys.stdout.flush()
     except Interrupted as stop:
         return 128 + stop.signum
+    except OutOfTime:
+        return OutOfTime.STATUS
     except (typer.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except BrokenPipeError:

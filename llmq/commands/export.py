@@ -16,9 +16,13 @@ def export(
         Path, typer.Option(help="A checkpoint, or a directory whose newest one is taken.")
     ] = Path("ckpt/llmq"),
     model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    force: Annotated[
+        bool, typer.Option("--force", help="Write weights that are infinities or NaNs, too.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a model directory that transformers loads."""
     from llmq.checkpoint.store import export_checkpoint
 
-    files = export_checkpoint(checkpoint_dir, out_dir, checked("model_dtype", model_dtype))
+    dtype = checked("model_dtype", model_dtype)
+    files = export_checkpoint(checkpoint_dir, out_dir, dtype, force=force)
     print(f"wrote {', '.join(files)} to {out_dir}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
+from llmq.base.schedule import learning_rate
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
@@ -101,8 +102,7 @@ class TrainConfig(SizeFields):
         if self.init_proj_to_zero and not self.from_scratch:
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
         check_from_scratch(self)
-        if self.new_data and self.continue_from is None:
-            raise ConfigError("--new-data: needs --continue")
+        self._validate_checkpoints()
         if self.measure_scaling and self.debug_time_breakdown:
             raise ConfigError(
                 "--measure-scaling: not with --debug-time-breakdown, with which steps take longer"
@@ -146,6 +146,18 @@ class TrainConfig(SizeFields):
         """The weights of these patterns; None if they have none, or there is only one."""
         return split_weights(self.train_file)[1]
 
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of a run of so many."""
+        return learning_rate(
+            step,
+            steps=steps,
+            base=self.learning_rate,
+            warmup=self.warmup,
+            cooldown=self.cooldown,
+            final_fraction=self.final_lr_fraction,
+            schedule=self.lr_schedule,
+        )
+
     def check_total(self, steps: int) -> None:
         """ConfigError if the cooldown is longer than the whole run, of so many steps."""
         if self.cooldown > steps:
@@ -184,6 +196,15 @@ class TrainConfig(SizeFields):
             )
         if self.fp8_recipe == "delayed" and self.matmul_dtype != "e4m3":
             raise ConfigError("--fp8-recipe: delayed needs --matmul-dtype e4m3")
+
+    def _validate_checkpoints(self) -> None:
+        """What needs a checkpoint to go on from."""
+        if self.guard == "rollback" and self.ckpt_interval <= 0:
+            raise ConfigError(
+                "--guard: rollback needs --ckpt-interval above 0, to have checkpoints to go back to"
+            )
+        if self.new_data and self.continue_from is None:
+            raise ConfigError("--new-data: needs --continue")
 
     def _validate_memory(self) -> None:
         """Options that cannot do anything without another one."""
@@ -233,7 +254,7 @@ class TrainConfig(SizeFields):
 OPTIONS: dict[str, Option] = options_of(TrainConfig)
 """How each field of TrainConfig is set, by field name, in the order of --help."""
 
-ONCE = ("download", "continue_from", "overwrite", "new_data")
+ONCE = ("download", "continue_from", "overwrite", "new_data", "force")
 """Options of one command, not of the run: the next command begins without them."""
 
 # What is on where another option is, or has at least this value.

@@ -13,16 +13,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.config.fields import Fields
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import Option, option, options_of, parse_vocab_size
+from llmq.config.safety_fields import SafetyFields
 
 _GROUP = "Own sizes of a new model, instead of those of --model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeFields(Fields):
-    """Fields, and the sizes that replace those of --model; None: as they are there."""
+class SizeFields(SafetyFields):
+    """SafetyFields, and the sizes that replace those of --model; None: as they are there."""
 
     vocab_size: int | str | None = option(
         _GROUP,

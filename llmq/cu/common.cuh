@@ -23,7 +23,9 @@ using u64 = unsigned long long;
 
 struct StepScalars {
     float lr, beta1_correction, beta2_correction, grad_clip;
-    u32 seed, step, micro_step, reserved[7];
+    u32 seed, step, micro_step;
+    float norm_limit, loss_limit;
+    u32 reserved[5];
     float grad_scale;
     u32 skip_update;
 };

@@ -4,7 +4,8 @@
 //   combine: stats[k] = sum of gathered[rank, k] in the order of the ranks; of lse_max the largest
 //   norm = sqrt(norm_squared) / tokens
 //   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
-//   skip_update = norm is not finite or tokens == 0
+//   skip_update = norm is not finite or tokens == 0 or a limit above 0 is not kept:
+//                 norm <= norm_limit, loss / tokens <= loss_limit
 //
 // Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (10,).
 //          gathered: F64 (world_size, 10).
@@ -12,11 +13,12 @@
 //          finish: one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
 //          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
-// Needs    finish: tokens and norm_squared final on the same stream.
+// Needs    finish: loss, tokens and norm_squared final on the same stream.
 // Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
-constexpr int TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;  // llmq.base.dtypes.STAT
+// Of llmq.base.dtypes.STAT.
+constexpr int LOSS = 0, TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -81,7 +83,10 @@ extern "C" __global__ void global_norm_finish(f64* __restrict__ stats,
     const f64 tokens = stats[TOKENS];
     const f64 norm = tokens > 0.0 ? sqrt(stats[NORM_SQUARED]) / tokens : 0.0;
     stats[NORM] = norm;
-    const bool skip = tokens == 0.0 || !isfinite(norm);
+    const f64 norm_limit = scalars->norm_limit, loss_limit = scalars->loss_limit;
+    const bool over = (norm_limit > 0.0 && !(norm <= norm_limit)) ||
+                      (loss_limit > 0.0 && !(stats[LOSS] / tokens <= loss_limit));
+    const bool skip = tokens == 0.0 || !isfinite(norm) || over;
     const f64 clip = scalars->grad_clip;
     const f64 factor = clip > 0.0 && norm > clip ? clip / norm : 1.0;
     scalars->grad_scale = skip ? 0.0f : (float)(factor / tokens);

@@ -18,6 +18,7 @@ from llmq.base.dtypes import (
     F64,
     I32,
     I64,
+    NO_LIMITS,
     STAT,
     STATS,
     STEP_BEGIN,
@@ -26,6 +27,7 @@ from llmq.base.dtypes import (
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
     DType,
+    Limits,
 )
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
@@ -173,14 +175,22 @@ class Step:
         start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
         self.dev.clock = Clock(start, stop)
 
-    def train(self, step: int, lr: float, grad_clip: float, batches: Iterable[Batch]) -> int:
+    def train(
+        self,
+        step: int,
+        lr: float,
+        grad_clip: float,
+        batches: Iterable[Batch],
+        limits: Limits = NO_LIMITS,
+    ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
 
         step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping off.
         """
         self.start()
         for micro_step, batch in enumerate(batches):
-            self.micro_step(micro_step, self.scalars_of(step, micro_step, lr, grad_clip), batch)
+            scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
+            self.micro_step(micro_step, scalars, batch)
         return self.update()
 
     def start(self) -> None:
@@ -333,7 +343,14 @@ class Step:
             self.optimizer.update(self.weights, self.grads, self.stats, self.scalars)
         clock.start(self.dev, self.end)
 
-    def scalars_of(self, step: int, micro_step: int, lr: float, grad_clip: float) -> np.ndarray:
+    def scalars_of(
+        self,
+        step: int,
+        micro_step: int,
+        lr: float,
+        grad_clip: float,
+        limits: Limits = NO_LIMITS,
+    ) -> np.ndarray:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
@@ -342,6 +359,7 @@ class Step:
         record["beta1_correction"] = 1.0 / (1.0 - options.beta_1**t)
         record["beta2_correction"] = 1.0 / (1.0 - options.beta_2**t)
         record["grad_clip"] = grad_clip
+        record["norm_limit"], record["loss_limit"] = limits
         record["seed"] = options.seed & 0xFFFFFFFF
         record["step"] = step
         # Over all ranks, so that each rounds its gradients with random numbers of its own.

@@ -96,12 +96,13 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
         tokens = stats[tokens]            norm = sqrt(stats[norm_squared]) / tokens
         stats[norm] = norm
         scalars.grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
-        scalars.skip_update = norm is not finite, or tokens == 0
+        scalars.skip_update = norm is not finite, or tokens == 0, or a limit above 0 is not kept:
+                              norm <= scalars.norm_limit, loss / tokens <= scalars.loss_limit
 
     Without tokens the norm is 0. A skipped update has grad_scale 0.
 
     Args:
-        stats    inout  F64 (10,)   tokens and norm_squared are final
+        stats    inout  F64 (10,)   loss, tokens and norm_squared are final
         scalars  inout  I32 (16,)   StepScalars
 
     Cost:    one launch of one thread.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.checkpoint.checkpoint import stored_values
+from llmq.checkpoint.retention import left_at_end
+from llmq.checkpoint.verdict import PROVEN
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.state.params import parameter_count, weight_table
@@ -109,13 +111,27 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     if config.steps < 0 and periods:
         if keep <= 0:
             return 0, math.gcd(*periods), False
-        return stay, math.gcd(*of_majors) if major else None, True
+        spared = _spared(keep, periods, major, max(periods) * (keep + PROVEN) + 1, last=1)
+        return stay + spared, math.gcd(*of_majors) if major else None, True
     steps = max(config.steps, 1)
     last = int(config.save_training_state or best is not None)
     written = last + _multiples(steps - 1, periods)
     majors = last * (major > 0 and steps % major == 0) + _multiples(steps - 1, of_majors)
     gone = max(written - majors - stay, 0) if keep > 0 else 0
+    if gone > 0:
+        gone = max(gone - _spared(keep, periods, major, steps, last), 0)
     return written - gone, None, gone > 0
+
+
+def _spared(keep: int, periods: list[int], major: int, steps: int, last: int) -> int:
+    """How many stay beside the newest ones and majors, at the end of so many steps."""
+    count, found = 2 * (keep + PROVEN), {steps} if last else set()
+    for period in periods:
+        newest = (steps - 1) // period
+        found |= {period * i for i in range(max(newest - count, 0) + 1, newest + 1)}
+    written = sorted(found)[-count:]
+    minors = len([step for step in written if major <= 0 or step % major])
+    return max(len(left_at_end(written, keep, major)) - min(keep, minors), 0)
 
 
 def _multiples(last: int, periods: list[int]) -> int:

@@ -30,11 +30,15 @@ def option_warnings(config: TrainConfig) -> list[str]:
             "deleted"
         )
     writes = config.ckpt_interval > 0 or config.save_training_state
+    writes |= config.ckpt_every_minutes > 0 or config.max_hours > 0
     if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
         lines.append(
             f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
             "--save-training-state: no checkpoints are written"
         )
+    if config.guard != "rollback" and config.guard_recovery != _DEFAULTS.guard_recovery:
+        given = flag("guard_recovery", config.guard_recovery)
+        lines.append(f"{given} has no effect without --guard rollback")
     if config.final_lr_fraction != 1 and config.lr_schedule == "wsd":
         lines.append("--final-lr-fraction has no effect with --lr-schedule wsd")
     if config.final_lr_fraction == 1 and config.lr_schedule == "linear":

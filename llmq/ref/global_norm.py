@@ -50,6 +50,10 @@ def global_norm_finish(stats: np.ndarray, scalars: np.ndarray) -> None:
     norm = np.sqrt(stats[STAT["norm_squared"]]) / tokens if tokens > 0 else np.float64(0)
     stats[STAT["norm"]] = norm
     skip = tokens == 0 or not np.isfinite(norm)
+    if not skip:
+        loss = stats[STAT["loss"]] / tokens
+        for value, limit in ((norm, s["norm_limit"]), (loss, s["loss_limit"])):
+            skip = skip or (limit > 0 and not value <= np.float64(limit))
     clip = np.float64(s["grad_clip"])
     factor = clip / norm if clip > 0 and norm > clip else 1.0
     s["grad_scale"] = 0 if skip else factor / tokens

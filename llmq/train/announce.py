@@ -217,3 +217,20 @@ def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -
             done,
         )
     reporter.message(f"Setup took {setup_seconds:.0f} seconds", done)
+
+
+def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) -> None:
+    """Load a checkpoint; without one the weights of --model, or new ones."""
+    if checkpoint is not None:
+        name = checkpoint.name.removeprefix("step_").removesuffix(".old")
+        name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
+        with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
+            changed = trainer.load(checkpoint, new_data=trainer.config.new_data)
+        for line in changed:
+            reporter.message(line, trainer.steps_done)
+    elif trainer.config.from_scratch:
+        with reporter.section("Initializing model from scratch"):
+            trainer.load_weights()
+    else:
+        with reporter.section(f"Loading model from `{trainer.model_dir}`"):
+            trainer.load_weights()

@@ -115,6 +115,7 @@ class Evaluations:
         self.stopped = stopped
         self.found: Found = {}
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
+        self.not_finite: str | None = None  # of the last validation
         self.done_at: dict[str, int] = {}
 
     def take_found(self) -> Found:
@@ -146,9 +147,10 @@ class Evaluations:
         """
         trainer = self.trainer
         before, limits = trainer.validated_at, (max_batches, seconds)
-        if self.config.validates:
-            if self._timed("", trainer.eval_loader, trainer.validate, limits) is None:
-                return
+        self.not_finite = None
+        own = (trainer.eval_loader, trainer.validate) if self.config.validates else None
+        if own is not None and self._timed("", *own, limits) is None:
+            return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
             if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
@@ -181,6 +183,8 @@ class Evaluations:
         self.reporter.evaluation(step, result, ms, tokens, name)
         self._losses[name] = result.loss
         self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        if result.tokens > 0 and not math.isfinite(result.loss):
+            self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
             files = self.config.eval_sets.get(name, self.config.eval_pattern)
             if not name and self.config.splits:

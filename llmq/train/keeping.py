@@ -1,21 +1,25 @@
-"""The checkpoints of a run: when one is written, which of them stay."""
+"""The checkpoints of a run: when one is written, which of them stay, which were good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
-from llmq.base.errors import DiskFull
+from llmq.base.errors import DiskError
 from llmq.checkpoint.best import Best, Found
-from llmq.checkpoint.store import clean_old
+from llmq.checkpoint.retention import forget_pages, outdated, problem_of
+from llmq.checkpoint.store import clean_old, own_checkpoints
+from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict, write_verdict
+from llmq.train.guard import PERSISTS, Guard, Judgement
+from llmq.train.history import History
 from llmq.train.metrics import Reporter
 from llmq.train.trainer import Trainer
 
 
 class Keeping:
-    """Writes checkpoints, deletes what is too old, and knows the best.
+    """Writes checkpoints, deletes what is too old, and knows the best and the good ones.
 
-    saved_at: step of the newest checkpoint that holds this state.
+    saved_at: step of the newest checkpoint that holds this state. late: whether a checkpoint waits
+    for the first good step.
     """
 
     def __init__(
@@ -23,32 +27,60 @@ class Keeping:
         trainer: Trainer,
         reporter: Reporter,
         best: Best,
-        history: Callable[[], dict[str, Any]],
+        guard: Guard,
+        history: History,
     ):
-        """history: what a checkpoint keeps of the run's reports."""
-        self.trainer, self.reporter, self.best = trainer, reporter, best
+        self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config = trainer.config
         self.saved_at: int | None = None
+        self.late = False
         self._history = history
+        self._unread: Path | None = None  # the newest checkpoint, until it was read back
+        self._unjudged: dict[int, Path] = {}  # by step those of which too few next steps are known
+        self._followed: int | None = None  # step of the newest after which a step was good
 
-    def save(self, *, required: bool = False) -> None:
+    def went_to(self, step: int) -> None:
+        """After loading the checkpoint of this step, of whatever directory."""
+        self.saved_at, self.late, self._unread, self._followed = step, False, None, None
+        found = own_checkpoints(self.config.checkpoint_dir, self.trainer.run)
+        self._unjudged = {
+            at: path for at, path in found.items() if at <= step and read_verdict(path) is None
+        }
+        self.best.resume(self.trainer.run, step)
+
+    def save(self, *, required: bool = False, asked: bool = False) -> None:
         """Write a checkpoint, if the newest is not of this step, and delete what is too old.
 
-        required: DiskFull is raised, because no other chance follows; else it is only said.
+        After a bad step only if it is required or asked for: it might hold what that one has
+        spoiled. required: DiskError is raised, because no other chance follows; else it is said.
         """
         config, step = self.config, self.trainer.steps_done
         if self.saved_at == step:
             return
-        self.trainer.history = self._history()
+        if self.guard.in_row and not (required or asked):
+            if not self.late:
+                self.reporter.message(
+                    f"No checkpoint of step {step} as long as steps are bad: the next good step "
+                    "brings one",
+                    step,
+                )
+            self.late = True
+            return
+        self.late = False
+        self.trainer.history = self._history.state()
         try:
             with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
-                self.trainer.save()
-        except DiskFull as error:
+                path = self.trainer.save()
+        except DiskError as error:
             if required:
                 raise
             self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
             return
-        self.saved_at = step
+        self.saved_at, self._unread = step, path
+        if self.guard.in_row >= PERSISTS:
+            self._note(path, Verdict(False, 0, f"the last {self.guard.in_row} steps were bad"))
+        else:
+            self._unjudged[step] = path
         self._clean()
 
     def keep_best(self, found: Found) -> None:
@@ -61,15 +93,74 @@ class Keeping:
             return
         try:
             self.best.note(found, step, self.trainer.run)
-        except DiskFull as error:
+        except DiskError as error:
             self.reporter.message(f"WARNING: {error}", step)
         self.reporter.message(f"Best so far: {metric} {found[metric][0]:.6g} at step {step}", step)
         self._clean()
 
+    # -- what follows a checkpoint ---------------------------------------------------------------
+
+    def judge(self, step: int, judgement: Judgement) -> None:
+        """Take what is known of a step, in order: what it says of the checkpoints before it."""
+        before = {at: path for at, path in self._unjudged.items() if at <= step}
+        proven = [at for at in before if step - at >= PROVEN - (not judgement.bad)]
+        for at in proven:
+            self._note(before[at], Verdict(True, PROVEN, level=self.guard.level))
+        if judgement.bad:
+            for at in before.keys() - proven:
+                reason = f"step {step} was bad: {judgement.reason}"
+                self._note(before[at], Verdict(False, step - at, reason, self.guard.level))
+            proven = list(before)
+        else:
+            self._followed = max(before, default=self._followed)
+        for at in proven:
+            del self._unjudged[at]
+        if proven and not judgement.bad:
+            self._clean()
+
+    def _note(self, path: Path, verdict: Verdict) -> None:
+        try:
+            if path.is_dir():  # else somebody has removed it
+                write_verdict(path, verdict)
+        except DiskError as error:
+            self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
+
+    # -- old ones --------------------------------------------------------------------------------
+
     def _clean(self) -> None:
+        """Delete what is too old, when the newest was read back from the disk."""
         config, step = self.config, self.trainer.steps_done
-        keep = (config.ckpt_keep_n, config.ckpt_major)
-        own = (self.trainer.run, self.best.step)
-        removed = clean_old(config.checkpoint_dir, *keep, step, *own)
+        if self.saved_at is None:
+            return
+        spared = [at for at in (self.best.step, self._followed) if at is not None]
+        keep = (config.ckpt_keep_n, config.ckpt_major, self.saved_at)
+        besides = {
+            "spared": spared,
+            "interval": config.ckpt_interval if config.guard == "rollback" else 0,
+        }
+        if config.ckpt_keep_n > 0:
+            found = own_checkpoints(config.checkpoint_dir, self.trainer.run)
+            if outdated(found, *keep, **besides) and not self._read_back():
+                return
+        removed = clean_old(config.checkpoint_dir, *keep, self.trainer.run, **besides)
         if removed:
             self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
+
+    def _read_back(self) -> bool:
+        """Whether the newest checkpoint is what was written. If not, older ones stay."""
+        path, self._unread = self._unread, None
+        if path is None:
+            return True
+        forget_pages(path)
+        problem = problem_of(path)
+        if problem is None:
+            return True
+        self._unjudged.pop(self.saved_at, None)
+        self._note(path, Verdict(False, 0, f"it could not be read back: {problem}"))
+        step, self.saved_at = self.saved_at, None
+        self.reporter.message(
+            f"WARNING: the checkpoint of step {step} could not be read back, older ones stay: "
+            f"{problem}",
+            self.trainer.steps_done,
+        )
+        return False

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from llmq.train.views import optional_console
+from llmq.train.views import PlainView, View, optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # columns of the loss curve, at most
@@ -115,3 +115,11 @@ class LiveView:
         seconds = sum(self._times) / len(self._times) / 1000
         left = time_left(seconds * (self._total - self._state["step"]))
         return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"
+
+
+def view_of_run(steps_done: int, total_steps: int) -> View:
+    """A live view on a terminal, if there is anything to see; else lines."""
+    console = Console()
+    if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(console, steps_done, total_steps)
+    return PlainView()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.config.options import TrainConfig
@@ -61,3 +62,12 @@ def mean_loss(
 
     result = ranks.evaluate([taken(loader) for loader in loaders])
     return None if rounds.cut else result
+
+
+def move_loaders(loaders: Sequence[DataLoader], state: dict[str, Any]) -> None:
+    """Go to where training data was; {}: to its start. DataError as DataLoader.set_state."""
+    for loader in loaders:
+        if state:
+            loader.set_state(state)
+        else:
+            loader.reset()

@@ -9,17 +9,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
-from llmq.base.signals import FirstSignal, Interrupted
+from llmq.base.signals import FirstSignal, Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import delete, leftovers
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
+from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory
 from llmq.train.announce import (
@@ -29,12 +29,16 @@ from llmq.train.announce import (
     announce_options,
     announce_start,
     check_data,
+    load_state,
 )
 from llmq.train.between_steps import Evaluations, Material, read_material
-from llmq.train.diagnose import UpdateCheck, abs_maxes
+from llmq.train.diagnose import abs_maxes
+from llmq.train.guard import Guard
+from llmq.train.history import History
 from llmq.train.json_log import JsonLog
+from llmq.train.judging import Judging
 from llmq.train.keeping import Keeping
-from llmq.train.live import LiveView
+from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
 from llmq.train.places import (
@@ -45,11 +49,12 @@ from llmq.train.places import (
     things_in_the_way,
     undone_checkpoints,
 )
+from llmq.train.requests import Requests
 from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
-from llmq.train.views import PlainView, View
+from llmq.train.views import PlainView
 from llmq.train.watcher import Watcher, start_watchers
 
 WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
@@ -113,9 +118,9 @@ def _run_locked(
             announce_data(trainer, reporter, material.sets)
             announce_memory(trainer, reporter, run.monitors, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
-            reporter.view = _view(trainer)
+            reporter.view = view_of_run(trainer.steps_done, trainer.total_steps)
             try:
-                with run.signals:
+                with run.signals, run.requests.signal:
                     run.loop()
                     run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
@@ -126,14 +131,6 @@ def _run_locked(
             run.close()
 
 
-def _view(trainer: Trainer) -> View:
-    console = Console()
-    left = trainer.total_steps - trainer.steps_done
-    if left > 0 and console.is_terminal and not console.is_dumb_terminal:
-        return LiveView(console, trainer.steps_done, trainer.total_steps)
-    return PlainView()
-
-
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A step that was enqueued and whose result has not been read."""
@@ -141,6 +138,7 @@ class _Pending:
     step: int
     ticket: int
     lr: float
+    limits: Limits
 
 
 class _Run:
@@ -158,8 +156,13 @@ class _Run:
         final_seconds: float,
     ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
-        self.evaluations = Evaluations(trainer, reporter, material, lambda: self.signum is not None)
-        self.keeping = Keeping(trainer, reporter, best, self._history)
+        size = checkpoint_bytes(trainer.model, trainer.plan.placement)
+        self.requests = Requests(self.config, size)
+        self.evaluations = Evaluations(trainer, reporter, material, lambda: self.ends)
+        self.guard = Guard(self.config)
+        history = History(reporter, self.evaluations, self.guard)
+        self.keeping = Keeping(trainer, reporter, best, self.guard, history)
+        self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
         self.final_seconds = final_seconds
         self.monitors = [
             open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
@@ -171,7 +174,6 @@ class _Run:
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None
-        self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signals = FirstSignal()
         self.watchers: list[Watcher] = []
 
@@ -179,6 +181,11 @@ class _Run:
     def signum(self) -> int | None:
         """The signal that asks the run to end, if one came."""
         return self.signals.signum
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end before its last step: by a signal or --max-hours."""
+        return self.signum is not None or self.requests.for_end()
 
     def close(self) -> None:
         """Stop the monitors and close the reports."""
@@ -208,29 +215,9 @@ class _Run:
 
     def load(self, checkpoint: Path | None) -> None:
         """Weights: from the checkpoint, else from scratch or the model's directory."""
-        trainer, reporter = self.trainer, self.reporter
+        load_state(self.trainer, self.reporter, checkpoint)
         if checkpoint is not None:
-            name = checkpoint.name.removeprefix("step_").removesuffix(".old")
-            name = name.lstrip("0") or "0"  # of a step; it may also have been renamed
-            with reporter.section(f"Loading checkpoint {name} from `{checkpoint.parent}`"):
-                changed = trainer.load(checkpoint, new_data=self.config.new_data)
-            for line in changed:
-                reporter.message(line, trainer.steps_done)
-            reporter.total_steps = trainer.total_steps
-            self.keeping.saved_at = trainer.steps_done
-            if trainer.history:
-                reporter.history = trainer.history
-                self.evaluations.done_at = trainer.history.get("done_at", {})
-            self.keeping.best.resume(trainer.run, trainer.steps_done)
-        elif self.config.from_scratch:
-            with reporter.section("Initializing model from scratch"):
-                trainer.load_weights()
-        else:
-            with reporter.section(f"Loading model from `{trainer.model_dir}`"):
-                trainer.load_weights()
-
-    def _history(self) -> dict[str, object]:
-        return self.reporter.history | {"done_at": self.evaluations.done_at}
+            self.judging.begin(checkpoint)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -242,19 +229,32 @@ class _Run:
             undone = undone_checkpoints(self.config, trainer.run, self.first)
             for line in move_aside(undone):
                 self.reporter.message(line, self.first)
-        while trainer.steps_done < trainer.total_steps:
+        while trainer.steps_done < trainer.total_steps or self._goes_back():
+            if self.guard.is_due(trainer.steps_done):
+                self._roll_back()
             self._between_steps()
-            if self.signum is None:
+            if not self.ends:
                 self._step()
-            if self.signum is not None:
+            if self.ends:
                 self._leave()
-        self.collect()
         if self.scaling is not None:
             self._report_scaling()
         if self.config.save_training_state:  # before the long evaluation at the end
             self.save()
-        if self.signum is not None:
+        if self.ends:
             self._leave()
+
+    def _goes_back(self) -> bool:
+        """After the last step: whether the last ones are to be undone."""
+        self.collect()
+        if self.guard.trouble is None:
+            return False
+        self._roll_back()
+        return True
+
+    def _roll_back(self) -> None:
+        self._pause()
+        self.judging.roll_back()
 
     def _report_scaling(self) -> None:
         """At the end of a run that is shorter than what is compared."""
@@ -274,23 +274,29 @@ class _Run:
         if evaluate and self.evaluations.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         self._judge()
-        if step > self.first and interval > 0 and step % interval == 0:
-            self.save()
+        due = interval > 0 and step % interval == 0
+        due |= self.keeping.late and self.guard.in_row == 0
+        asked = self.requests.for_checkpoint()
+        if asked is not None:
+            self.reporter.message(f"A checkpoint, as {asked} asks for", step)
+        if asked is not None or (step > self.first and due):
+            self.save(asked=asked is not None)
 
     def _step(self) -> None:
         trainer, step = self.trainer, self.trainer.steps_done
-        lr = trainer.learning_rate(step)
+        lr = self.judging.learning_rate(step)
+        limits, sent = self.judging.limits(step)
         if self.config.debug_time_breakdown:
             self.collect()
             with trainer.ranks.time_parts() as timings:
-                ticket = self._enqueue()
-            self.pending = _Pending(step, ticket, lr)
+                ticket = self._enqueue(lr, sent)
+            self.pending = _Pending(step, ticket, lr, limits)
             result = self.collect()
             self.reporter.time_breakdown(step, timings, result.communication)
         else:
-            ticket = self._enqueue()
+            ticket = self._enqueue(lr, sent)
             self.collect()
-            self.pending = _Pending(step, ticket, lr)
+            self.pending = _Pending(step, ticket, lr, limits)
         every = self.config.debug_log_abs_max
         look = every > 0 and step % every == 0 and self.config.matmul_dtype == "e4m3"
         if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
@@ -298,12 +304,12 @@ class _Run:
         if look:
             self.reporter.abs_maxes(step, abs_maxes(trainer.ranks))
 
-    def _enqueue(self) -> int:
+    def _enqueue(self, lr: float, limits: Limits) -> int:
         """Enqueue a step. DataError leaves the data where they were, so that they can be saved."""
         loaders = self.trainer.train_loaders
         before = loaders[0].state()
         try:
-            return self.trainer.enqueue_step()
+            return self.trainer.enqueue_step(lr=lr, limits=limits)
         except DataError:
             for loader in loaders:
                 loader.set_state(before)
@@ -331,7 +337,8 @@ class _Run:
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:
             watcher.report(self.reporter, p.step)
-        self.update_check.check(p.step, p.ticket, result)
+        self.requests.step_took(ms / 1000)
+        self.judging.check(p.step, p.ticket, result, p.limits)
         return result
 
     def _pause(self) -> None:
@@ -352,19 +359,22 @@ class _Run:
             call()
             self.keeping.keep_best(self.evaluations.take_found())
 
-    def save(self, *, required: bool = False) -> None:
+    def save(self, *, required: bool = False, asked: bool = False) -> None:
         """As Keeping.save."""
         self._pause()
-        self.keeping.save(required=required)
+        start = time.monotonic()
+        self.keeping.save(required=required, asked=asked)
+        self.requests.save_took(time.monotonic() - start)
 
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
         self.evaluate(None, self.final_seconds)
         self._judge(at_end=True)
-        if self.signum is not None:
+        if self.ends:
             self._leave()
         self.reporter.message(self.evaluations.summary(), step)
+        self.judging.check_model(self.evaluations.not_finite)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
             self.trainer.export()
         if self.config.save_training_state:  # if there was no room before
@@ -374,6 +384,8 @@ class _Run:
 
     def _leave(self) -> None:
         self.save(required=True)
-        step, name = self.trainer.steps_done, signal.Signals(self.signum).name
-        self.reporter.message(f"Stopped by {name} after {step} steps; go on with --continue", step)
-        raise Interrupted(self.signum)
+        step, why = self.trainer.steps_done, "--max-hours"
+        if self.signum is not None:
+            why = signal.Signals(self.signum).name
+        self.reporter.message(f"Stopped by {why} after {step} steps; go on with --continue", step)
+        raise OutOfTime if self.signum is None else Interrupted(self.signum)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
@@ -18,24 +15,6 @@ from llmq.train.json_log import JsonLog
 from llmq.train.views import View
 
 SHOWN_FILES = 10  # in [Dataset], for each split
-
-
-class Outliers:
-    """Z-score of a value against the last 100, which it then joins."""
-
-    def __init__(self) -> None:
-        self.window: deque[float] = deque(maxlen=100)
-
-    def score(self, value: float) -> float:
-        """0 until there are 100 values, and for values that are not finite."""
-        score = 0.0
-        if not math.isfinite(value):
-            return score
-        if len(self.window) == self.window.maxlen:
-            std = float(np.std(self.window))
-            score = (value - float(np.mean(self.window))) / std if std > 0 else 0.0
-        self.window.append(value)
-        return score
 
 
 _COUNTS = (  # below this: unit, its letter, digits after the point
@@ -98,7 +77,6 @@ class Reporter:
     def __init__(self, log: JsonLog, view: View, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
-        self._loss_outliers, self._norm_outliers = Outliers(), Outliers()
         self._gpu_lines: dict[int, str] = {}
         self._scores: dict[str, float] = {}
 
@@ -161,16 +139,10 @@ class Reporter:
     def history(self) -> dict[str, Any]:
         """What later reports depend on, in JSON's types: for a checkpoint."""
         loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
-        return {
-            "past_losses": list(self._loss_outliers.window),
-            "past_norms": list(self._norm_outliers.window),
-            "losses_since_evaluation": [loss_sum, self._loss_count],
-        }
+        return {"losses_since_evaluation": [loss_sum, self._loss_count]}
 
     @history.setter
     def history(self, history: dict[str, Any]) -> None:
-        self._loss_outliers.window.extend(history["past_losses"])
-        self._norm_outliers.window.extend(history["past_norms"])
         loss_sum, self._loss_count = history["losses_since_evaluation"]
         self._loss_sum = math.nan if loss_sum is None else loss_sum
 
@@ -193,13 +165,6 @@ class Reporter:
         if result.tokens > 0:
             self._loss_sum += result.loss
             self._loss_count += 1
-        for name, value, window in (
-            ("Loss", result.loss, self._loss_outliers),
-            ("Gradient norm", result.norm, self._norm_outliers),
-        ):
-            score = window.score(value)
-            if score > 10:
-                self.message(f"{name} outlier with z-score: {score:.1f}", step)
         if result.saturated:
             self.message(f"Elements beyond their delayed fp8 scales: {result.saturated}", step)
         waited = result.communication
@@ -309,6 +274,12 @@ class Reporter:
         for line in [*table.lines(), ""]:
             self.view.line(line)
         self.log.write("links", 0, links=table.records())
+
+    def guard(self, step: int, action: str, text: str, *, shown: bool = True, **more: Any) -> None:
+        """What the guard decided about a step, counted from 0. action: one word."""
+        if shown:
+            self.view.line(text)
+        self.log.write("guard", step, action=action, message=text, **more)
 
     def fast_products(self, step: int, chosen: dict[str, bool]) -> None:
         """Which fp8 products sum with fewer bits, of those that may."""

@@ -50,7 +50,9 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
     """What --continue names; without one, or with none there to be the newest, None."""
     if config.continue_from is None:
         return None
-    found = find_checkpoint(config.checkpoint_dir, config.continue_from)
+    passed: list[str] = []
+    found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
+    warn(f"--continue: {line}" for line in passed)
     if found is None:
         if config.continue_from != NEWEST:
             raise NoCheckpoint(config.checkpoint_dir, config.continue_from)

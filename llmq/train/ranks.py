@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.base.errors import DiskFull
+from llmq.base.dtypes import NO_LIMITS, Limits
+from llmq.base.errors import DiskError
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
 from llmq.checkpoint.shards import assemble, parts_of, read_group, write_group
 from llmq.comm.collectives import silenced
@@ -231,7 +232,12 @@ class Ranks:
     # -- steps -----------------------------------------------------------------------------------
 
     def train(
-        self, step: int, lr: float, grad_clip: float, batches: Sequence[Sequence[Batch]]
+        self,
+        step: int,
+        lr: float,
+        grad_clip: float,
+        batches: Sequence[Sequence[Batch]],
+        limits: Limits = NO_LIMITS,
     ) -> int:
         """Enqueue an optimizer step on all ranks, without waiting; returns its ticket.
 
@@ -240,7 +246,7 @@ class Ranks:
 
         def enqueue(index: int) -> int:
             rank = self._ranks[index]
-            return rank.step.train(step, lr, grad_clip, rank.counted(batches[index]))
+            return rank.step.train(step, lr, grad_clip, rank.counted(batches[index]), limits)
 
         ticket = self._ticket(self.pool.post(f"step {step}", enqueue))
         self._batches[ticket] = batches
@@ -327,23 +333,23 @@ class Ranks:
     def write(self, directory: Path, step: int) -> tuple[CheckpointWriter, list[FileEntry]]:
         """Write the files of all ranks, in parallel; the writer that commits, and what to.
 
-        DiskFull stops no rank: they go on, without this checkpoint.
+        DiskError stops no rank: they go on, without this checkpoint.
         """
         ranks = range(self.world_size)
         writers = [CheckpointWriter(directory, step, r, self.world_size) for r in ranks]
-        full: list[DiskFull] = []
+        failed: list[DiskError] = []
 
         def write(rank: Rank) -> list[FileEntry]:
             try:
                 return rank.write(writers[rank.dev.rank])
-            except DiskFull as error:
-                full.append(error)
+            except DiskError as error:
+                failed.append(error)
                 return []
 
         try:
             files = self.run("checkpoint", write)
-            if full:
-                raise full[0]
+            if failed:
+                raise failed[0]
         except BaseException:
             writers[0].discard()
             raise

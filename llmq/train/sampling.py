@@ -134,7 +134,9 @@ def open_model(
     model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
     a directory that contains some, the newest of which is meant. Raises LlmqError.
     """
-    step = checkpoint_at(Path(model))
+    passed: list[str] = []
+    step = checkpoint_at(Path(model), passed)
+    warn(passed)
     if step is None:
         _check_model(model)
         config, directory = resolve_model(model, from_scratch=False)

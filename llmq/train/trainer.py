@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.base.dtypes import parse_dtype
+from llmq.base.dtypes import NO_LIMITS, Limits, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
-from llmq.base.schedule import learning_rate
 from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
@@ -37,7 +36,7 @@ from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import Param, weight_table
 from llmq.train.batches import checked_batches
 from llmq.train.continuing import continue_text
-from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice
@@ -186,16 +185,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """The schedule's value for a step, counted from 0."""
-        config = self.config
-        return learning_rate(
-            step,
-            steps=self.total_steps,
-            base=config.learning_rate,
-            warmup=config.warmup,
-            cooldown=config.cooldown,
-            final_fraction=config.final_lr_fraction,
-            schedule=config.lr_schedule,
-        )
+        return self.config.rate(step, self.total_steps)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -210,14 +200,23 @@ class Trainer:
         """
         return self.result(self.enqueue_step(batches))
 
-    def enqueue_step(self, batches: Sequence[Batch] | None = None) -> int:
-        """Like `step`, without waiting: the returned ticket is for `result`."""
-        lr = self.learning_rate(self.steps_done)
+    def enqueue_step(
+        self,
+        batches: Sequence[Batch] | None = None,
+        *,
+        lr: float | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> int:
+        """Like `step`, without waiting: the returned ticket is for `result`.
+
+        lr: another learning rate than the schedule's. limits: beyond which no update is made.
+        """
+        lr = self.learning_rate(self.steps_done) if lr is None else lr
         if batches is not None:
             batches = checked_batches(batches, self.config, self.model, self.world_size)
         taken = self._next_batches() if batches is None else batches
         of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
-        ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
+        ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks, limits)
         self.steps_done += 1
         return ticket
 
@@ -293,17 +292,11 @@ class Trainer:
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
         loaded = "train_loaders" in self.__dict__
-        options = asdict(self.config).items()
-        manifest = Manifest(
-            model=self.model,
-            loader=self.train_loader.state() if loaded else {},
-            state=self.ranks.extra_state()
-            | {"validated_at": self.validated_at, "history": self.history},
-            options={name: str(v) if isinstance(v, Path) else v for name, v in options},
-            tokenizer=self.tokenizer,
-            run=self.run,
-            tokenizer_id=self.tokenizer_id and self.tokenizer_id.record(),
-        )
+        loader = self.train_loader.state() if loaded else {}
+        own = {"validated_at": self.validated_at, "history": self.history}
+        made = (self.tokenizer, self.tokenizer_id)
+        state = self.ranks.extra_state() | own
+        manifest = Manifest.of(self.model, self.config, loader, state, self.run, made)
         return writer.commit(manifest, files)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
@@ -313,7 +306,9 @@ class Trainer:
         Warns of changed options that make other numbers, returns a line for each other changed one.
         LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
         """
-        found = checkpoint_at(Path(path))
+        passed: list[str] = []
+        found = checkpoint_at(Path(path), passed)
+        warn(passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with CheckpointReader(found) as reader:
@@ -324,7 +319,9 @@ class Trainer:
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
-                self._set_loaders(reader.manifest.loader)
+                state = reader.manifest.loader
+                opened = self.__dict__.get("train_loaders", [])
+                move_loaders(self.train_loaders if state else opened, state)
             runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
@@ -336,23 +333,25 @@ class Trainer:
             self.run = self.run.continuing(reader.manifest.run, reader.step)
             return changes.others
 
-    def _set_loaders(self, state: dict[str, Any]) -> None:
-        """Go to where the training data was. {}: no file had been opened, so to its start."""
-        if state:
-            for loader in self.train_loaders:
-                loader.set_state(state)
-        else:
-            for loader in self.__dict__.get("train_loaders", []):
-                loader.reset()
+    def restart(self) -> None:
+        """The state before the first step; the training data stay where they are."""
+        self.ranks.run("starting again", lambda rank: rank.reset())
+        self.load_weights()
+        self.steps_done, self._steps_of_epochs = 0, None
+        self.validated_at, self.history = None, {}
 
     def export(self, directory: str | Path | None = None) -> None:
-        """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""
+        """Write the model as transformers loads it, with its tokenizer; None: --out-dir.
+
+        LlmqError, and what is there stays, if a weight is no finite number, unless with --force.
+        """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
         made = self.tokenizer_id
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
+        read = self._read_weight if self.config.force else finite(self._read_weight)
+        export_model(directory, self.model, read, dtype, tokenizer, made, run=self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 

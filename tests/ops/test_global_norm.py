@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, F64, I32, STAT, STATS
+from llmq.base.dtypes import BF16, F32, F64, I32, STAT, STATS, STEP_SCALARS
 from llmq.ops import global_norm
 from llmq.ref.global_norm import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -61,6 +61,35 @@ def test_finish(dev, norm_squared, tokens, clip):
     want = run(host_device(), global_norm.finish, arrays)
     np.testing.assert_array_equal(got["stats"], want["stats"])
     np.testing.assert_array_equal(got["scalars"], want["scalars"])
+
+
+@pytest.mark.parametrize(
+    "limits, skipped",
+    [
+        *(((0, 0), False), ((3, 0.5), False), ((2.999, 0.5), True), ((3, 0.4999), True)),
+        *(((3.001, 0), False), ((2.999, 0), True), ((0, 0.6), False), ((0, 0.4), True)),
+    ],
+)
+def test_limits_are_kept_or_nothing_changes(dev, limits, skipped):
+    """A norm of 3 and a loss of 0.5, of 10 tokens."""
+    stats = np.zeros(len(STATS))
+    stats[[STAT["norm_squared"], STAT["tokens"], STAT["loss"]]] = 900, 10, 5
+    values = dict(zip(("norm_limit", "loss_limit"), limits, strict=True))
+    arrays = {"stats": stats, "scalars": step_scalars(grad_clip=1, **values)}
+    for device in (dev, host_device()):
+        got = run(device, global_norm.finish, arrays)["scalars"].view(STEP_SCALARS)[0]
+        assert got["skip_update"] == skipped and (got["grad_scale"] == 0) == skipped
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_no_number_is_beyond_any_limit(dev, value):
+    stats = np.zeros(len(STATS))
+    stats[[STAT["norm_squared"], STAT["tokens"], STAT["loss"]]] = 900, 10, value
+    for limit, skipped in ((0, 0), (1e30, 1)):
+        arrays = {"stats": stats, "scalars": step_scalars(loss_limit=limit)}
+        for device in (dev, host_device()):
+            got = run(device, global_norm.finish, arrays)["scalars"].view(STEP_SCALARS)[0]
+            assert got["skip_update"] == skipped
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

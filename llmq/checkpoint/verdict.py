@@ -1,0 +1,41 @@
+"""What became of a run after a checkpoint: a note that is written into it later.
+
+A checkpoint is good when the PROVEN steps after it were. Without a note it is not known yet. The
+note is no part of what the checkpoint's checksums cover, and appears all at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from llmq.base.files import write_file
+
+VERDICT = "verdict.json"
+PROVEN = 20  # steps
+
+
+class Verdict(NamedTuple):
+    """good: whether PROVEN steps after the checkpoint were. steps: good ones directly after it.
+    reason: why it is not good. level: Guard.level of these steps."""
+
+    good: bool
+    steps: int
+    reason: str = ""
+    level: int = 0
+
+
+def read_verdict(checkpoint: Path) -> Verdict | None:
+    """Of a complete checkpoint; None if it is not known yet, or the note cannot be read."""
+    try:
+        note = json.loads((checkpoint / VERDICT).read_bytes())
+        good, steps, level = note["good"] is True, int(note["steps"]), int(note["level"])
+        return Verdict(good, steps, str(note["reason"]), level)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
+    """Raises LlmqError where the disk is full or refuses."""
+    write_file(checkpoint / VERDICT, json.dumps(verdict._asdict()) + "\n")

@@ -1,0 +1,203 @@
+"""Divergence: which steps are bad, and what a run does about them.
+
+A step is bad if its loss or gradient norm is not finite, or far above the median of the accepted
+steps before it; far is counted in median absolute deviations, which a few bad steps cannot move,
+and bad steps are not among the accepted ones. A limit is known before its step is enqueued: it
+comes from steps that ended LAG or more before it, whether or not results were read earlier. So the
+device itself can leave the update out, nobody waits, and the same run decides the same, on any
+number of ranks and over a resume: all that decides is in the results, which all ranks have, and in
+`state`, which checkpoints carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import NO_LIMITS, Limits
+from llmq.config.options import TrainConfig
+from llmq.model.step import Result
+
+LAG = 2  # steps: the newest result that is always read when a step is enqueued is of step - LAG
+LEAST = 16  # accepted steps without which there is no limit
+WINDOW = 128  # accepted steps that a limit is made from
+DEVIATIONS = 10.0  # above the median: beyond them a step is bad
+PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
+PERSISTS = 3  # bad steps in a row, whose updates were left out: the weights are why, not the data
+NEW_LEVEL = 100  # bad steps in a row, with updates, after which theirs is what is usual
+ROLLBACKS = 3  # from the same place, after which another one would change nothing
+LOWERED = 0.1  # of the learning rate directly after a rollback
+
+
+class Judgement(NamedTuple):
+    """Of one step. reason: why it is bad; None: it is not. left_out: whether a limit of the guard's
+    was why the device made no update."""
+
+    reason: str | None = None
+    left_out: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """Whether the step was bad."""
+        return self.reason is not None
+
+
+class Track:
+    """One number of the accepted steps, as (step, value), the newest WINDOW + 1 of them."""
+
+    def __init__(self, name: str, least: tuple[float, float]):
+        """least: a deviation is at least this part of the median, and at least this much."""
+        self.name, self._least = name, least
+        self.values: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
+
+    def reference(self, step: int) -> tuple[float, float] | None:
+        """Median and deviation for this step; None with too few steps before it."""
+        known = [value for at, value in self.values if at <= step - LAG][-WINDOW:]
+        if len(known) < LEAST:
+            return None
+        median = float(np.median(known))
+        deviation = PER_DEVIATION * float(np.median(np.abs(np.array(known) - median)))
+        part, much = self._least
+        return median, max(deviation, part * abs(median), much)
+
+    def limit(self, step: int) -> float:
+        """For this step, a number that F32 has; 0 without one."""
+        known = self.reference(step)
+        return 0.0 if known is None else float(np.float32(known[0] + DEVIATIONS * known[1]))
+
+    def excess(self, step: int, value: float) -> str:
+        """How far a value is beyond the limit, in words."""
+        median, deviation = self.reference(step)
+        score = (value - median) / deviation
+        far = f"{score:.1f} deviations above its median {median:.6g}"
+        return f"the {self.name} {value:.6g} is {far}"
+
+
+class Guard:
+    """Judges each step of a run once, in order.
+
+    in_row: bad steps up to the last one. not_finite: what of the last one was no finite number.
+    trouble: the step at which bad ones were too many, until a rollback. level: how often what is
+    usual was given up. rollbacks: [to, from] of each, in steps. origin: the checkpoint that the run
+    began with, None: its first weights.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.mode, self.recovery = config.guard, config.guard_recovery
+        # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
+        # values are nearly alike, as in the first steps, what is small in itself is no outlier, and
+        # norms up to 4 times the usual one are what clipping is for.
+        self.loss = Track("loss", (0.01, 0.01))
+        self.norm = Track("gradient norm", (0.3, 0.0))
+        self.in_row, self.level = 0, 0
+        self.not_finite: str | None = None
+        self.trouble: int | None = None
+        self.rollbacks: list[list[int]] = []
+        self.origin: str | None = None
+
+    # -- before a step ---------------------------------------------------------------------------
+
+    def limits(self, step: int) -> Limits:
+        """Beyond which this step would be bad; none with --guard off and in the first steps."""
+        if self.mode == "off":
+            return NO_LIMITS
+        return Limits(norm=self.norm.limit(step), loss=self.loss.limit(step))
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether bad steps make no update, so that the device needs the limits."""
+        return self.mode in ("skip", "rollback")
+
+    def rate_factor(self, step: int) -> float:
+        """By which the learning rate of a step is multiplied: it rises again after a rollback."""
+        if not self.rollbacks or self.recovery <= 0:
+            return 1.0
+        done = step - self.rollbacks[-1][0]
+        if not 0 <= done < self.recovery:
+            return 1.0
+        return LOWERED + (1.0 - LOWERED) * done / self.recovery
+
+    def is_due(self, steps_done: int) -> bool:
+        """Whether to roll back now: LAG steps after the one that was too much, not as soon as it is
+        known, which depends on what else makes a run wait."""
+        return self.trouble is not None and steps_done >= self.trouble + LAG
+
+    # -- after a step ----------------------------------------------------------------------------
+
+    def judge(self, step: int, result: Result, limits: Limits) -> Judgement:
+        """Of a step and the limits that it had. A step without targets is neither good nor bad."""
+        if result.tokens == 0:
+            return Judgement()
+        self.not_finite = None
+        values = ((self.loss, result.loss, limits.loss), (self.norm, result.norm, limits.norm))
+        for track, value, _ in values:
+            if not math.isfinite(value):
+                self.not_finite = f"the {track.name} is {value}"
+                return self._bad(step, Judgement(self.not_finite))
+        for track, value, limit in values:
+            if 0 < limit < value:
+                reason = track.excess(step, value)
+                return self._bad(step, Judgement(reason, left_out=self.leaves_out))
+        for track, value, _ in values:
+            track.values.append((step, value))
+        self.in_row = 0
+        return Judgement()
+
+    def _bad(self, step: int, judgement: Judgement) -> Judgement:
+        self.in_row += 1
+        if self.mode == "rollback" and self.in_row >= PERSISTS and self.trouble is None:
+            self.trouble = step
+        return judgement
+
+    def takes_new_level(self) -> bool:
+        """After a bad step that made an update: whether so many were bad that they are what is
+        usual from now on, as with other data; then the accepted steps are forgotten."""
+        if self.in_row < NEW_LEVEL:
+            return False
+        self.level, self.in_row = self.level + 1, 0
+        for track in (self.loss, self.norm):
+            track.values.clear()
+        return True
+
+    # -- rollbacks -------------------------------------------------------------------------------
+
+    def may_go_back(self, to: int) -> bool:
+        """Whether fewer than ROLLBACKS led to this step."""
+        return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
+
+    def went_back(self, to: int, steps_done: int) -> None:
+        """After a rollback from so many steps. What is usual stays known: else the next divergence
+        would be the usual after one to the first steps."""
+        self.rollbacks = [*self.rollbacks, [to, steps_done]]
+        self.in_row, self.trouble, self.not_finite = 0, None, None
+        for track in (self.loss, self.norm):
+            known = [(min(at, to - LAG), value) for at, value in track.values]
+            track.values.clear()
+            track.values.extend(known)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that later decisions depend on, in JSON's types: for a checkpoint."""
+        return {
+            "losses": [list(pair) for pair in self.loss.values],
+            "norms": [list(pair) for pair in self.norm.values],
+            "in_row": self.in_row,
+            "trouble": self.trouble,
+            "level": self.level,
+            "rollbacks": self.rollbacks,
+            "origin": self.origin,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave; {}: of a version without a guard, or of the beginning."""
+        for track, name in ((self.loss, "losses"), (self.norm, "norms")):
+            track.values.clear()
+            track.values.extend((step, value) for step, value in state.get(name, []))
+        self.in_row, self.level = state.get("in_row", 0), state.get("level", 0)
+        self.trouble = state.get("trouble") if self.mode == "rollback" else None
+        self.rollbacks = [list(pair) for pair in state.get("rollbacks", [])]
+        self.origin = state.get("origin")

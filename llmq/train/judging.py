@@ -1,0 +1,130 @@
+"""What becomes of each step of a run: judged, logged, and where nothing else helps undone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from llmq.base.dtypes import NO_LIMITS, Limits
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.retention import newest_good
+from llmq.checkpoint.store import checkpoint_step, own_checkpoints
+from llmq.model.step import Result
+from llmq.train.diagnose import UpdateCheck
+from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
+from llmq.train.history import History
+from llmq.train.keeping import Keeping
+from llmq.train.metrics import Reporter
+from llmq.train.trainer import Trainer
+
+SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
+
+
+class Judging:
+    """Of one run."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        guard: Guard,
+        keeping: Keeping,
+        history: History,
+    ):
+        self.trainer, self.reporter, self.guard, self.keeping = trainer, reporter, guard, keeping
+        self.update_check = UpdateCheck(trainer.ranks, reporter)
+        self._history = history
+
+    def limits(self, step: int) -> tuple[Limits, Limits]:
+        """By which a step will be judged, and those that the device gets."""
+        limits = self.guard.limits(step)
+        return limits, limits if self.guard.leaves_out else NO_LIMITS
+
+    def learning_rate(self, step: int) -> float:
+        """The schedule's, lowered after a rollback."""
+        return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
+
+    def check(self, step: int, ticket: int, result: Result, limits: Limits) -> None:
+        """Take the result of a step, in order. LlmqError where the run is hopeless."""
+        guard, in_row = self.guard, self.guard.in_row
+        judgement = guard.judge(step, result, limits)
+        self.keeping.judge(step, judgement)
+        if not judgement.bad and in_row:
+            self.reporter.guard(step, "good", f"Step {step} is good again, after {in_row} bad ones")
+        if judgement.bad:
+            skipped = judgement.left_out or not math.isfinite(result.norm)
+            shown = not skipped and (guard.in_row <= SHOWN or guard.in_row % 10 == 0)
+            text = f"WARNING: step {step} is bad: {judgement.reason}"
+            given = {"limit_loss": limits.loss, "limit_norm": limits.norm}
+            action = "skip" if skipped else "warn"
+            self.reporter.guard(step, action, text, shown=shown, **given)
+            if not skipped and guard.takes_new_level():
+                text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
+                self.reporter.guard(step, "level", text)
+        left_out = judgement.reason if judgement.left_out else None
+        may_end = guard.mode != "rollback"
+        self.update_check.check(step, ticket, result, left_out, may_end=may_end)
+
+    def begin(self, checkpoint: Path) -> None:
+        """Go on with what is known of the run that it was loaded from."""
+        history = self.trainer.history
+        self.guard.load(history.get("guard", {}))
+        self._history.load(history)
+        self.reporter.total_steps = self.trainer.total_steps
+        self.keeping.went_to(self.trainer.steps_done)
+        # What a rollback goes back to if nothing else is there.
+        foreign = checkpoint.parent.resolve() != self.keeping.config.checkpoint_dir.resolve()
+        if foreign or "guard" not in history:
+            self.guard.origin = str(checkpoint.absolute())
+
+    def roll_back(self) -> None:
+        """Go back to the newest good checkpoint, and on from there with the data that come next.
+
+        Of those at multiples of --ckpt-interval, which every run of these options has; so one that
+        was stopped and went on returns to the same. LlmqError if that has not helped.
+        """
+        trainer, guard, config = self.trainer, self.guard, self.trainer.config
+        bad, before = guard.trouble, trainer.steps_done
+        found = own_checkpoints(config.checkpoint_dir, trainer.run)
+        path = newest_good(found, lambda at: at <= bad and at % config.ckpt_interval == 0)
+        if path is None and guard.origin is not None:
+            path = Path(guard.origin)
+        to = 0 if path is None else checkpoint_step(path)
+        if not guard.may_go_back(to):
+            raise LlmqError(
+                f"--guard rollback: step {bad} was the last of too many bad ones, and {ROLLBACKS} "
+                f"returns to step {to} have not helped: look at the data, or go on from there with "
+                "a lower --learning-rate"
+            )
+        whence = "the beginning" if path is None else f"checkpoint '{path}'"
+        text = f"WARNING: too many bad steps: back from step {before} to {to}, {whence}"
+        rest = "; the data since then are left out"
+        self.reporter.guard(bad, "rollback", text + rest, back_to=to, steps_done=before)
+        if path is None:
+            trainer.restart()
+        else:
+            run = trainer.run
+            trainer.load(path, new_data=True)  # the data stay where they are
+            trainer.run = run
+        guard.went_back(to, before)
+        self.keeping.went_to(to)
+        self.update_check.reset()
+        self._history.load(trainer.history)
+        self.reporter.total_steps = trainer.total_steps
+
+    def check_model(self, problem: str | None) -> None:
+        """Before an export: LlmqError where the model computes no finite numbers, unless --force.
+
+        problem: what a validation has found.
+        """
+        config, step = self.trainer.config, self.trainer.steps_done
+        problem = problem or self.guard.not_finite
+        if problem is not None and not config.force:
+            raise LlmqError(
+                f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
+                "from a good checkpoint (--continue), or write the model all the same with --force"
+            )
+        if problem is not None:
+            self.reporter.message(f"WARNING: {problem}; the model is written (--force)", step)
+        elif self.guard.in_row:
+            self.reporter.message(f"WARNING: the last {self.guard.in_row} steps were bad", step)
