@@ -447,7 +447,7 @@ def test_a_single_bad_step_is_forgiven_after_20_good_ones(monkeypatch):
     monkeypatch.setattr(
         Guard, "limits", lambda self, s: Limits(1e-6, 0.0) if s == 18 else real(self, s)
     )
-    options = SHORT | {"ckpt_interval": 10, "save_training_state": True}
+    options = SHORT | {"ckpt_interval": 10, "save_training_state": True, "ckpt_keep_n": 0}
     assert train(**options, steps=25) == 0
     assert verdicts() == {10: False, 20: None, 25: None}
     assert train(**options, steps=39, **{"continue": ""}) == 0
