@@ -7,7 +7,7 @@ from pathlib import Path
 from llmq.base.errors import DiskError
 from llmq.checkpoint.best import Best, Found
 from llmq.checkpoint.retention import forget_pages, outdated, problem_of
-from llmq.checkpoint.store import clean_old, own_checkpoints
+from llmq.checkpoint.store import checkpoint_owner, clean_old, own_checkpoints
 from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict, write_verdict
 from llmq.train.guard import PERSISTS, Guard, Judgement
 from llmq.train.history import History
@@ -128,7 +128,8 @@ class Keeping:
 
     def _note(self, path: Path, verdict: Verdict) -> None:
         try:
-            if path.is_dir():  # else somebody has removed it
+            mine = self.trainer.run.owns(checkpoint_owner(path))
+            if mine and path.is_dir():  # else it was removed, or replaced
                 write_verdict(path, verdict)
         except DiskError as error:
             self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
