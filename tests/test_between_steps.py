@@ -190,11 +190,11 @@ def test_the_best_checkpoint_stays_beside_the_newest(capsys):
     note = json.loads(Path("ckpt/best.json").read_text())
     assert (note["step"], note["value"]) == (step, losses[step])
     assert 1 < step < 8, losses  # else the test shows nothing
-    assert checkpoints() == [step, 7]
+    assert checkpoints() == sorted({1, step, 6, 7})  # 1 will be the first good one, 6 was followed
     assert f"Best so far: loss {losses[step]:.6g} at step {step}" in capsys.readouterr().out
     assert run(*best, "--continue", **options | {"steps": 10}, overwrite=None,
                eval_every_n_steps=1) == 0  # fmt: skip
-    assert checkpoints() == [step, 9]
+    assert checkpoints() == sorted({1, step, 8, 9})
 
 
 def test_a_metric_of_a_task():

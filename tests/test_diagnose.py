@@ -300,7 +300,7 @@ def test_weights_that_are_lost_end_the_run(spoiling, capsys):
     name = "the weight model.embed_tokens.weight"
     assert out.count("changed no weights") == 1
     assert f"step 2 changed no weights: the gradient norm is nan; first seen in {name}\n" in out
-    assert err.startswith(f"error: step 2: {name} is not finite any more: continue from an earlier")
+    assert err.startswith(f"error: step 2: {name} is not finite any more: go on from the ")
 
 
 # -- --debug-log-abs-max -------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_abs_maxes_are_logged(capsys):
 
 def test_abs_maxes_that_are_not_finite_are_null(spoiling, capsys):
     spoiling("swiglu_forward", "up_gate", before=True)
-    assert train(steps=1, **FP8, debug_log_abs_max="", debug_time_breakdown="") == 0
+    assert train(steps=1, **FP8, debug_log_abs_max="", debug_time_breakdown="", force="") == 0
     (record,) = records("abs-maxes")
     values = {entry["name"]: entry["value"] for entry in record["abs_maxes"]}
     assert values["act.swiglu.0"] is None and values["act.ln1.0"] > 0

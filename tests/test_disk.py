@@ -62,7 +62,7 @@ def use(**options: object) -> DiskUse:
         ({"steps": 7, "ckpt_interval": 1, "ckpt_major": 2}, [1, 2, 3, 4, 5, 6, 7], False),
         ({"steps": 6, "ckpt_interval": 2, "ckpt_major": 3}, [2, 4, 6], False),
         ({"steps": 4, "ckpt_interval": 2, "save_training_state": False}, [2], False),
-        ({"steps": 45, "ckpt_interval": 5, "ckpt_keep_n": 1}, LEFT, True),
+        ({"steps": 45, "ckpt_interval": 5, "ckpt_keep_n": 1}, [25, 35, 40, 45], True),
         ({"steps": 4, "ckpt_interval": 0}, [4], False),
         ({"steps": 4, "ckpt_interval": 0, "save_training_state": False}, [], False),
     ],

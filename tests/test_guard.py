@@ -442,6 +442,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_not_counted(capsys):
     assert "error: none of the 3 checkpoints is whole; the newest: checkpoint file" in err
 
 
+def test_a_single_bad_step_is_forgiven_after_20_good_ones(monkeypatch):
+    real = Guard.limits
+    monkeypatch.setattr(
+        Guard, "limits", lambda self, s: Limits(1e-6, 0.0) if s == 18 else real(self, s)
+    )
+    options = SHORT | {"ckpt_interval": 10, "save_training_state": True, "ckpt_keep_n": 0}
+    assert train(**options, steps=25) == 0
+    assert verdicts() == {10: False, 20: None, 25: None}
+    assert train(**options, steps=39, **{"continue": ""}) == 0
+    assert verdicts() == {10: True, 20: None, 25: None, 30: None, 39: None}
+
+
 def test_signals_save_what_is_not_known_yet(monkeypatch):
     signal_after(monkeypatch, 4)
     assert train(**SHORT, steps=9) == 130

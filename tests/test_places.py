@@ -146,9 +146,10 @@ def test_cleaning_up_touches_only_its_own(capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "validate", arrive)
         shutil.rmtree("ckpt/step_00000001")
-        options = AGAIN | {"steps": 5, "ckpt_interval": 1, "ckpt_keep_n": 1}
+        options = AGAIN | {"steps": 7, "ckpt_interval": 1, "ckpt_keep_n": 1}
         assert train(**options, eval_every_n_steps=3) == 0
-    assert sorted(os.listdir("ckpt")) == ["step_00000002", "step_00000005"]
+    left = [f"step_{step:08d}" for step in (2, 3, 6, 7)]  # 3 is about to be a good one
+    assert sorted(os.listdir("ckpt")) == left
     assert run_of_checkpoint("ckpt/step_00000002") == run_of_export("o")
 
 
@@ -177,10 +178,11 @@ def test_what_has_no_id_is_another_runs_unless_it_is_continued(capsys):
     assert "is of a run without an id, not of this run" in capsys.readouterr().err
     os.rename("log.json", "older.json")
     assert train(**AGAIN | {"steps": 3}, ckpt_keep_n=2) == 0
-    assert sorted(os.listdir("ckpt")) == ["step_00000002", "step_00000003"]
+    assert sorted(os.listdir("ckpt")) == [f"step_{step:08d}" for step in (1, 2, 3)]
     adopted = run_of_export()
     assert train(**AGAIN | {"steps": 4}, ckpt_keep_n=1) == 0
-    assert os.listdir("ckpt") == ["step_00000004"]
+    left = [f"step_{step:08d}" for step in (1, 3, 4)]  # 1 is about to be a good one
+    assert sorted(os.listdir("ckpt")) == left
     assert run_of_checkpoint("ckpt/step_00000004") == adopted
 
 

@@ -1,6 +1,7 @@
 """What became of a run after a checkpoint: a note that is written into it later.
 
-A checkpoint is good when the PROVEN steps after it were. Without a note it is not known yet. The
+A checkpoint is good when the PROVEN steps after it were. One that a bad step followed before is bad
+until as many good steps have followed that one. Without a note it is not known yet. The
 note is no part of what the checkpoint's checksums cover, and appears all at once.
 """
 
@@ -18,7 +19,7 @@ PROVEN = 20  # steps
 
 class Verdict(NamedTuple):
     """good: whether PROVEN steps after the checkpoint were. steps: good ones directly after it.
-    reason: why it is not good. level: Guard.level of these steps."""
+    reason: why it is not good. level: Guard.level of these steps; -1: it cannot become good."""
 
     good: bool
     steps: int

@@ -80,10 +80,10 @@ class Track:
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: bad steps up to the last one. not_finite: what of the last one was no finite number.
-    trouble: the step at which bad ones were too many, until a rollback. level: how often what is
-    usual was given up. rollbacks: [to, from] of each, in steps. origin: the checkpoint that the run
-    began with, None: its first weights.
+    in_row: bad steps up to the last one. last_bad: the newest bad step, -1: none. not_finite: what
+    of the last step was no finite number. trouble: the step at which bad ones were too many, until
+    a rollback. level: how often what is usual was given up. rollbacks: [to, from] of each, in
+    steps. origin: the checkpoint that the run began with, None: its first weights.
     """
 
     def __init__(self, config: TrainConfig):
@@ -93,7 +93,7 @@ class Guard:
         # norms up to 4 times the usual one are what clipping is for.
         self.loss = Track("loss", (0.01, 0.01))
         self.norm = Track("gradient norm", (0.3, 0.0))
-        self.in_row, self.level = 0, 0
+        self.in_row, self.level, self.last_bad = 0, 0, -1
         self.not_finite: str | None = None
         self.trouble: int | None = None
         self.rollbacks: list[list[int]] = []
@@ -148,7 +148,7 @@ class Guard:
         return Judgement()
 
     def _bad(self, step: int, judgement: Judgement) -> Judgement:
-        self.in_row += 1
+        self.in_row, self.last_bad = self.in_row + 1, step
         if self.mode == "rollback" and self.in_row >= PERSISTS and self.trouble is None:
             self.trouble = step
         return judgement
@@ -173,7 +173,8 @@ class Guard:
         """After a rollback from so many steps. What is usual stays known: else the next divergence
         would be the usual after one to the first steps."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
-        self.in_row, self.trouble, self.not_finite = 0, None, None
+        self.in_row, self.last_bad = 0, min(self.last_bad, to - 1)
+        self.trouble, self.not_finite = None, None
         for track in (self.loss, self.norm):
             known = [(min(at, to - LAG), value) for at, value in track.values]
             track.values.clear()
@@ -186,6 +187,7 @@ class Guard:
             "losses": [list(pair) for pair in self.loss.values],
             "norms": [list(pair) for pair in self.norm.values],
             "in_row": self.in_row,
+            "last_bad": self.last_bad,
             "trouble": self.trouble,
             "level": self.level,
             "rollbacks": self.rollbacks,
@@ -198,6 +200,7 @@ class Guard:
             track.values.clear()
             track.values.extend((step, value) for step, value in state.get(name, []))
         self.in_row, self.level = state.get("in_row", 0), state.get("level", 0)
+        self.last_bad = state.get("last_bad", -1)
         self.trouble = state.get("trouble") if self.mode == "rollback" else None
         self.rollbacks = [list(pair) for pair in state.get("rollbacks", [])]
         self.origin = state.get("origin")

@@ -7,7 +7,7 @@ from pathlib import Path
 from llmq.base.errors import DiskError
 from llmq.checkpoint.best import Best, Found
 from llmq.checkpoint.retention import forget_pages, outdated, problem_of
-from llmq.checkpoint.store import clean_old, own_checkpoints
+from llmq.checkpoint.store import checkpoint_owner, clean_old, own_checkpoints
 from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict, write_verdict
 from llmq.train.guard import PERSISTS, Guard, Judgement
 from llmq.train.history import History
@@ -36,16 +36,21 @@ class Keeping:
         self.late = False
         self._history = history
         self._unread: Path | None = None  # the newest checkpoint, until it was read back
-        self._unjudged: dict[int, Path] = {}  # by step those of which too few next steps are known
+        self._open: dict[int, Path] = {}  # by step those that may become good
+        self._bad: dict[int, int] = {}  # of these, those that are bad so far, with their level
         self._followed: int | None = None  # step of the newest after which a step was good
 
     def went_to(self, step: int) -> None:
         """After loading the checkpoint of this step, of whatever directory."""
         self.saved_at, self.late, self._unread, self._followed = step, False, None, None
         found = own_checkpoints(self.config.checkpoint_dir, self.trainer.run)
-        self._unjudged = {
-            at: path for at, path in found.items() if at <= step and read_verdict(path) is None
-        }
+        self._open, self._bad = {}, {}
+        for at, path in found.items():
+            verdict = read_verdict(path)
+            if at <= step and (verdict is None or not verdict.good):
+                self._open[at] = path
+                if verdict is not None:
+                    self._bad[at] = verdict.level
         self.best.resume(self.trainer.run, step)
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
@@ -78,9 +83,10 @@ class Keeping:
             return
         self.saved_at, self._unread = step, path
         if self.guard.in_row >= PERSISTS:
-            self._note(path, Verdict(False, 0, f"the last {self.guard.in_row} steps were bad"))
+            self._note(path, Verdict(False, 0, f"the last {self.guard.in_row} steps were bad", -1))
         else:
-            self._unjudged[step] = path
+            self._open[step] = path
+            self._bad.pop(step, None)
         self._clean()
 
     def keep_best(self, found: Found) -> None:
@@ -102,25 +108,28 @@ class Keeping:
 
     def judge(self, step: int, judgement: Judgement) -> None:
         """Take what is known of a step, in order: what it says of the checkpoints before it."""
-        before = {at: path for at, path in self._unjudged.items() if at <= step}
-        proven = [at for at in before if step - at >= PROVEN - (not judgement.bad)]
-        for at in proven:
-            self._note(before[at], Verdict(True, PROVEN, level=self.guard.level))
+        level, before = self.guard.level, [at for at in self._open if at <= step]
         if judgement.bad:
-            for at in before.keys() - proven:
-                reason = f"step {step} was bad: {judgement.reason}"
-                self._note(before[at], Verdict(False, step - at, reason, self.guard.level))
-            proven = list(before)
-        else:
-            self._followed = max(before, default=self._followed)
-        for at in proven:
-            del self._unjudged[at]
-        if proven and not judgement.bad:
+            for at in before:
+                if at not in self._bad:
+                    reason = f"step {step} was bad: {judgement.reason}"
+                    self._note(self._open[at], Verdict(False, step - at, reason, level))
+                    self._bad[at] = level
+            return
+        self._followed = max(before, default=self._followed)
+        first = self.guard.last_bad + 1  # of the good steps up to this one
+        known = [at for at in before if step - max(at, first) + 1 >= PROVEN]
+        for at in known:
+            path = self._open.pop(at)
+            if self._bad.pop(at, level) == level:
+                self._note(path, Verdict(True, PROVEN, level=level))
+        if known:
             self._clean()
 
     def _note(self, path: Path, verdict: Verdict) -> None:
         try:
-            if path.is_dir():  # else somebody has removed it
+            mine = self.trainer.run.owns(checkpoint_owner(path))
+            if mine and path.is_dir():  # else it was removed, or replaced
                 write_verdict(path, verdict)
         except DiskError as error:
             self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
@@ -155,8 +164,8 @@ class Keeping:
         problem = problem_of(path)
         if problem is None:
             return True
-        self._unjudged.pop(self.saved_at, None)
-        self._note(path, Verdict(False, 0, f"it could not be read back: {problem}"))
+        self._open.pop(self.saved_at, None)
+        self._note(path, Verdict(False, 0, f"it could not be read back: {problem}", -1))
         step, self.saved_at = self.saved_at, None
         self.reporter.message(
             f"WARNING: the checkpoint of step {step} could not be read back, older ones stay: "
