@@ -263,6 +263,17 @@ def test_a_new_model_has_the_special_tokens_of_its_data(place):
         shutil.rmtree("c")
 
 
+def test_a_tokenizer_that_is_not_beside_its_data_is_said(place, capsys):
+    Path("model/tokenizer.json").unlink()
+    lost = "whose files are not in 'data/bpe/tokenizer': the model will have no tokenizer"
+    assert command() == 0
+    assert lost not in capsys.readouterr().out
+    shutil.copy("other/tokenizer.json", "data/bpe/tokenizer/tokenizer.json")
+    assert command() == 0
+    assert lost in capsys.readouterr().out
+    assert not Path("out/tokenizer.json").exists()
+
+
 def test_a_new_model_of_the_same_tokenizer_keeps_its_special_tokens(place):
     write_config("model", eos_token_id=[5, 0], bos_token_id=None)
     assert command() == 0

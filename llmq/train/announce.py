@@ -26,7 +26,7 @@ from llmq.train.monitor import (
     system_lines,
     system_record,
 )
-from llmq.train.tokenizers import unknown_tokenizer
+from llmq.train.tokenizers import lost_tokenizer, unknown_tokenizer
 from llmq.train.trainer import Trainer
 
 Monitors = Sequence[GpuMonitor | None]
@@ -203,9 +203,10 @@ def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -
     """What begins now."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
-    note = unknown_tokenizer(trainer.config)
-    if note is not None:
-        reporter.message(note, done)
+    lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)
+    for note in (unknown_tokenizer(trainer.config), lost):
+        if note is not None:
+            reporter.message(note, done)
     if done < steps:
         reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
         if done > 0:

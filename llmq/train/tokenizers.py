@@ -58,6 +58,17 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
     return f"{files} not say which tokenizer made the ids: not compared with the model's"
 
 
+def lost_tokenizer(config: TrainConfig, made: TokenizerId | None, source: str | None) -> str | None:
+    """What to say where the tokenizer of the data is known, but its files are nowhere."""
+    if made is None or source is not None:
+        return None
+    folder = find_token_files(config.train_patterns[0])[0].parent / "tokenizer"
+    return (
+        f"WARNING: the data are of the tokenizer {made}, whose files are not in '{folder}': the "
+        "model will have no tokenizer unless they are put there"
+    )
+
+
 def _of_files(config: TrainConfig) -> Iterator[tuple[str, TokenizerId | None]]:
     patterns = [("--train-file", pattern) for pattern in config.train_patterns]
     if config.validates and not config.splits:
