@@ -233,7 +233,10 @@ def one_line(error):
     [
         ('{"text": "x"', "not readable as JSON"),
         ("[1, 2]", "a list instead of a JSON object"),
-        ('{"body": "x", "title": "y"}', "no field 'text': use --field with one of body, title"),
+        (
+            '{"body": "x", "title": "y"}',
+            "no field 'text': use --field with one of body, title, or, for conversations, --format",
+        ),
         ('{"text": 5}', "field 'text' is a int, not a text"),
     ],
 )

@@ -70,7 +70,8 @@ class RecordText:
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
         """The names; DataError, which begins with `where`, if one of them is not there."""
         if self.missing(there) is not None:
-            raise self.lacks(where, there)
+            more = ["or, for conversations, --format"] if self.is_default else []
+            raise self.lacks(where, there, *more)
         return self.names
 
     def lacks(self, where: str, there: Sequence[str], *more: str) -> DataError:
