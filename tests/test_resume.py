@@ -320,6 +320,8 @@ def test_a_step_that_is_not_there(monkeypatch, capsys):
     capsys.readouterr()
     assert resume("--continue=3", "--name=x") == 2
     err = capsys.readouterr().err
-    assert "--continue 3: there is no complete checkpoint of this step in 'ckpt/x', which has 2" in err
+    assert (
+        "--continue 3: there is no complete checkpoint of this step in 'ckpt/x', which has 2" in err
+    )
     assert resume("--continue=ckpt/y", "--name=x") == 2
     assert "--continue ckpt/y: there is no complete checkpoint there" in capsys.readouterr().err
