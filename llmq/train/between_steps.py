@@ -161,9 +161,10 @@ class Evaluations:
         """
         trainer = self.trainer
         before, limits = trainer.validated_at, (max_batches, seconds)
-        if self.config.validates:
-            if self._timed("", trainer.eval_loader, trainer.validate, limits) is None:
-                return
+        if self.config.validates and (
+            self._timed("", trainer.eval_loader, trainer.validate, limits) is None
+        ):
+            return
         for name, loaders in self.material.sets.items():
             call = partial(mean_loss, trainer.ranks, loaders)
             if self._timed(name, loaders[0], call, limits) is None:  # all of them again, then
