@@ -249,8 +249,8 @@ class DataLoader:
                 split = " (or --eval-fraction, or whether --eval-file splits a part of them off)"
             raise DataError(
                 f"the {what} changed since the checkpoint{split}, which was at "
-                f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the old one, or pass "
-                "--new-data to start the data from its beginning"
+                f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore "
+                "the old one, or pass --new-data to start the data from its beginning"
             )
         self.seed = state["seed"]
         self._move(_Position(state["epoch"], state["file_index"], state["chunk_index"]))
