@@ -322,7 +322,7 @@ def test_a_step_that_is_not_there(monkeypatch, capsys):
     capsys.readouterr()
     assert resume("--continue=3", "--name=x") == 2
     err = capsys.readouterr().err
-    expected = "--continue 3: there is no complete checkpoint of this step in 'ckpt/x', which has 2"
+    expected = "--continue 3: no complete checkpoint of this step in 'ckpt/x', which has 2"
     assert expected in err
     assert resume("--continue=ckpt/y", "--name=x") == 2
-    assert "--continue ckpt/y: there is no complete checkpoint there" in capsys.readouterr().err
+    assert "--continue ckpt/y: no complete checkpoint there" in capsys.readouterr().err

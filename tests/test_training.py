@@ -120,7 +120,7 @@ def test_what_continue_names(capsys):
     assert train(steps=6, ckpt_interval=2) == 0
     assert sorted(os.listdir("ckpt")) == ["step_00000002", "step_00000004"]
     whole = measured()
-    for spec, first in (("", 4), ("2", 2), ("ckpt", 4), ("ckpt/step_00000002", 2)):
+    for spec, first in (("", 4), ("ckpt", 4), ("2", 2), ("ckpt/step_00000002", 2)):
         assert train(steps=6, log_file="again.json", **{"continue": spec}) == 0
         again = measured("again.json")
         assert {s: r for s, r in whole.items() if s >= first} == again

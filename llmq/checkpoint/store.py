@@ -126,7 +126,7 @@ class NoCheckpoint(ConfigError):
     def __init__(self, directory: Path, spec: str):
         there = ", ".join(map(str, checkpoints_by_name(directory))) or "none"
         where = f" of this step in '{directory}', which has {there}" if spec.isdecimal() else ""
-        super().__init__(f"--continue {spec}: there is no complete checkpoint{where or ' there'}")
+        super().__init__(f"--continue {spec}: no complete checkpoint{where or ' there'}")
 
 
 def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:

@@ -249,11 +249,9 @@ class DataLoader:
         }
         if any(changed.values()):
             what = next(name for name, has_changed in changed.items() if has_changed)
-            split = (
-                ""
-                if what != "training files"
-                else (" (or --eval-fraction, or whether --eval-file splits a part of them off)")
-            )
+            split = ""
+            if what == "training files":
+                split = " (or --eval-fraction, or whether --eval-file splits a part of them off)"
             raise DataError(
                 f"the {what} changed since the checkpoint{split}, which was at "
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
