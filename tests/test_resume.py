@@ -71,7 +71,7 @@ def test_a_directory_or_a_path_is_enough(monkeypatch):
     assert resume("--continue", "--checkpoint-dir=elsewhere") == 0
     assert sorted(os.listdir("elsewhere")) == ["step_00000002", "step_00000004"]
     assert resume("--continue=ckpt/x/step_00000002", "--steps=3") == 0
-    assert sorted(os.listdir("ckpt/x")) == ["step_00000002", "step_00000003"]
+    assert sorted(os.listdir("ckpt/x")) == [f"step_0000000{n}" for n in (1, 2, 3)]
     assert [r["step"] for r in records("step", log_of())] == [0, 1, 2, 3, 2]
 
 
@@ -304,14 +304,14 @@ def test_options_of_one_command_are_known():
 def test_a_run_that_goes_back_leaves_its_later_checkpoints(monkeypatch, capsys):
     """The newest checkpoint is then one of the course that it took, not of the one that it left."""
     assert train(**OWN | {"ckpt_interval": 1}) == 0
-    assert sorted(os.listdir("ckpt/x")) == [f"step_0000000{n}" for n in (2, 3, 4)]
+    assert sorted(os.listdir("ckpt/x")) == [f"step_0000000{n}" for n in (1, 2, 3, 4)]
     capsys.readouterr()
     assert resume("--continue=2", "--name=x", "--steps=2") == 0
     assert "Moved aside" not in capsys.readouterr().out, "no step was made again"
     assert resume("--continue=2", "--name=x", "--steps=3", "--lr=1e-3") == 0
     moved = "Moved aside: the checkpoints after step 2, which the run makes again, to "
     assert f"{moved}'{Path('ckpt/x.old-1').absolute()}'\n" in capsys.readouterr().out
-    assert sorted(os.listdir("ckpt/x")) == ["step_00000002", "step_00000003"]
+    assert sorted(os.listdir("ckpt/x")) == [f"step_0000000{n}" for n in (1, 2, 3)]
     assert sorted(os.listdir("ckpt/x.old-1")) == ["step_00000003", "step_00000004"]
     assert resume("--continue", "--name=x", "--steps=4") == 0
     assert saved("ckpt/x/step_00000004")["learning_rate"] == 1e-3

@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from llmq.base.errors import DiskError, DiskFull, LlmqError
+from llmq.base.errors import ConfigError, DiskError, DiskFull, LlmqError
 
 
 @contextmanager
@@ -188,6 +189,17 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...]) -> None:
         os.replace(source / name, target / name)
     source.rmdir()
     sync_directory(target)
+
+
+def check_readable(path: Path) -> None:
+    """ConfigError for a pipe or a device: it may never end. OSError if there is nothing.
+
+    A pipe of the shell's, as <(command) makes, is one that somebody writes to.
+    """
+    mode = os.stat(path).st_mode
+    of_shell = str(path).startswith(("/dev/fd/", "/proc/self/fd/", "/dev/stdin"))
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (of_shell and stat.S_ISFIFO(mode))):
+        raise ConfigError(f"'{path}' is a pipe or a device: give a file")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ class CheckpointReader:
             loader=document["data-loader"],
             state=document["run"]["state"],
             options=document["options"],
-            tokenizer=document["tokenizer"],
+            tokenizer=document.get("tokenizer"),
             run=RunId.of(document["run"]),
             tokenizer_id=document.get("tokenizer-id"),
         )
@@ -239,7 +239,7 @@ class CheckpointReader:
             file = SafetensorsFile(path / entry.name)
             self._files.append(file)
             group = self._pieces.setdefault(entry.group, {})
-            for name, (start, stop, size) in json.loads(file.metadata["ranges"]).items():
+            for name, (start, stop, size) in _ranges(file).items():
                 group.setdefault(name, []).append(_Piece(start, stop, size, file))
         for group in self._pieces.values():
             for pieces in group.values():
@@ -332,6 +332,22 @@ def read_back(path: Path) -> None:
     except (LookupError, TypeError) as error:
         raise LlmqError(f"'{path / MANIFEST}' is damaged ({error}): use another one") from error
     _verify(path, entries)
+
+
+def _ranges(file: SafetensorsFile) -> dict[str, list[int]]:
+    """First value, the one behind the last, and size of the whole, by parameter. LlmqError."""
+    try:
+        found = json.loads(file.metadata["ranges"])
+        for start, stop, size in found.values():
+            if not 0 <= start <= stop <= size:
+                raise ValueError(f"{start} to {stop} of {size}")
+        if found.keys() != file.tensors.keys():
+            raise ValueError("other names than those of the tensors")
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LlmqError(
+            f"'{file.path}' does not say what it holds ({error}); use another checkpoint"
+        ) from error
 
 
 def _verify(directory: Path, entries: list[FileEntry]) -> None:

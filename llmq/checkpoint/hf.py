@@ -43,7 +43,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 _CONFIG_FILE = "config.json"
-"""Of an export: which run it is of. Other readers of model directories do not look at it."""
 _MODEL_FILES = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 
 
@@ -101,6 +100,8 @@ class HfWeights:
             )
         try:
             weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+            if outside := [file for file in weight_map.values() if Path(file).name != file]:
+                raise LlmqError(f"'{index}' names '{outside[0]}', which is not in its directory")
             where = {name: (file, self._file(file)) for name, file in weight_map.items()}
         except OSError as error:
             raise LlmqError(f"cannot read '{index}': {error.strerror}") from error

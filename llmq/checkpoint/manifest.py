@@ -81,7 +81,49 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if document.get("sha256") != digest_of(document):
         raise LlmqError(f"'{path}' is damaged: wrong checksum; use another checkpoint")
+    problem = _wrong_shape(document)
+    if problem is not None:
+        raise LlmqError(f"'{path}' is none of llmq's: {problem}; use another checkpoint")
     return document
+
+
+_PARTS = {"distributed": dict, "run": dict, "data-loader": dict, "model": dict, "options": dict}
+_PARTS |= {"files": list}
+_FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
+
+
+def _wrong_shape(document: dict[str, Any]) -> str | None:
+    """What is not as `CheckpointWriter.commit` writes it, if something is. The checksum agrees."""
+    problem = _wrong_types(document, _PARTS)
+    if problem is not None:
+        return problem
+    problems = [
+        _wrong_types(document["distributed"], {"world": int}),
+        _wrong_types(document["run"], {"step": int, "state": dict}),
+        *(_wrong_types(entry, _FILE) for entry in document["files"]),
+    ]
+    if not isinstance(document.get("tokenizer"), str | None):
+        problems.append("tokenizer is no text")
+    if any(problems):
+        return next(filter(None, problems))
+    if not isinstance(document["run"]["state"].get("history", {}), dict):
+        return "the history of its run is no mapping"
+    names = [entry["name"] for entry in document["files"]]
+    if outside := [name for name in names if Path(name).name != name]:
+        return f"it names '{outside[0]}', which is not in its directory"
+    others = [name for entry in document["files"] for name in entry.keys() - _FILE.keys()]
+    return f"a file of it has a field '{others[0]}'" if others else None
+
+
+def _wrong_types(content: Any, types: dict[str, type]) -> str | None:
+    """The first of the fields that is missing or of another type; numbers are not negative."""
+    if not isinstance(content, dict):
+        return f"a mapping with {', '.join(types)} is missing"
+    for name, kind in types.items():
+        value = content.get(name)
+        if type(value) is not kind or (kind is int and value < 0):
+            return f"{name} is {str(value)[:50]!r}"
+    return None
 
 
 def digest_of(document: dict[str, Any]) -> str:

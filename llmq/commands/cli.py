@@ -99,6 +99,7 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
 
     prog_name: the console script, by which completion finds it.
     """
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # else a console without UTF-8 is an error
             stream.reconfigure(errors="backslashreplace")
@@ -123,6 +124,18 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
         print(f"error: {_one_line(error)}", *details, sep="\n", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
+
+
+def _open_standard_streams() -> None:
+    """Where the shell has closed one, open the null device: else the next file would get its number
+    and with it whatever a library prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "r" if number == 0 else "w"
+            stream = open(os.devnull, mode)  # noqa: SIM115 (kept open)
+            if stream.fileno() != number:
+                os.dup2(stream.fileno(), number)
+            setattr(sys, name, stream)
 
 
 def _one_line(error: BaseException) -> str:

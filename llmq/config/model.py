@@ -20,6 +20,9 @@ _SIZES = (
     "max_positions"
 ).split()
 
+_MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
+_MAX_LAYERS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -169,8 +172,16 @@ class ModelConfig:
     def validate(self) -> ModelConfig:
         """Return self; ConfigError where sizes disagree or the architecture cannot express them."""
         for name in _SIZES:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"model {name}: must be positive, got {getattr(self, name)}")
+            value, largest = getattr(self, name), _MAX_LAYERS if name == "num_layers" else _MAX_SIZE
+            if not 0 < value <= largest:
+                raise ConfigError(f"model {name}: must be positive and at most {largest}: {value}")
+        for name, most in (("norm_eps", 1.0), ("initializer_range", 1e3)):
+            value = getattr(self, name)
+            if not 0 <= value <= most:  # nor is NaN
+                raise ConfigError(f"model {name}: must be between 0 and {most:g}, got {value}")
+        for token in self.eos_token_ids:
+            if token < 0:
+                raise ConfigError(f"model eos_token_id: must not be negative, got {token}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model num_kv_heads: {self.num_kv_heads} does not divide {self.num_heads} heads"
@@ -208,7 +219,10 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
         """Read a parsed config.json of transformers 4 or 5; ConfigError names a field at fault."""
-        return cls(**read_fields(hf)).validate()
+        try:
+            return cls(**read_fields(hf)).validate()
+        except (TypeError, AttributeError, KeyError) as error:  # of values of other types
+            raise ConfigError(f"config.json has a value of the wrong type ({error})") from error
 
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
         """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import disk_errors, write_file
+from llmq.base.files import check_readable, disk_errors, write_file
 from llmq.config.command_line import fewest_values
 from llmq.config.options import ONCE, OPTIONS, TrainConfig
 
@@ -26,7 +26,17 @@ _HEAD = """\
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML would silently take the last."""
+    """Refuses a key that a mapping has twice, of which YAML would silently take the last.
+
+    And aliases, with which a few lines can stand for more values than fit into memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            raise yaml.YAMLError(f"line {line}: write the values instead of *{event.anchor}")
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -42,11 +52,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
             raise ValueError(f"{key} is given twice")
-    return dict(pairs)
+        found[key] = value
+    return found
 
 
 def read_option_file(file: Path) -> dict[str, Any]:
@@ -55,6 +66,7 @@ def read_option_file(file: Path) -> dict[str, Any]:
     Raises ConfigError, also where a mapping has a key twice.
     """
     try:
+        check_readable(file)
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             content = json.loads(text, object_pairs_hook=_json_object)

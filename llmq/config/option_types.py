@@ -247,9 +247,12 @@ class Option:
             raise ConfigError(f"{self.flag}: expected {' or '.join(self.choices)}, got {value!r}")
         if self.min is not None and value < self.min:
             raise ConfigError(f"{self.flag}: must be at least {self.min}, got {value}")
-        if self.max is not None and value > self.max:
-            raise ConfigError(f"{self.flag}: must be at most {self.max}, got {value}")
+        largest = _LARGEST if self.max is None and self.parse is parse_int else self.max
+        if largest is not None and value is not None and value > largest:
+            raise ConfigError(f"{self.flag}: must be at most {largest}, got {value}")
 
+
+_LARGEST = 2**31 - 1  # of numbers without a limit of their own
 
 _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_bool: "",

@@ -110,6 +110,8 @@ def find_files(inputs: Sequence[str], exclude: Path) -> list[Source]:
     """
     sources: dict[str, Source] = {}
     for name in inputs:
+        if not name:
+            raise ConfigError("an input has an empty name: give text files, folders or patterns")
         paths = expand_pattern(name)
         if not paths:
             raise DataError(f"input '{name}' is not there: give text files, folders or patterns")

@@ -31,6 +31,9 @@ from llmq.data.reader import RowReader, Span
 from llmq.data.split import Split
 from llmq.data.tokens import TokenFile
 
+_STATE = dict.fromkeys(("seed", "epoch", "file_index", "chunk_index", "seq_len"), int)
+_STATE |= {"file_name": str, "files": str}
+
 
 @dataclass(frozen=True, slots=True)
 class _Position:
@@ -236,6 +239,11 @@ class DataLoader:
         Reads no data. DataError if the state belongs to other files, another sequence length, or
         another order of them.
         """
+        if wrong := [name for name, kind in _STATE.items() if type(state.get(name)) is not kind]:
+            raise DataError(
+                f"the checkpoint does not say where the training data was ({wrong[0]} is "
+                f"{state.get(wrong[0])!r}): pass --new-data to start the data from its beginning"
+            )
         changed = {
             "sequence length": state["seq_len"] != self.seq_len,
             "training files": state["files"] != self.data.fingerprint,
@@ -256,6 +264,17 @@ class DataLoader:
                 f"the {what} changed since the checkpoint{split}, which was at "
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
                 "old one, or pass --new-data to start the data from its beginning"
+            )
+        place = state["file_index"]
+        if not (
+            0 <= place < len(self._counts)
+            and 0 <= state["chunk_index"] <= max(self._counts)
+            and 0 <= state["epoch"] < 2**31
+        ):
+            raise DataError(
+                f"the checkpoint's place in the training data, sequence {state['chunk_index']} of "
+                f"part {place}, does not exist: pass --new-data to start the data from its "
+                "beginning"
             )
         self.seed = state["seed"]
         self._move(_Position(state["epoch"], state["file_index"], state["chunk_index"]))

@@ -344,9 +344,14 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
-        _ = dict(data["options"]), list(data["inputs"]), data["position"], data["complete"]
+        _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
+        splits, numbers = data["splits"], [*data["position"].values(), *data["splits"].values()]
+        if sorted(splits) != sorted(SPLITS) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError("splits or position are not what llmq tokenize writes")
+        if type(data["complete"]) is not bool or type(data["vocab_size"]) is not int:
+            raise ValueError("complete or vocab_size is not what llmq tokenize writes")
         return data
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error
 
 

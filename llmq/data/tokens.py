@@ -25,7 +25,7 @@ from typing import BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, sync_directory
+from llmq.base.files import check_readable, disk_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.mask_file import MaskWriter, mask_path
@@ -106,6 +106,7 @@ class TokenFile:
         self.path = Path(path)
         self._file: BinaryIO | None = None
         try:
+            check_readable(self.path)
             with open(self.path, "rb") as file:
                 header = file.read(HEADER_BYTES)
                 self.num_bytes = os.fstat(file.fileno()).st_size

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.base.files import check_readable
 from llmq.base.records import elements
 from llmq.train.course import is_undone, without_undone
 
@@ -59,6 +60,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     DataError where it cannot be read or has nothing to plot.
     """
     try:
+        check_readable(path)
         data = path.read_bytes()
         records = [json.loads(t) for t, _ in elements(str(path), BytesIO(data), 0, growing=True)]
     except OSError as error:

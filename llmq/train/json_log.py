@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError, LlmqError, warn
-from llmq.base.files import disk_errors, free_name
+from llmq.base.files import check_readable, disk_errors, free_name
 from llmq.base.records import elements
 from llmq.base.run_id import RunId
 
@@ -243,6 +243,7 @@ class LogReader:
             ) from None
 
     def _new_records(self) -> Iterator[dict[str, Any]]:
+        check_readable(self.path)
         with open(self.path, "rb") as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)
             # All at once: a log's end is replaced by the next record.

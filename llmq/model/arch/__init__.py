@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def architecture(name: Any) -> Architecture:
     """The architecture of this name; ConfigError if there is none."""
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"config.json: architectures: {name!r} is not supported, only "
             + ", ".join(ARCHITECTURES)

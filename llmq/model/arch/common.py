@@ -131,7 +131,7 @@ class Architecture:
         reject(hf, "model_type", self.model_type)
         eos = hf.get("eos_token_id", self.eos_token_id)
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token, int) for token in ids):
+        if not all(type(token) is int for token in ids):
             raise ConfigError(
                 f"config.json: eos_token_id must be one id or a list of ids, got {eos!r}"
             )
@@ -245,7 +245,7 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
         raise ConfigError(f"config.json: {name} is missing")
     if value is None and default is None:
         return None
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= 2**63:
         return float(value)
     if type(value) is not kind:
         raise ConfigError(f"config.json: {name}: expected {kind.__name__}, got {value!r}")
@@ -253,8 +253,11 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
 
 
 def size(hf: Mapping[str, Any], name: str) -> int:
-    """hf[name], a positive int."""
+    """hf[name], a positive int; a small one where it counts layers, of which there are lists."""
     value = get(hf, name, int)
+    largest = 1 << 16 if "layer" in name else 2**31 - 1
+    if value > largest:
+        raise ConfigError(f"config.json: {name}: must be at most {largest}, got {value}")
     if value <= 0:
         raise ConfigError(f"config.json: {name}: must be positive, got {value}")
     return value

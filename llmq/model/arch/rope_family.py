@@ -63,6 +63,8 @@ class RopeFamily(Architecture):
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
         max_positions = size(hf, "max_position_embeddings")
         head_dim = get(hf, "head_dim", int, self.head_dim)
+        if head_dim is not None and head_dim <= 0:
+            raise ConfigError(f"config.json: head_dim: must be positive, got {head_dim}")
         if head_dim is None and hidden % heads:
             raise ConfigError(
                 f"config.json: hidden_size {hidden} is no multiple of the {heads} heads; "

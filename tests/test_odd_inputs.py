@@ -1,0 +1,159 @@
+"""Inputs that nobody means: each is one line and exit status 2, soon, and never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.hf import INDEX_FILE, HfWeights
+from llmq.checkpoint.manifest import MANIFEST, digest_of
+from llmq.commands.cli import _run
+from llmq.config.model import ModelConfig
+from llmq.data.loader import DataLoader
+from tests.runs import CONFIG, VOCAB, T, make_workplace, options, train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = make_workplace(tmp_path_factory.mktemp("odd"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(steps=1, save_training_state=True) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def refused(capsys, args):
+    capsys.readouterr()
+    assert _run(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 10**12}, {"vocab_size": 10**20}, {"num_hidden_layers": 10**9},
+        {"intermediate_size": 10**18}, {"num_attention_heads": 10**12},
+        {"max_position_embeddings": 10**30}, {"rms_norm_eps": float("inf")},
+        {"rms_norm_eps": float("nan")}, {"rms_norm_eps": -1.0}, {"rms_norm_eps": 10**400},
+        {"initializer_range": -0.5}, {"initializer_range": float("nan")}, {"head_dim": 0},
+        {"head_dim": -2}, {"eos_token_id": -5}, {"eos_token_id": [256, -5]},
+        {"eos_token_id": True}, {"architectures": [["x"]]}, {"architectures": "x"},
+    ],
+)  # fmt: skip
+def test_models(change):
+    name = next(iter(change)).removeprefix("rms_")
+    with pytest.raises(LlmqError, match=name):
+        ModelConfig.from_hf(CONFIG | change)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "grad_accumulation", "warmup", "ckpt_interval"])
+def test_numbers_beyond_all_bounds(capsys, name):
+    assert train(**{name: 10**20}) == 2
+    assert "must be at most" in capsys.readouterr().err
+
+
+def test_places_that_are_none(capsys):
+    for flag in ("out-dir", "checkpoint-dir"):
+        assert train(**{flag: "/proc/x"}) == 2
+    assert refused(capsys, ["export", "--checkpoint-dir=ckpt", "--out-dir=/proc/x"])
+    assert refused(capsys, ["tokenize", "data/eval.bin", "--tokenizer=bytes", "--out=/proc/x"])
+    assert "empty name" in refused(capsys, ["tokenize", "", "--tokenizer=bytes", "--out=made"])
+
+
+def test_files_of_options(capsys):
+    many = ",".join(f'"key{i}": 1' for i in range(60_000))
+    Path("many.json").write_text("{" + many + "}")
+    assert "unknown option key0" in refused(capsys, ["train", "--config=many.json"])
+    Path("bomb.yaml").write_text("train-file: [&a [x, x], &b [*a, *a], [*b, *b]]\n")
+    message = refused(capsys, ["train", "--config=bomb.yaml"])
+    assert "line 1: write the values instead of *a" in message
+
+
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
+def test_what_never_ends(capsys, path):
+    if path == "pipe" and not os.path.exists(path):
+        os.mkfifo(path)
+    for args in (["plot", path], ["show", path], ["check", path], ["train", f"--config={path}"]):
+        assert "is a pipe or a device: give a file" in refused(capsys, args)
+    assert train(**{"train-file": path}) == 2
+
+
+def test_names_that_leave_their_directory(tmp_path):
+    index = {"weight_map": {"model.embed_tokens.weight": "../other/model.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(LlmqError, match="which is not in its directory"):
+        HfWeights(tmp_path)
+
+
+def wrong_values(document):
+    """The document, each time with another one of its values of another kind, or without it."""
+    for path in list(paths(document)):
+        for value in (None, -1, "x", [], {}, [[1]], ...):
+            changed = copy.deepcopy(document)
+            inside = changed
+            for key in path[:-1]:
+                inside = inside[key]
+            if value is ...:
+                del inside[path[-1]]
+            else:
+                inside[path[-1]] = value
+            yield path, changed
+
+
+def paths(value, path=()):
+    if path:
+        yield path
+    if path[:1] in (("sha256",), ("options",)) or path[:2] == ("run", "state"):
+        return
+    count = len(value) if isinstance(value, list) else 0
+    for key in value if isinstance(value, dict) else range(count):
+        yield from paths(value[key], (*path, key))
+
+
+def test_manifests_of_the_wrong_shape_whose_checksum_agrees(place, tmp_path):
+    source = place / "ckpt" / "step_00000001"
+    for file in source.iterdir():
+        os.symlink(file, tmp_path / file.name)
+    document = json.loads((source / MANIFEST).read_text())
+    loader = DataLoader("data/train-*.bin", seq_len=T, micro_batch=2, seed=1, vocab_size=VOCAB)
+    refusals = 0
+    with loader:
+        for path, changed in wrong_values(document):
+            changed["sha256"] = digest_of(changed)
+            (tmp_path / MANIFEST).unlink()
+            (tmp_path / MANIFEST).write_text(json.dumps(changed))
+            try:
+                with CheckpointReader(tmp_path) as reader:
+                    loader.set_state(reader.manifest.loader or loader.state())
+            except LlmqError as error:
+                assert "\n" not in str(error), path
+                refusals += 1
+    assert refusals > 100
+
+
+def test_closed_streams(place):
+    """As `>&-` leaves it: no file may get the number of a stream that libraries write to."""
+    flags = [f"--{name}={value}" for name, value in options(steps=1).items() if value not in
+             (True, False)]  # fmt: skip
+    flags += ["--from-scratch", "--overwrite"]
+    command = [sys.executable, "-m", "llmq", "train", *flags]
+    root = str(Path(__file__).parents[1])
+    shell = ["sh", "-c", '"$@" >&- 2>&-', "x", *command]
+    done = subprocess.run(shell, cwd=place, env=os.environ | {"PYTHONPATH": root})
+    assert done.returncode == 0
+    assert json.loads((place / "log.json").read_text())[-1]["log"]
