@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.base.errors import DataError
+from llmq.base.errors import DataError, warn
 from llmq.data.dataset import DataSet, Layout
 from llmq.data.epoch_plan import FilesInTurn
 from llmq.data.reader import RowReader, Span
@@ -247,10 +247,6 @@ class DataLoader:
         changed = {
             "sequence length": state["seq_len"] != self.seq_len,
             "training files": state["files"] != self.data.fingerprint,
-            # Under the same names, with the same sizes; earlier versions did not look.
-            "content of the training files": (
-                state.get("contents", self.data.contents) != self.data.contents
-            ),
             "documents, --packing or the weights of --train-file": (
                 state.get("order") != self.data.order
             ),
@@ -264,6 +260,14 @@ class DataLoader:
                 f"the {what} changed since the checkpoint{split}, which was at "
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
                 "old one, or pass --new-data to start the data from its beginning"
+            )
+        # Under the same names, with the same sizes: perhaps damage that was mended.
+        if self.rank == 0 and state.get("contents", self.data.contents) != self.data.contents:
+            warn(
+                [
+                    "the content of the training files changed since the checkpoint: the run goes "
+                    "on at the same place of what is there now; --new-data starts from its beginning"
+                ]
             )
         place = state["file_index"]
         if not (
