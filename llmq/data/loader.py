@@ -266,7 +266,7 @@ class DataLoader:
             warn(
                 [
                     "the content of the training files changed since the checkpoint: the run goes "
-                    "on at the same place of what is there now; --new-data starts from its beginning"
+                    "on at the same place of what is there now; --new-data starts anew"
                 ]
             )
         place = state["file_index"]
