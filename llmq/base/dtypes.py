@@ -67,7 +67,10 @@ STEP_SCALARS = np.dtype(
         ("seed", np.uint32),
         ("step", np.uint32),
         ("micro_step", np.uint32),
-        ("reserved", np.uint32, 7),
+        # The b-th sequence of a micro-batch is number first + b * stride of the step, of all ranks.
+        ("first_sequence", np.uint32),
+        ("sequence_stride", np.uint32),
+        ("reserved", np.uint32, 5),
         ("grad_scale", np.float32),  # clip factor / number of target tokens
         ("skip_update", np.uint32),  # 1 when the gradient norm is not finite
     ]

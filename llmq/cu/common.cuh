@@ -23,7 +23,7 @@ using u64 = unsigned long long;
 
 struct StepScalars {
     float lr, beta1_correction, beta2_correction, grad_clip;
-    u32 seed, step, micro_step, reserved[7];
+    u32 seed, step, micro_step, first_sequence, sequence_stride, reserved[5];
     float grad_scale;
     u32 skip_update;
 };
