@@ -134,7 +134,8 @@ def add_calls(*shape: int) -> list[Call]:
     return [Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape)))]
 
 
-def adapter_calls(rows: int, spans: tuple[tuple[int, int], ...], rank: int) -> list[Call]:
+def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
+    spans = tuple(zip(edges[::2], edges[1::2], strict=True))
     whole = bf16(rows, adapter.padded_columns(len(spans), rank))
     args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
     args |= {"spans": spans, "scale": 2.0}

@@ -30,6 +30,8 @@ class Manifest:
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
     run: RunId | None = None  # None before runs had ids
+    base: dict[str, Any] | None = None
+    """BaseId.record() of the model whose adapters these are; None where all of it is here."""
     tokenizer_id: dict[str, Any] | None = None
     """TokenizerId.record() of what made the training data."""
 

@@ -15,7 +15,8 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import export_model, export_owner, exported_files
+from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST

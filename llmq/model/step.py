@@ -35,8 +35,8 @@ from llmq.ops import clock, cross_entropy
 from llmq.runtime.device import Clock, Device, Event
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
-from llmq.state.params import Slab, weight_table
-from llmq.state.placement import Placement
+from llmq.state.params import Slab
+from llmq.state.placement import Placement, table_of
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
@@ -126,7 +126,7 @@ class Step:
     ):
         """options: normalized. placement: of them. backend: "native" or "cudnn" attention."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = weight_table(config, dev.world_size)
+        self.table = table_of(options, config, dev.world_size)
         words = self._open_inbox()
         self.report = dev.alloc("stats", (STEP_REPORT_WORDS,), F64, "Activations")
         self.stats = self.report.rows(0, len(STATS))
@@ -148,7 +148,9 @@ class Step:
         all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
         self.optimizer = AdamW(dev, self.table, placement, options)
-        self.model = Model(dev, config, options, self.weights, backend, self.starts)
+        self.model = Model(
+            dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
+        )
 
     def _open_inbox(self) -> int:
         """Where the device finds what one micro-step reads; returns its words.
@@ -283,7 +285,7 @@ class Step:
         return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
 
     def state(self) -> dict[str, list[Piece]]:
-        """What a checkpoint holds of this rank, by group."""
+        """Weights and moments of this rank, by group."""
         optimizer, rank = self.optimizer, self.dev.rank
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
         for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
@@ -297,6 +299,14 @@ class Step:
             ]
             for group, tensors in groups.items()
         }
+
+    def stored_state(self) -> dict[str, list[Piece]]:
+        """What a checkpoint holds of `state`: with adapters not the model, which is where it was."""
+        groups = self.state()
+        if self.options.lora_rank:
+            trained = self.optimizer.m
+            groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
+        return groups
 
     def extra_state(self) -> dict[str, list[float]]:
         """What a checkpoint holds beside `state`, the same on all ranks."""
@@ -346,6 +356,11 @@ class Step:
         record["step"] = step
         # Over all ranks, so that each rounds its gradients with random numbers of its own.
         record["micro_step"] = self.dev.rank * options.grad_accumulation + micro_step
+        # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
+        record["sequence_stride"] = self.dev.world_size
+        record["first_sequence"] = (
+            micro_step * options.batch_size * self.dev.world_size + self.dev.rank
+        )
         return words
 
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:

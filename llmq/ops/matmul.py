@@ -120,9 +120,7 @@ def matmul_fp8(
     expect(op, "b", b, None, (N, K))
     expect(op, "scale_a", scale_a, F32, (1,))
     expect(op, "scale_b", scale_b, F32, (1,))
-    if accumulate and out.dtype != F32:
-        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    _check_accumulate(op, bias, accumulate)
+    _check_accumulate(op, bias, accumulate, out)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
     operands = (out, a, b, scale_a, scale_b, bias)
@@ -136,6 +134,11 @@ def matmul_fp8(
         )
 
 
-def _check_accumulate(op: str, bias: Tensor | None, accumulate: bool) -> None:
+def _check_accumulate(
+    op: str, bias: Tensor | None, accumulate: bool, out: Tensor | None = None
+) -> None:
+    """out: where it must be F32."""
+    if accumulate and out is not None and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
     if accumulate and bias is not None:
         raise ValueError(f"{op}: bias and accumulate exclude each other")

@@ -29,8 +29,8 @@ from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.plan.target import Target, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.state.params import parameter_count, weight_table
-from llmq.state.placement import place
+from llmq.state.params import parameter_count
+from llmq.state.placement import place, table_of
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -195,7 +195,7 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         candidates, model = fit.search(), fit.planner.model
         config = candidates[0].config
-        placement = place(config, weight_table(model, where.world_size), where.world_size)
+        placement = place(config, table_of(config, model, where.world_size), where.world_size)
         return cls(
             candidates=candidates,
             coarser=[] if where.card is None else coarser(fit, candidates[0]),

@@ -6,15 +6,15 @@ import numpy as np
 
 from llmq.ref.common import compute
 
-# name: (rows of the matrix, spans of rows that have an adapter, rank)
+# name: (rows of the matrix, rank, starts and stops of the rows that have an adapter each)
 CASES = {
-    "one": (40, ((0, 40),), 8),
-    "padded": (24, ((0, 24),), 3),
-    "three": (64, ((0, 32), (32, 48), (48, 64)), 4),
-    "two_of_three": (64, ((0, 32), (48, 64)), 5),
-    "last": (48, ((24, 48),), 16),
-    "qwen7b_qkv": (4608, ((0, 3584), (3584, 4096), (4096, 4608)), 16),
-    "qwen7b_up": (37888, ((0, 18944), (18944, 37888)), 16),
+    "one": (40, 8, 0, 40),
+    "padded": (24, 3, 0, 24),
+    "three": (64, 4, 0, 32, 32, 48, 48, 64),
+    "two_of_three": (64, 5, 0, 32, 48, 64),
+    "last": (48, 16, 24, 48),
+    "qwen7b_qkv": (4608, 16, 0, 3584, 3584, 4096, 4096, 4608),
+    "qwen7b_up": (37888, 16, 0, 18944, 18944, 37888),
 }
 
 

@@ -19,7 +19,6 @@ from llmq.base.run_id import RunId
 from llmq.base.schedule import learning_rate
 from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
@@ -34,10 +33,11 @@ from llmq.plan.plan import Plan, Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.state.params import Param, weight_table
+from llmq.state.params import Param
 from llmq.train.batches import checked_batches
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.model_of_run import model_of_run
+from llmq.train.origin import Origin, with_adapter
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice, sample_once
 from llmq.train.tokenizers import (
@@ -74,7 +74,7 @@ class Trainer:
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
         model, model_dir = model_of_run(config)
-        config = config.validate_with(model)
+        config = with_adapter(config, model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
             self.load_weights()
@@ -118,9 +118,7 @@ class Trainer:
         self.plan: Plan
         self.plan, planned, backend = plan_run(config, model, self.machine)
         self.machine.compile_ahead(self.plan.sources)
-        self._hf = None if config.from_scratch else HfWeights(model_dir)
-        if self._hf is not None:
-            self._hf.check(weight_table(model))
+        self._origin = Origin(config, model, model_dir)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
@@ -269,15 +267,11 @@ class Trainer:
 
     def load_weights(self) -> None:
         """Random weights with --from-scratch, else those of the model directory."""
-        if self._hf is None:
-            self.init_weights()
-        else:
-            self.ranks.load(self._hf.read)
+        self._origin.load(self.ranks)
 
     def init_weights(self) -> None:
         """Random weights."""
-        zero = self.config.init_proj_to_zero
-        self.ranks.init(self.model, self.config.seed, zero_projections=zero)
+        self._origin.init(self.ranks)
 
     @cached_property
     def tokenizer(self) -> str | None:
@@ -302,6 +296,7 @@ class Trainer:
             tokenizer=self.tokenizer,
             run=self.run,
             tokenizer_id=self.tokenizer_id and self.tokenizer_id.record(),
+            base=self._origin.base and self._origin.base.record(),
         )
         return writer.commit(manifest, files)
 
@@ -319,6 +314,7 @@ class Trainer:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
+            self._origin.check_checkpoint(reader)
             reader.check(self._step.table, self._step.optimizer.m)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
@@ -327,6 +323,8 @@ class Trainer:
             runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
+            if self._origin.adapters is not None:  # the checkpoint has nothing else
+                self.load_weights()
             self.ranks.read(reader)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
@@ -345,13 +343,15 @@ class Trainer:
                 loader.reset()
 
     def export(self, directory: str | Path | None = None) -> None:
-        """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""
+        """Write the model as transformers loads it, with its tokenizer; None: --out-dir.
+
+        Of a run with adapters, these as peft loads them.
+        """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
-        dtype = parse_dtype(self.config.model_dtype)
         made = self.tokenizer_id
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
+        self._origin.export(directory, self._read_weight, tokenizer, made, self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
@@ -365,7 +365,7 @@ class Trainer:
         return sample_once(
             replace(self.machine, world_size=1),
             self.model,
-            self._read_weight,
+            self._origin.merged(self._read_weight),
             self.tokenizer,
             parse_dtype(self.config.model_dtype),
             prompt,

@@ -16,8 +16,9 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_equals_reference(dev, rng, case, dtype):
-    rows, spans, rank = case
-    b = rng.normal(size=(sum(b - a for a, b in spans), rank)).astype(dtype.numpy)
+    rows, rank, *edges = case
+    spans = [*zip(edges[::2], edges[1::2], strict=True)]
+    b = rng.normal(size=(sum(edges[1::2]) - sum(edges[::2]), rank)).astype(dtype.numpy)
     whole = np.full((rows, padded_columns(len(spans), rank)), np.nan, dtype.numpy)
     calls = [
         (lambda dev, whole, b: expand(dev, whole, b, spans, 0.3), {"whole": whole, "b": b}),
