@@ -144,10 +144,8 @@ MEMORY = {
 }  # fmt: skip
 
 
-def losses(
-    steps=3, accumulation=2, batch_size=2, **options
-) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Of steps and then of a validation batch; and the weights."""
+def losses(accumulation=2, batch_size=2, **options) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Of three steps, and the weights after them."""
     with trainer_for(
         exported("qwen3"),
         **{"lora_rank": 3, "lora_plus": 4.0, "lora_dropout": 0.25, "train": "norms"}
@@ -155,7 +153,7 @@ def losses(
         | options,
     ) as trainer:
         own = [tuple(x[:batch_size] for x in batch) for batch in batches(12)]
-        found = [trainer.step(own[2 * i : 2 * i + 2]).loss for i in range(steps)]
+        found = [trainer.step(own[2 * i : 2 * i + 2]).loss for i in range(3)]
         assert trainer.usage == trainer.plan.usage
         return found, trainer.weights()
 
@@ -243,17 +241,18 @@ def test_checkpoint_of_another_base(tmp_path):
         path = trainer.save(tmp_path / "ckpt")
         trainer.export(tmp_path / "adapter")
     hf_model("qwen3", seed=1).save_pretrained(tmp_path / "other")
-    with trainer_for(tmp_path / "other", lora_rank=3) as trainer:
-        with pytest.raises(LlmqError, match=r"has adapters of the model '.*qwen3-.*', whose"):
+    for model, rank, match in (
+        (tmp_path / "other", 3, r"has adapters of the model '.*qwen3-.*', whose"),
+        (exported("qwen3"), 4, "made with --lora-rank=3: continue it so, not with"),
+        (exported("qwen3"), 0, "made with --lora-rank=3: continue it so, not with"),
+    ):
+        with (
+            trainer_for(model, lora_rank=rank) as trainer,
+            pytest.raises(LlmqError, match=match),
+        ):
             trainer.load(path)
     with pytest.raises(LlmqError, match=r"--adapter: .* has adapters of the model"):
         trainer_for(tmp_path / "other", adapter=tmp_path / "adapter")
-    with trainer_for(exported("qwen3"), lora_rank=4) as trainer:
-        with pytest.raises(LlmqError, match="made with --lora-rank=3: continue it so, not with"):
-            trainer.load(path)
-    with trainer_for(exported("qwen3")) as trainer:
-        with pytest.raises(LlmqError, match="made with --lora-rank=3: continue it so, not with"):
-            trainer.load(path)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +260,7 @@ def test_checkpoint_of_another_base(tmp_path):
     [
         (
             {"lora_rank": 65},
-            "--lora-rank: 65 is larger than the matrix of q_proj, 128 x 64: use at most 64, or leave",
+            "65 is larger than the matrix of q_proj, 128 x 64: use at most 64, or leave",
         ),
         ({"lora_rank": 4, "lora_targets": "q,z"}, "--lora-targets: expected some of .* got 'z'"),
         ({"lora_rank": 4, "train": "norm"}, "--train: expected some of .* got 'norm'"),
@@ -292,9 +291,9 @@ def test_wrong_adapters(tmp_path):
     with trainer_for(exported("qwen3"), **LORA) as trainer:
         trainer.export(tmp_path)
     (tmp_path / "llmq.json").unlink()
-    with pytest.raises(LlmqError, match=r"another model: .* has shape \[128, 4\], this"):
+    with pytest.raises(LlmqError, match=r"another model: .* has shape \[4, 128\], this"):
         trainer_for(exported("qwen2"), adapter=tmp_path)
-    with pytest.raises(LlmqError, match="does not fit the model: it adapts model.layers.0"):
+    with pytest.raises(LlmqError, match="does not fit the model: it adapts model"):
         trainer_for(exported("gpt2"), adapter=tmp_path)
     with pytest.raises(ConfigError, match=r"--lora-rank=8: .* has --lora-rank=4: leave it out"):
         trainer_for(exported("qwen3"), adapter=tmp_path, lora_rank=8)
@@ -303,5 +302,5 @@ def test_wrong_adapters(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(content | {name: value}))
         with pytest.raises(LlmqError, match=name):
             trainer_for(exported("qwen3"), adapter=tmp_path)
-    with pytest.raises(LlmqError, match="holds no adapters: cannot read adapter_config.json"):
+    with pytest.raises(LlmqError, match="holds no adapters: cannot read adapter_config"):
         trainer_for(exported("qwen3"), adapter=tmp_path / "nothing")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import staged_directory
-from llmq.checkpoint.base_id import BaseId
+from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -248,6 +249,24 @@ def merged_reader(
         return weight
 
     return read
+
+
+@contextmanager
+def open_merged(
+    model: ModelConfig, name: str, weights: HfWeights, directory: Path
+) -> Iterator[Callable[[Param], np.ndarray]]:
+    """As merged_reader, of a checked model directory and adapters of it.
+
+    name: of the model, for messages. LlmqError if the two do not belong together.
+    """
+    with AdapterFiles(directory) as files:
+        adapters = files.adapters(model)
+        table = weight_table(model, 1, adapters)
+        files.check_adapters(table, adapters, tied=model.tied_embeddings)
+        if files.base is not None:
+            base = base_id(name, weights, weight_table(model))
+            check_same_base(f"--adapter: '{directory}'", files.base, base)
+        yield merged_reader(model, adapters, files.config.scale, weights.read, files.read)
 
 
 # ------------------------------------------------------------------------------------------------

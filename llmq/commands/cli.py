@@ -20,6 +20,7 @@ from llmq.commands import (
     bench,
     demo,
     export,
+    merge,
     plan,
     plot,
     sample,
@@ -71,6 +72,7 @@ app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
 app.command("eval", cls=Command)(evaluation.evaluate)
 app.command(cls=Command)(export.export)
+app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
 app.command(cls=TrainCommand)(bench.bench)

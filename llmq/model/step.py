@@ -301,7 +301,7 @@ class Step:
         }
 
     def stored_state(self) -> dict[str, list[Piece]]:
-        """What a checkpoint holds of `state`: with adapters not the model, which is where it was."""
+        """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
         if self.options.lora_rank:
             trained = self.optimizer.m
