@@ -29,7 +29,12 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
+from llmq.checkpoint.safetensors_file import (
+    HashingSink,
+    SafetensorsFile,
+    TensorSpec,
+    write_safetensors,
+)
 from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import Tokenizer
@@ -245,10 +250,10 @@ def _language_model(where: dict[str, HfTensor]) -> dict[str, HfTensor]:
 
 
 def _open_file(path: Path) -> safe_open:
+    SafetensorsFile(path).close()  # the library has not always looked at the length
     try:
         return safe_open(path, framework="np")
     except (OSError, SafetensorError) as error:
-        SafetensorsFile(path).close()  # says what is wrong, and what to do
         raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 
@@ -299,10 +304,10 @@ def export_model(
     with staged_directory(out_dir, MODEL_FILES + tokenizer_files(tokenizer)) as staging:
         write_json(staging / CONFIG_FILE, config.to_hf(option))
         write_json(staging / "generation_config.json", _generation_config(config))
-        _write_weights(staging, config, read, dtype, max_shard_bytes)
+        sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
         origin = run_record(made=made, run=run)
         if origin:
-            write_json(staging / RUN_FILE, origin)
+            write_json(staging / RUN_FILE, origin | {"sha256": sums})
         save_tokenizer(staging, config, tokenizer)
         return sorted(path.name for path in staging.iterdir())
 
@@ -324,7 +329,8 @@ def _write_weights(
     read: Callable[[Param], np.ndarray],
     dtype: DType,
     max_shard_bytes: int,
-) -> None:
+) -> dict[str, str]:
+    """Returns the SHA-256 of each file by its name."""
     table = weight_table(config)
     shards: list[list[TensorSpec]] = [[]]
     for param in (p for slab in table for p in slab.params):
@@ -346,9 +352,13 @@ def _write_weights(
         files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
         write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
     arrays = _hf_tensors(table, read, dtype)
+    sums = {}
     for name, shard in zip(names, shards, strict=True):
         with open(directory / name, "wb") as file:
-            write_safetensors(file, shard, islice(arrays, len(shard)), {"format": "pt"})
+            sink = HashingSink(file)
+            write_safetensors(sink, shard, islice(arrays, len(shard)), {"format": "pt"})
+        sums[name] = sink.digest.hexdigest()
+    return sums
 
 
 def _hf_tensors(

@@ -25,7 +25,7 @@ from llmq.checkpoint.export_files import (
     write_json,
 )
 from llmq.checkpoint.hf import IMPORTED_DTYPES, HfTensor, HfWeights
-from llmq.checkpoint.safetensors_file import TensorSpec, write_safetensors
+from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.config.adapters import Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
@@ -303,8 +303,10 @@ def export_adapter(
                 specs.append(TensorSpec(_peft_name(name), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
-            write_safetensors(file, specs, arrays, {"format": "pt"})
-        write_json(staging / RUN_FILE, run_record(**origin))
+            sink = HashingSink(file)
+            write_safetensors(sink, specs, arrays, {"format": "pt"})
+        sums = {ADAPTER_FILE: sink.digest.hexdigest()}
+        write_json(staging / RUN_FILE, run_record(**origin) | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())
 

@@ -18,6 +18,7 @@ from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
 from llmq.commands import (
     bench,
+    check,
     demo,
     export,
     merge,
@@ -68,6 +69,7 @@ app.command(cls=TrainCommand)(verify.verify)
 app.command(cls=Command)(tokenize.tokenize)
 app.command(cls=Command)(train_tokenizer.train_tokenizer)
 app.command(cls=Command)(show.show)
+app.command(cls=Command)(check.check)
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
 app.command("eval", cls=Command)(evaluation.evaluate)

@@ -39,7 +39,7 @@ class Model:
         scalars: Tensor | None = None,
         trains: bool = True,
     ):
-        """backend: "native" or "cudnn" attention. starts: I32 (B,T), see Batch; None: all are 0.
+        """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
 
         scalars: StepScalars, which adapters need. trains: False without backward passes.
         """

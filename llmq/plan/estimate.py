@@ -60,15 +60,18 @@ class Planner:
         backend: str,
         card: Card,
         world_size: int = 1,
+        visible_share: float = 1.0,
     ):
+        """visible_share: as step_time takes it."""
         self.model, self.spec, self.backend = model, spec, backend
-        self.card, self.world_size = card, world_size
+        self.card, self.world_size, self.visible_share = card, world_size, visible_share
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
-        return Planner(model, self.spec, self.backend, self.card, self.world_size)
+        shared = (self.spec, self.backend, self.card, self.world_size, self.visible_share)
+        return Planner(model, *shared)
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
@@ -126,7 +129,7 @@ class Planner:
         stack = plan.usage.sizes.stack
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
-        time = step_time(plan, self.card)
+        time = step_time(plan, self.card, self.visible_share)
         return np.array([*memory, *(time.parts[name] for name in TIMES)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:

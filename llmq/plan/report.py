@@ -30,7 +30,7 @@ from llmq.plan.target import Target, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, table_of
+from llmq.state.placement import place, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -65,6 +65,8 @@ def run_plan(
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
     warn(rank_warnings(config, where.world_size))
+    data = data_record(config, model, where.world_size)
+    where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
         if where.limits.device is None:
@@ -77,10 +79,10 @@ def run_plan(
         return found.candidates[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
-    time = step_time(plan, where.card) if where.named else None
-    data = data_record(config, model, where.world_size)
+    time = step_time(plan, where.card, where.visible_share) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(plan, model, where, time) | disk.record()
+    record |= {"trained_parameters": trained_count(config, model)}
     record |= {} if data is None else {"data": data}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
@@ -100,6 +102,8 @@ def plan_report(
     """The plan for people. record: as for programs. disk: lines of its own."""
     needed, limit, host_limit = record["needed_bytes"], where.limits.device, where.limits.host
     free = None if limit is None or needed > limit else {"Free": limit - needed}
+    count = record["trained_parameters"]
+    trained = "" if count == record["parameters"] else f", and {count:,} that are trained"
     lines = [
         "[Allocator State]",
         *allocator_table(plan.usage, free),
@@ -107,7 +111,7 @@ def plan_report(
         "[Plan]",
         f"  Device:          {where.spec.name}",
         f"  Memory:          {mib(needed)}",
-        f"  Parameters:      {record['parameters']:,}",
+        f"  Parameters:      {record['parameters']:,}{trained}",
         f"  Tokens per step: {plan.tokens:,}",
         f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
         *disk,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.config.adapters import adapters_of
@@ -147,6 +148,8 @@ def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
 
 def why_gradients_stay(config: TrainConfig, world_size: int) -> str | None:
     """Why --shard-gradients does nothing: one rank has nothing to gain on the device alone."""
+    if config.lora_rank:
+        return "with --lora-rank: blocks have no gradients but those of their adapters"
     return None if world_size > 1 or config.offload_gradients else "without --offload-gradients"
 
 
@@ -189,6 +192,12 @@ def trains(config: TrainConfig, slab: Slab) -> bool:
     """Whether a run updates this slab: all, or with adapters these and what --train names."""
     adapters = adapters_of(config)
     return adapters is None or slab.name in trained_slabs(adapters)
+
+
+def trained_count(config: TrainConfig, model: ModelConfig) -> int:
+    """Parameters that a run updates, without padding."""
+    table = [slab for slab in table_of(config, model) if trains(config, slab)]
+    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
 
 
 # ------------------------------------------------------------------------------------------------

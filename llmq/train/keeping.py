@@ -68,9 +68,8 @@ class Keeping:
 
     def _clean(self) -> None:
         config, step = self.config, self.trainer.steps_done
-        if config.ckpt_keep_n > 0:
-            keep = (config.ckpt_keep_n, config.ckpt_major)
-            own = (self.trainer.run, self.best.step)
-            removed = clean_old(config.checkpoint_dir, *keep, step, *own)
-            if removed:
-                self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
+        keep = (config.ckpt_keep_n, config.ckpt_major)
+        own = (self.trainer.run, self.best.step)
+        removed = clean_old(config.checkpoint_dir, *keep, step, *own)
+        if removed:
+            self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)

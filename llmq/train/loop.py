@@ -16,6 +16,7 @@ from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import FirstSignal, Interrupted
 from llmq.checkpoint.best import Best
+from llmq.checkpoint.folder import delete, leftovers
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
@@ -100,6 +101,7 @@ def _run_locked(
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
         moved = move_aside(strangers)
+        delete(leftovers(config.checkpoint_dir))  # a killed run's, as large as a checkpoint
         log = JsonLog(config.log_file, append=config.continue_from is not None)
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds)

@@ -15,7 +15,7 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import HfWeights, export_model
-from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter, merged_reader
+from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
 from llmq.config.adapters import adapters_of
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
@@ -130,12 +130,6 @@ class Origin:
         made_on = BaseId.of(reader.manifest.base)
         check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
 
-    def merged(self, read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]:
-        """Reads the model as it is now. read: a parameter of the run."""
-        if self.adapters is None:
-            return read
-        return merged_reader(self.model, self.adapters, self.config.lora_scale, read, read)
-
     def export(
         self,
         directory: Path,
@@ -144,7 +138,8 @@ class Origin:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """As export_model, or of a run with adapters as export_adapter. read: as of merged."""
+        """As export_model, or of a run with adapters as export_adapter. read: a parameter
+        of the run."""
         config, origin = self.config, {"made": made, "run": run}
         if self.adapters is None:
             dtype = parse_dtype(config.model_dtype)
