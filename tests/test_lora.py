@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint.merge import merge_adapter
+from llmq.checkpoint.store import export_checkpoint
+from llmq.config.cards import card_of
+from llmq.config.options import TrainConfig
+from llmq.config.presets import preset
+from llmq.plan.estimate import Planner
+from llmq.plan.plan import make_plan
+from llmq.runtime.device import HOST_SPEC
+from llmq.state.params import weight_table
+from llmq.state.placement import trained_count
+from llmq.state.weights import Weights
+from llmq.train.sampling import open_model
 from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
 
 T = 24
@@ -304,3 +319,92 @@ def test_wrong_adapters(tmp_path):
             trainer_for(exported("qwen3"), adapter=tmp_path)
     with pytest.raises(LlmqError, match="holds no adapters: cannot read adapter_config"):
         trainer_for(exported("qwen3"), adapter=tmp_path / "nothing")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Adapters after some steps, a checkpoint of them, and the loss of batch 0."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = LORA | {"lora_targets": "q,v,up", "train": "norms", "learning_rate": 1e-2}
+    with trainer_for(exported("qwen3"), **options) as trainer:
+        for batch in batches()[1:5]:
+            trainer.step([batch])
+        trainer.save(folder / "ckpt")
+        trainer.export(folder / "adapter")
+        (folder / "loss").write_text(repr(trainer.step([batches()[0]]).loss))
+    return folder
+
+
+def test_merged_model(tmp_path, trained):
+    """It is what the adapters are beside the model; `sample` and `eval` take either."""
+    base, adapter, out = str(exported("qwen3")), trained / "adapter", tmp_path / "out"
+    merge_adapter(base, adapter, out, "fp32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    loss = float((trained / "loss").read_text())
+    assert torch_loss(model, [batches()[0]]).item() == pytest.approx(loss, abs=2e-6)  # F32
+    theirs = peft.PeftModel.from_pretrained(hf_model("qwen3"), adapter).merge_and_unload()
+    for name, value in theirs.state_dict().items():
+        np.testing.assert_allclose(model.state_dict()[name], value, atol=1e-6, err_msg=name)
+    with open_model(base, adapter) as (config, read, _), open_model(str(out)) as (_, merged, _):
+        for param in (p for slab in weight_table(config) for p in slab.params):
+            np.testing.assert_array_equal(read(param), merged(param), err_msg=param.name)
+    with pytest.raises(LlmqError, match=r"--out: .* holds a model already"):
+        merge_adapter(base, adapter, out, "fp32")
+    with pytest.raises(LlmqError, match="has adapters of the model"):
+        hf_model("qwen3", seed=1).save_pretrained(tmp_path / "other")
+        merge_adapter(str(tmp_path / "other"), adapter, tmp_path / "new", "fp32")
+    assert not (tmp_path / "new").exists()
+
+
+def test_export_of_a_checkpoint(tmp_path, trained):
+    files = export_checkpoint(trained / "ckpt", tmp_path / "out")
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (trained / "adapter" / name).read_bytes()
+    with (
+        pytest.raises(LlmqError, match=r"holds adapters of .* only: `llmq export` it"),
+        open_model(str(trained / "ckpt")),
+    ):
+        pass
+
+
+def test_plans():
+    """Frozen blocks have no gradients and moments, and what no gradient needs is not kept."""
+    model, options = preset("tiny"), {"model": "tiny", "from_scratch": True, "gpus": 1}
+    config = TrainConfig(**options, lora_rank=8, lora_targets="q,v").normalized()
+    plan = make_plan(config, model, HOST_SPEC)
+    count = trained_count(config, model)
+    assert count == 8 * model.num_layers * (
+        2 * model.hidden_size + (model.num_heads + model.num_kv_heads) * model.head_dim
+    )
+    moments = plan.usage.categories["device"]
+    assert moments["Adam M"] == 4 * count  # no padding in these sizes
+    whole = make_plan(TrainConfig(**options).normalized(), model, HOST_SPEC)
+    more = TrainConfig(**options, lora_rank=8).normalized()
+    kept = make_plan(more, model, HOST_SPEC).usage.categories["device"]["Activations"]
+    assert moments["Activations"] < kept
+    assert plan.flops < whole.flops
+    planner = Planner(model, HOST_SPEC, "native", card_of(HOST_SPEC))
+    assert planner.estimate(config).device == planner.exact(config).device
+    deep = replace(preset("tiny"), num_layers=9)
+    planner = Planner(deep, HOST_SPEC, "native", card_of(HOST_SPEC))
+    estimate, exact = planner.estimate(config).device, planner.exact(config).device
+    assert estimate == pytest.approx(exact, abs=1 << 20)
+
+
+def test_frozen_slabs_are_gathered_once(monkeypatch):
+    """Several ranks bring each other what the update has changed, and nothing else."""
+    gathered = []
+    real = Weights._gather_resident
+
+    def gather(weights, slab):
+        gathered.append(slab)
+        real(weights, slab)
+
+    monkeypatch.setattr(Weights, "_gather_resident", gather)
+    with trainer_for(exported("qwen3"), lora_rank=4, gpus=2) as trainer:
+        assert "layers.0" in gathered
+        gathered.clear()
+        for i in range(3):
+            trainer.step(batches()[2 * i : 2 * i + 2])
+        assert set(gathered) == {"lora_a", "lora_b"}

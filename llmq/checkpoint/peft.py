@@ -29,6 +29,7 @@ from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safe
 from llmq.config.adapters import Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
+from llmq.config.options import TrainConfig
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, trained_slabs
@@ -56,6 +57,17 @@ class AdapterConfig:
     def scale(self) -> float:
         """The factor of B @ A."""
         return self.alpha / (self.rank**0.5 if self.rs else self.rank)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> AdapterConfig:
+        """Of a run's adapters. config: normalized."""
+        return cls(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            rs=config.lora_scaling == "rs",
+            dropout=config.lora_dropout,
+            base=config.model,
+        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -145,12 +145,6 @@ class Origin:
             dtype = parse_dtype(config.model_dtype)
             export_model(directory, self.model, read, dtype, tokenizer, **origin)
             return
-        saved = AdapterConfig(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            rs=config.lora_scaling == "rs",
-            dropout=config.lora_dropout,
-            base=config.model,
-        )
+        saved = AdapterConfig.of(config)
         origin["base"] = self.base
         export_adapter(directory, self.model, self.adapters, saved, read, tokenizer, **origin)
