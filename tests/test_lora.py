@@ -22,6 +22,7 @@ from llmq.config.cards import card_of
 from llmq.config.options import TrainConfig
 from llmq.config.presets import preset
 from llmq.plan.estimate import Planner
+from llmq.plan.idle_options import rank_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table
@@ -31,7 +32,8 @@ from llmq.train.sampling import open_model
 from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
 
 T = 24
-LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "weight_decay": 0.1}
+LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
+LORA["weight_decay"] = 0.1
 MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2"]
 FUSED = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
@@ -82,10 +84,13 @@ def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
 def test_equals_peft(name):
     with trainer_for(exported(name), **LORA) as trainer:
         model = peft_model(name, trainer)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.1)
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        trained = [p for _, p in named]
+        groups = [{"params": [p for n, p in named if f"lora_{x}" in n]} for x in "AB"]
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
         for step, batch in enumerate(batches()):
-            optimizer.param_groups[0]["lr"] = trainer.learning_rate(step)
+            for group, factor in zip(optimizer.param_groups, (1, LORA["lora_plus"]), strict=True):
+                group["lr"] = factor * trainer.learning_rate(step)
             loss = torch_loss(model, [batch])
             optimizer.zero_grad()
             loss.backward()
@@ -408,3 +413,10 @@ def test_frozen_slabs_are_gathered_once(monkeypatch):
         for i in range(3):
             trainer.step(batches()[2 * i : 2 * i + 2])
         assert set(gathered) == {"lora_a", "lora_b"}
+
+
+def test_what_has_no_effect():
+    config = TrainConfig(lora_rank=4, zero_level=2, offload_gradients=True).normalized()
+    why = "has no effect with --lora-rank: blocks have no gradients but those of their adapters"
+    assert rank_warnings(config, 2) == [f"--zero-level 2 {why}", f"--offload-gradients {why}"]
+    assert any("--zero-level 2 has no effect" in line for line in rank_warnings(config, 1))
