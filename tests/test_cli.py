@@ -324,6 +324,7 @@ COMMANDS = [
         (
             ("model",),
             {
+                "adapter": None,
                 "prompt": "Hi",
                 "max_new_tokens": 200,
                 "temperature": 0.8,
@@ -340,6 +341,11 @@ COMMANDS = [
         "export --out-dir o --checkpoint-dir c",
         "checkpoint.store.export_checkpoint",
         ((Path("c"), Path("o"), "bf16"), {"force": False}),
+    ),
+    (
+        "merge base adapter --out o",
+        "checkpoint.merge.merge_adapter",
+        (("base", Path("adapter"), Path("o"), "bf16"), {}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",

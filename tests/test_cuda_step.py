@@ -83,6 +83,25 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
     assert same(graphs, run(path, model_dtype=dtype, use_cuda_graphs=False))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "phi3"])
+def test_adapters(tmp_path, name):
+    """As on the CPU, and the same bits with and without graphs and what saves memory."""
+    hf_model(name).save_pretrained(tmp_path)
+    options = {"lora_rank": 4, "lora_dropout": 0.2, "train": "norms"}
+    graphs = run(tmp_path, **options, model_dtype="fp32")
+    on_cpu = run(tmp_path, **options, model_dtype="fp32", device="cpu")
+    for got, want in zip(graphs[0], on_cpu[0], strict=True):
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-4)  # as TEN_STEPS_RTOL
+    plain = run(tmp_path, **options)
+    for more in (
+        {"use_cuda_graphs": False},
+        {"recompute_block": True},
+        {"recompute_swiglu": True, "recompute_norm": True},
+        {"shard_weights": True, "offload_master": True, "offload_residual": True},
+    ):
+        assert same(plain, run(tmp_path, **options, **more)), more
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3"])
 def test_documents_are_data_of_graphs(tmp_path, name):
     """Graphs are captured once and see each batch's documents; on the CPU the same comes out."""

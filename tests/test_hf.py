@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import hf
-from llmq.checkpoint.hf import SINGLE_FILE, HfWeights, copy_tokenizer_files, export_model
+from llmq.checkpoint.export_files import SINGLE_FILE, copy_tokenizer_files
+from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.config.model import ModelConfig
 from llmq.config.presets import model_warnings, preset
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer

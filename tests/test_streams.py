@@ -34,6 +34,7 @@ A2A = {"all_to_all_reduce": True}
 COPIES = GATHER | A2A | {"memcpy_send_recv": True}
 MIRRORS = {"mirror_weights": True}
 HEAD = {"head_dtype": "e4m3"}
+ADAPTERS = {"lora_rank": 3, "lora_dropout": 0.2, "train": ("norms",)}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
@@ -62,6 +63,9 @@ CASES = {
     "nccl, codes": (2, 2, FP8 | CODES),
     "gathers by copies": (2, 2, GATHER | FP8 | STREAMED | QUANTS),
     "exchanges by nccl": (3, 1, GATHER | A2A | EVERYTHING | FP8 | QUANTS),
+    "one rank, adapters": (1, 2, ADAPTERS | STREAMED | HOST | MOMENTS),
+    "copies, adapters": (2, 2, COPIES | ADAPTERS),
+    "nccl, adapters": (2, 1, ADAPTERS | {"shard_weights": True} | MOMENTS),
     "exchanges by copies": (2, 2, A2A | {"memcpy_send_recv": True} | STREAMED),
 }
 

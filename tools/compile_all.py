@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -32,7 +32,7 @@ from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
-from llmq.state.placement import place, resident
+from llmq.state.placement import place, resident, table_of
 from llmq.state.weights import Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
@@ -94,6 +94,9 @@ def declared_kernels() -> list[Kernel]:
     return [k for k in kernels.values() if k.file.endswith(".cu")]
 
 
+ADAPTERS = {"lora_rank": 8, "lora_dropout": 0.1}
+
+
 def formats() -> Iterator[dict[str, str]]:
     """Choices of formats as fields of TrainConfig: all, 8-bit moments only both together."""
     both = ("bf16", "fp32")
@@ -115,7 +118,7 @@ def _formats(model: str, master: str, grad: str, m: str, v: str) -> dict[str, st
 
 
 def note_training(
-    spec: DeviceSpec, model: ModelConfig, fields: dict[str, str], noted: Launches
+    spec: DeviceSpec, model: ModelConfig, fields: dict[str, Any], noted: Launches
 ) -> None:
     """One micro-step that overwrites gradients, one that adds, an update and an evaluation.
 
@@ -127,7 +130,7 @@ def note_training(
         shape = {"batch_size": B, "seq_len": T, "z_loss": 1e-4}
         config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
-        placement = place(config, weight_table(model))
+        placement = place(config, table_of(config, model))
         step = Step(NotingDevice(spec, noted), model, config, placement)
         step.train(0, 0.0, 0.0, [batch])
         step.train(1, 0.0, 0.0, [batch, batch])
@@ -164,6 +167,8 @@ def all_launches(capability: int) -> Launches:
             note_training(spec, model, fields | delayed, noted)
     for fields in formats():
         note_training(spec, presets[0], fields, noted)
+    for name in ("bf16", "fp32"):
+        note_training(spec, presets[0], {"model_dtype": name} | ADAPTERS, noted)
     used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
     for kernel in declared_kernels():
         if (kernel.file, kernel.entry) not in used:

@@ -31,11 +31,13 @@ from llmq.base.tensor import Tensor
 from llmq.ops import (
     abs_max,
     adamw,
+    adapter,
     attention,
     bias,
     clock,
     convert,
     cross_entropy,
+    dropout,
     embedding,
     fill,
     fp8_scale,
@@ -132,6 +134,14 @@ def add_calls(*shape: int) -> list[Call]:
     return [Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape)))]
 
 
+def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
+    spans = tuple(zip(edges[::2], edges[1::2], strict=True))
+    whole = bf16(rows, adapter.padded_columns(len(spans), rank))
+    args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
+    args |= {"spans": spans, "scale": 2.0}
+    return [Call("expand", adapter.expand, args), Call("collect", adapter.collect, args)]
+
+
 def adamw_calls(*ends: int) -> list[Call]:
     n = ends[-1]
     segments = np.array([[end, i % 2] for i, end in enumerate(ends)], np.int64)
@@ -194,6 +204,16 @@ def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
         Call("forward_backward", cross_entropy.forward_backward, both),
         Call("forward_backward codes", cross_entropy.forward_backward, both | codes),
         Call("forward", cross_entropy.forward, shared),
+    ]
+
+
+def dropout_calls(sequences: int, per_sequence: int) -> list[Call]:
+    x = bf16(sequences, per_sequence)
+    args = {"out": x, "x": x, "scalars": scalars(), "salt": 1, "sequences": sequences}
+    args |= {"probability": 0.1}
+    return [
+        Call("dropout", dropout.dropout, args),
+        Call("added", dropout.dropout, args | {"add": True}),
     ]
 
 
@@ -426,11 +446,13 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "abs_max": abs_max_calls,
     "add": add_calls,
     "adamw": adamw_calls,
+    "adapter": adapter_calls,
     "attention": attention_calls,
     "bias": bias_calls,
     "clock": clock_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
+    "dropout": dropout_calls,
     "embedding": embedding_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,

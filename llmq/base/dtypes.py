@@ -70,7 +70,10 @@ STEP_SCALARS = np.dtype(
         ("micro_step", np.uint32),
         ("norm_limit", np.float32),  # a step beyond one of the two makes no update; 0: none
         ("loss_limit", np.float32),
-        ("reserved", np.uint32, 5),
+        # The b-th sequence of a micro-batch is number first + b * stride of the step, of all ranks.
+        ("first_sequence", np.uint32),
+        ("sequence_stride", np.uint32),
+        ("reserved", np.uint32, 3),
         ("grad_scale", np.float32),  # clip factor / number of target tokens
         ("skip_update", np.uint32),  # 1 when the gradient norm is not finite, or beyond a limit
     ]

@@ -29,6 +29,7 @@ from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
+from llmq.config.adapters import adapters_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
 from llmq.model.step import Result
@@ -152,7 +153,8 @@ def measure(
         if not np.isfinite(loss):
             raise LlmqError(f"the loss became {loss}, so its speed means nothing")
         light = speed_of_light(config, trainer.model, dev.spec.name, trainer.world_size)
-        flops = sum(asdict(flops_per_token(trainer.model, config.seq_len)).values())
+        counted = flops_per_token(trainer.model, config.seq_len, adapters_of(config))
+        flops = sum(asdict(counted).values())
         python = waits = idle = None
         if dev.kind == "cuda":  # on the CPU the host's work is all there is
             python, waits = host_work(trainer, batches)

@@ -12,11 +12,15 @@ from llmq.config.options import ONCE, OPTIONS, TrainConfig
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
-_ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer"
+_ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
+
+
+_OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank")
+"""An option of each group that decides what is computed."""
 
 
 class Changes(NamedTuple):
@@ -41,7 +45,7 @@ def changed_options(
     """
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = manifest.options | seed
-    groups = {OPTIONS[name].group for name in ("model_dtype", "batch_size", "learning_rate")}
+    groups = {OPTIONS[name].group for name in _OF_GROUPS}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]
     if config.final_lr_fraction != 1 or config.cooldown > 0:

@@ -181,6 +181,7 @@ class CheckpointWriter:
             "options": manifest.options,
             "tokenizer": manifest.tokenizer,
             "tokenizer-id": manifest.tokenizer_id,
+            **({} if manifest.base is None else {"base": manifest.base}),
             "files": [e._asdict() for e in entries],
         }
         names = {e.name for e in entries}
@@ -230,6 +231,7 @@ class CheckpointReader:
             tokenizer=document.get("tokenizer"),
             run=RunId.of(document["run"]),
             tokenizer_id=document.get("tokenizer-id"),
+            base=document.get("base"),
         )
         entries = [FileEntry(**entry) for entry in document["files"]]
         _verify(path, entries)
@@ -253,10 +255,17 @@ class CheckpointReader:
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
         """LlmqError unless every group holds exactly this model's parameters, all of each.
 
-        trained: names of the slabs that have moments; None: all.
+        trained: names of the slabs that have moments, and with adapters of all that is stored;
+        None: all.
         """
+        if trained is None and self.manifest.base is not None:
+            raise LlmqError(
+                f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
+                "`llmq export` it, and give what it writes as --adapter"
+            )
         for group in (*GROUPS, *sorted(self.groups.difference(GROUPS))):
-            every = group == "weights" or trained is None
+            whole = group == "weights" and self.manifest.base is None
+            every = whole or trained is None
             params = [p for slab in table if every or slab.name in trained for p in slab.params]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -17,8 +17,18 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import disk_errors, staged_directory
+from llmq.base.files import staged_directory
 from llmq.base.run_id import RunId
+from llmq.checkpoint.export_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MODEL_FILES,
+    SINGLE_FILE,
+    run_record,
+    save_tokenizer,
+    tokenizer_files,
+    write_json,
+)
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
     HashingSink,
@@ -28,13 +38,10 @@ from llmq.checkpoint.safetensors_file import (
 )
 from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE, TokenizerId
-from llmq.data.tokenizer import HfTokenizer, Tokenizer
-from llmq.data.tokenizer_config import take_as_it_is
+from llmq.data.tokenizer import Tokenizer
 from llmq.model.arch.common import HfPart
 from llmq.state.params import Param, Slab, weight_table
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 MAX_SHARD_BYTES = 5_000_000_000
 """Larger exports are split into several files, so that readers need not map one huge file."""
@@ -42,8 +49,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
-_CONFIG_FILE = "config.json"
-_MODEL_FILES = (_CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -214,6 +219,16 @@ class HfWeights:
                 target[part.rows_of(rows, len(target))] = values
         return out
 
+    def digest(self, param: Param) -> str:
+        """SHA-256 of what is stored of a parameter: names, types, shapes and values."""
+        found = hashlib.sha256()
+        for part in self._parts(param):
+            tensor = self._where[self._name(part.name)]
+            found.update(f"{part.name} {tensor.dtype} {list(tensor.shape)}".encode())
+            for _, values in tensor.pieces():
+                found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return found.hexdigest()
+
     def close(self) -> None:
         """Give the mapped files back."""
         self._where.clear()
@@ -281,57 +296,15 @@ def export_model(
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = _MODEL_FILES
-    if _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None:
-        replaces += HfTokenizer.FILES
-    with staged_directory(out_dir, replaces) as staging:
-        _write_json(staging / _CONFIG_FILE, config.to_hf(option))
-        _write_json(staging / "generation_config.json", _generation_config(config))
+    with staged_directory(out_dir, MODEL_FILES + tokenizer_files(tokenizer)) as staging:
+        write_json(staging / CONFIG_FILE, config.to_hf(option))
+        write_json(staging / "generation_config.json", _generation_config(config))
         sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
-        origin = {"run": run and run.record(), "tokenizer": made and made.record()}
-        if any(origin.values()):
-            known = {name: record for name, record in origin.items() if record is not None}
-            _write_json(staging / RUN_FILE, known | {"sha256": sums})
-        if isinstance(tokenizer, Path):
-            copy_tokenizer_files(tokenizer, staging)
-        elif tokenizer is not None:
-            tokenizer.save(staging)
-        take_as_it_is(staging, stubborn=config.arch.own_tokenizer_class)
+        origin = run_record(made=made, run=run)
+        if origin:
+            write_json(staging / RUN_FILE, origin | {"sha256": sums})
+        save_tokenizer(staging, config, tokenizer)
         return sorted(path.name for path in staging.iterdir())
-
-
-def exported_files(directory: Path) -> list[Path]:
-    """Of a model directory, what an export into it would replace; empty if there is no model."""
-    found = [path for pattern in _MODEL_FILES for path in sorted(directory.glob(pattern))]
-    if not found:
-        return []
-    others = (directory / name for name in ("generation_config.json", *HfTokenizer.FILES))
-    return found + [path for path in others if path.is_file()]
-
-
-def export_owner(directory: Path) -> RunId | None:
-    """Whose export a model directory is; None if no run of an id wrote it."""
-    try:
-        return RunId.of(json.loads((directory / RUN_FILE).read_bytes())["run"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files a model directory has; returns their names."""
-    names = _tokenizer_names(source)
-    for name in names:
-        with disk_errors(target / name):
-            shutil.copyfile(source / name, target / name)
-    return names
-
-
-def _tokenizer_names(source: Path) -> list[str]:
-    return [name for name in HfTokenizer.FILES if (source / name).is_file()]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def _generation_config(config: ModelConfig) -> dict[str, Any]:
@@ -372,7 +345,7 @@ def _write_weights(
             "total_size": sum(s.nbytes for s in specs),
         }
         files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
-        _write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
+        write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
     arrays = _hf_tensors(table, read, dtype)
     sums = {}
     for name, shard in zip(names, shards, strict=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, warn
-from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE
+from llmq.checkpoint.export_files import INDEX_FILE, SINGLE_FILE
 from llmq.config.presets import find_directory, hub_cache
 from llmq.data.tokenizer import HfTokenizer
 

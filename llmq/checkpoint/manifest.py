@@ -10,6 +10,7 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.identity import TokenizerId
@@ -32,6 +33,8 @@ class Manifest:
     tokenizer: str | None
     """'bytes', or the absolute path of a directory with tokenizer files; None if unknown."""
     run: RunId | None = None  # None before runs had ids
+    base: dict[str, Any] | None = None
+    """BaseId.record() of the model whose adapters these are; None where all of it is here."""
     tokenizer_id: dict[str, Any] | None = None
     """TokenizerId.record() of what made the training data."""
 
@@ -44,8 +47,9 @@ class Manifest:
         state: dict[str, Any],
         run: RunId,
         made: tuple[str | None, TokenizerId | None],
+        base: BaseId | None = None,
     ) -> Manifest:
-        """Of a run with these options. made: tokenizer and its identity."""
+        """Of a run with these options. made: tokenizer and its identity. base: of adapters."""
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(config).items()
@@ -58,6 +62,7 @@ class Manifest:
             tokenizer=made[0],
             run=run,
             tokenizer_id=made[1] and made[1].record(),
+            base=base and base.record(),
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,22 @@ import numpy as np
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
-from llmq.checkpoint.hf import export_model, export_owner, exported_files
+from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
+from llmq.checkpoint.peft import AdapterConfig, export_adapter
 from llmq.checkpoint.retention import newest_usable, outdated
+from llmq.config.adapters import adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
+from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId, check_recorded
-from llmq.data.tokenizer import ByteTokenizer
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer
+from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table
 
 
@@ -217,7 +224,8 @@ def _check_free(out_dir: Path, run: RunId | None) -> None:
 def export_checkpoint(
     checkpoint: Path, out_dir: Path, model_dtype: str = "bf16", *, force: bool = False
 ) -> list[str]:
-    """Write the model of a checkpoint for Hugging Face; returns the names of the files.
+    """Write the model of a checkpoint for Hugging Face, or its adapters for PEFT; returns the names
+    of the files.
 
     checkpoint: as for checkpoint_at.
     model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists. force:
@@ -235,17 +243,47 @@ def export_checkpoint(
         _check_free(out_dir, reader.manifest.run)
         if source is not None:
             check_recorded(source, made, config.vocab_size, f"checkpoint '{path}'")
-        reader.check(weight_table(config))
+        tokenizer = ByteTokenizer() if source == "bytes" else None
+        if tokenizer is None and source is not None:
+            tokenizer = Path(source)
+        export = _export_adapter if reader.manifest.base is not None else _export_model
+        read = partial(_read, reader)
+        read = read if force else finite(read)
+        origin = {"made": made, "run": reader.manifest.run}
+        return export(reader, read, out_dir, model_dtype, tokenizer, **origin)
 
-        def read(param: Param) -> np.ndarray:
-            return reader.read("weights", param).reshape(param.shape)
 
-        return export_model(
-            out_dir,
-            config,
-            read if force else finite(read),
-            OPTION_DTYPES[model_dtype],
-            ByteTokenizer() if source == "bytes" else None if source is None else Path(source),
-            made,
-            run=reader.manifest.run,
-        )
+def _export_model(
+    reader: CheckpointReader,
+    read: Callable[[Param], np.ndarray],
+    out_dir: Path,
+    model_dtype: str,
+    tokenizer: Tokenizer | Path | None,
+    **origin: Any,
+) -> list[str]:
+    reader.check(weight_table(reader.manifest.model))
+    dtype = OPTION_DTYPES[model_dtype]
+    return export_model(out_dir, reader.manifest.model, read, dtype, tokenizer, **origin)
+
+
+def _export_adapter(
+    reader: CheckpointReader,
+    read: Callable[[Param], np.ndarray],
+    out_dir: Path,
+    model_dtype: str,
+    tokenizer: Tokenizer | Path | None,
+    **origin: Any,
+) -> list[str]:
+    """In the format of the checkpoint: adapters are small."""
+    manifest = reader.manifest
+    saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
+    config = TrainConfig(**saved).normalized()
+    adapters = adapters_of(config)
+    reader.check(weight_table(manifest.model, 1, adapters), trained_slabs(adapters))
+    origin["base"] = BaseId.of(manifest.base)
+    how = (AdapterConfig.of(config), read, tokenizer)
+    return export_adapter(out_dir, manifest.model, adapters, *how, **origin)
+
+
+def _read(reader: CheckpointReader, param: Param) -> np.ndarray:
+    return reader.read("weights", param).reshape(param.shape)

@@ -21,6 +21,7 @@ from llmq.commands import (
     check,
     demo,
     export,
+    merge,
     plan,
     plot,
     sample,
@@ -73,6 +74,7 @@ app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
 app.command("eval", cls=Command)(evaluation.evaluate)
 app.command(cls=Command)(export.export)
+app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
 app.command(cls=TrainCommand)(bench.bench)

@@ -179,6 +179,7 @@ def load_run(
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
     from llmq.train.model_of_run import model_of_run, vocabulary_line
+    from llmq.train.origin import with_adapter
 
     values = given_values(given, file)
     inherited = {}
@@ -188,7 +189,7 @@ def load_run(
         inherited = inherited_options(values)
     config = make_config(given, file, inherited)
     model, model_dir = model_of_run(config, weights=weights)
-    config.validate_with(model)
+    config = with_adapter(config, model).validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)
     line = vocabulary_line(config, model, trains=trains)
     warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))

@@ -21,6 +21,9 @@ def evaluate(
             help="Questions or texts in JSON or Parquet, or a text file; may be repeated.",
         ),
     ],
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only as many records of each file.")
     ] = None,
@@ -42,6 +45,7 @@ def evaluate(
     run_eval(
         model,
         task,
+        adapter=adapter,
         limit=limit,
         out=out,
         seq_len=seq_len,

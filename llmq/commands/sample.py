@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,9 @@ from llmq.commands.common import checked
 
 def sample(
     model: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
+    adapter: Annotated[
+        Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
+    ] = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
@@ -33,6 +37,7 @@ def sample(
 ) -> None:
     """Continue a text with a trained model."""
     options = {
+        "adapter": adapter,
         "prompt": prompt,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

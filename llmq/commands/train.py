@@ -43,6 +43,11 @@ def train(
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
     config, model, model_dir = load_run(given, config_file, trains=True, weights=not dry_run)
+    if config.lora_rank and config.from_scratch and not dry_run:
+        raise ConfigError(
+            "--lora-rank: adapters need a trained model, and --from-scratch has random weights: "
+            "give the directory or the repository of one as --model"
+        )
     argv = sys.argv
     if auto:
         from llmq.plan.report import choose

@@ -46,10 +46,15 @@ class Fields:
     )
     model_dtype: str = dtype_option(_MODEL, "bf16", "Format of weights and activations")
     master_dtype: str | None = dtype_option(
-        _MODEL, None, "Format of the weights the optimizer updates; as --model-dtype if not given"
+        _MODEL,
+        None,
+        "Format of the weights the optimizer updates; as --model-dtype if not given, with adapters "
+        "fp32",
     )
     grad_accum_dtype: str | None = dtype_option(
-        _MODEL, None, "Format in which gradients are summed; as --model-dtype if not given"
+        _MODEL,
+        None,
+        "Format in which gradients are summed; as --model-dtype if not given, with adapters fp32",
     )
     matmul_dtype: str | None = dtype_option(
         _MODEL,

@@ -43,6 +43,12 @@ AUTO = "auto"
 SPLIT = "split"
 """Value of --eval-file that stands for a part of the training files."""
 
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Matrices of a block that may have adapters."""
+
+LORA_PARTS = ("norms", "embeddings", "head")
+"""Parts of a model that may be trained beside adapters."""
+
 
 def parse_bool(value: Any) -> bool:
     """true/false, yes/no, on/off, 1/0 in any case. ValueError otherwise."""
@@ -202,6 +208,25 @@ def parse_layers(value: Any) -> str:
     return text
 
 
+def parse_targets(value: Any) -> str:
+    """'all', or some of LORA_TARGETS in this order, separated by commas. ValueError otherwise."""
+    return "all" if value == "all" else ",".join(_some_of(LORA_TARGETS, value)) or "all"
+
+
+def parse_parts(value: Any) -> tuple[str, ...]:
+    """Some of LORA_PARTS, or none, of a list or text with commas. ValueError otherwise."""
+    return _some_of(LORA_PARTS, value)
+
+
+def _some_of(known: tuple[str, ...], value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list | tuple) else [value]
+    words = [word.strip().lower() for text in texts for word in parse_str(text).split(",")]
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        raise ValueError(f"expected some of {', '.join(known)}, got {unknown[0]!r}")
+    return tuple(word for word in known if word in words)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """How one field of TrainConfig is set from outside."""
@@ -222,7 +247,7 @@ class Option:
     @property
     def repeats(self) -> bool:
         """Whether the command line may give it several times."""
-        return self.parse in (parse_texts, parse_repeated, parse_patterns)
+        return self.parse in (parse_texts, parse_repeated, parse_patterns, parse_parts)
 
     @property
     def flag(self) -> str:
@@ -268,6 +293,8 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_layers: "LAYERS",
+    parse_targets: "all|q,k,…",
+    parse_parts: "PART,…",
     parse_vocab_size: "N|auto",
 }
 

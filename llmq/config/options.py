@@ -10,10 +10,16 @@ from pathlib import Path
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
 from llmq.base.schedule import learning_rate
+from llmq.config.adapters import (
+    AdapterFields,
+    check_adapters,
+    check_adapters_with,
+    implied_values,
+)
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
-from llmq.config.sizes import SizeFields, check_from_scratch
+from llmq.config.sizes import check_from_scratch
 from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
@@ -21,7 +27,7 @@ _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells fr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(SizeFields):
+class TrainConfig(AdapterFields):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
@@ -34,8 +40,13 @@ class TrainConfig(SizeFields):
         for name, opt in OPTIONS.items():
             if values[name] is not None:
                 values[name] = opt.convert(values[name])
-        for name in ("master_dtype", "grad_accum_dtype", "matmul_dtype", "head_dtype"):
+        adapts = values["lora_rank"] or values["adapter"] is not None
+        summed = "fp32" if adapts else values["model_dtype"]  # adapters are small
+        for name in ("master_dtype", "grad_accum_dtype"):
+            values[name] = values[name] or summed
+        for name in ("matmul_dtype", "head_dtype"):
             values[name] = values[name] or values["model_dtype"]
+        values |= implied_values(values)
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
@@ -103,6 +114,7 @@ class TrainConfig(SizeFields):
             raise ConfigError("--init-proj-to-zero: needs --from-scratch")
         check_from_scratch(self)
         self._validate_checkpoints()
+        check_adapters(self)
         if self.measure_scaling and self.debug_time_breakdown:
             raise ConfigError(
                 "--measure-scaling: not with --debug-time-breakdown, with which steps take longer"
@@ -168,6 +180,11 @@ class TrainConfig(SizeFields):
 
     def _validate_matmul(self) -> None:
         """The products run in the model's format, or in fp8 with fp8 output gradients."""
+        if self.lora_rank and self.matmul_dtype == "e4m3":
+            raise ConfigError(
+                "--lora-rank: does not go with --matmul-dtype e4m3: adapters multiply activations "
+                "that fp8 products leave in fp8 only"
+            )
         legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
         if self.matmul_dtype not in legal:
             raise ConfigError(
@@ -234,6 +251,7 @@ class TrainConfig(SizeFields):
                 f"--head-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but --lmhead-chunks "
                 f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
+        check_adapters_with(self, model)
         if self.matmul_dtype == "e4m3":
             sizes = {
                 "tokens of a micro-step": self.batch_size * self.seq_len,

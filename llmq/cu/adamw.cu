@@ -1,5 +1,6 @@
 // adamw.cu -- one AdamW step on a flat slab that holds several parameters, or on a part of it.
 //
+//   lr = lr_scale * scalars.lr
 //   g = grad_scale * grad       m += (1 - beta1) * (g - m)       v += (1 - beta2) * (g * g - v)
 //   param -= lr * beta1_correction * m / (sqrt(v * beta2_correction) + epsilon) + decay * param
 //   decay = lr * weight_decay in the segments that decay, else 0;  work = bf16(param)
@@ -115,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(128, 7)
 adamw(P* __restrict__ param, bf16* __restrict__ work, const G* __restrict__ grad,
       M* __restrict__ m, V* __restrict__ v, f32* __restrict__ m_scale, f32* __restrict__ v_scale,
       const i64* __restrict__ segments, i32 num_segments, const StepScalars* __restrict__ scalars,
-      f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, f32 weight_decay, u32 salt, i64 first,
-      i64 n) {
+      f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, f32 weight_decay, f32 lr_scale,
+      u32 salt, i64 first, i64 n) {
     const i64 mine = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
     if (scalars->skip_update) { return; }
     // Threads past the end, which whole warps need, compute the last elements and store nothing.
@@ -131,10 +132,11 @@ adamw(P* __restrict__ param, bf16* __restrict__ work, const G* __restrict__ grad
     v_state.load(v, v_scale, start);
 
     const float grad_scale = scalars->grad_scale;
-    const float step_size = scalars->lr * scalars->beta1_correction;
+    const float lr = scalars->lr * lr_scale;
+    const float step_size = lr * scalars->beta1_correction;
     const float beta2_correction = scalars->beta2_correction;
     const bool decays = decays_at(segments, num_segments, first + start);
-    const float decay = decays ? scalars->lr * weight_decay : 0.0f;
+    const float decay = decays ? lr * weight_decay : 0.0f;
     const u32 seed = mix_word(mix_word(mix_word(0, scalars->seed), scalars->step), salt);
     const u32 seed_m = mix_word(0, seed);
     float m_new[COUNT], v_new[COUNT];

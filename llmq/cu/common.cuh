@@ -25,7 +25,7 @@ struct StepScalars {
     float lr, beta1_correction, beta2_correction, grad_clip;
     u32 seed, step, micro_step;
     float norm_limit, loss_limit;
-    u32 reserved[5];
+    u32 first_sequence, sequence_stride, reserved[3];
     float grad_scale;
     u32 skip_update;
 };

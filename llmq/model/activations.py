@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
+from llmq.config.adapters import adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model import norm
@@ -98,6 +99,14 @@ def _site_stats(
     return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
+def _needed_inputs(config: ModelConfig, options: TrainConfig) -> set[str]:
+    """The matrices whose gradients, or those of their adapters, need their inputs."""
+    adapters = adapters_of(options)
+    if adapters is None:
+        return {"qkv", "o", "up", "down"}
+    return {matrix.key for matrix in adapted_matrices(config, adapters.targets)}
+
+
 class Layer:
     """What one block keeps: its input, statistics, and the activations that are not recomputed."""
 
@@ -134,6 +143,7 @@ class Layer:
         """
         self._dev, self.index, self.recompute, self.residual = dev, index, recompute, residual
         self._is_fp8 = options.matmul_dtype == "e4m3"
+        needed = _needed_inputs(config, options)
         (rows, C), B, T = residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
@@ -148,15 +158,17 @@ class Layer:
         self.mlp_branch = alloc("mlp_branch", rows, C) if post else branch
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
-        kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att))
+        kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att)) and "qkv" in needed
         ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
         self.ln1 = NormSite(residual, branch_before, *stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
-        ln2 = activation("ln2", C, kept=pre and not (r.norm or r.ffn), may_be_codes=True)
+        kept = pre and not (r.norm or r.ffn) and "up" in needed
+        ln2 = activation("ln2", C, kept=kept, may_be_codes=True)
         self.ln2 = NormSite(self.residual_att, att_branch, *stats2, ln2)
         self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
-        self.mlp_act = activation("mlp_act", F, kept=not r.swiglu, may_be_codes=True)
+        kept = not r.swiglu and "down" in needed
+        self.mlp_act = activation("mlp_act", F, kept=kept, may_be_codes=True)
         self.qk_raw = self.qk_rstd = None
         if config.qk_norm:
             self.qk_raw = activation("qk_raw", (Hq + Hkv) * Hd, kept=not r.qkv)

@@ -20,7 +20,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.attention_choice import directions
-from llmq.model.linear import Linear
+from llmq.model.block_linear import BlockLinear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import attention, qk_norm, rope
@@ -36,11 +36,12 @@ class _Tensors(NamedTuple):
 
 
 class AttentionAgain(NamedTuple):
-    """What backward needs. x: (rows, C). o_input: att as the output product's operand."""
+    """What backward needs. x: (rows, C), o_input: att as the output product's operand; None where
+    no gradient needs it."""
 
-    x: Operand
+    x: Operand | None
     tensors: _Tensors
-    o_input: Operand
+    o_input: Operand | None
 
 
 def alloc_rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
@@ -77,7 +78,7 @@ class AttentionHalf:
         config: ModelConfig,
         options: TrainConfig,
         operands: Operands,
-        linear: Linear,
+        linear: BlockLinear,
         backend: str,
         starts: Tensor | None,
     ):
@@ -116,11 +117,11 @@ class AttentionHalf:
         o_input = self.operands.of_tensor(
             temps, layer.att.slot, tensors.att, measured=False, transposed=False
         )
-        self.linear.forward(out, o_input, w.o, w.o_bias)
+        self.linear.forward(layer.index, "o", out, o_input, w)
 
     def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
-        self.linear.forward(to.qkv, x, w.qkv, w.qkv_bias)
+        self.linear.forward(layer.index, "qkv", to.qkv, x, w)
         qkv = self._by_head(to.qkv)
         if to.qk_raw is not None:
             self.qk_norm(
@@ -139,19 +140,30 @@ class AttentionHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def again(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x_again: InputAgain, out: Tensor
+        self,
+        temps: ExitStack,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        x_again: InputAgain,
+        out: Tensor,
     ) -> AttentionAgain:
         """What backward needs: kept, or computed again; out too, if the whole block is."""
         r = layer.recompute
         tensors = self._tensors(temps, layer)
-        x = x_again(product=r.qkv)
+        x = None
+        if r.qkv or self.linear.needs_input(layer.index, "qkv", g):
+            x = x_again(product=r.qkv)
         if r.qkv:
             self._qkv(layer, w, x, tensors)
         if r.att:
             self._attend(layer, tensors)
-        o_input = self.operands.of_tensor_again(temps, layer.att.slot, tensors.att, product=r.block)
+        o_input = None
+        if r.block or self.linear.needs_input(layer.index, "o", g):
+            slot = layer.att.slot
+            o_input = self.operands.of_tensor_again(temps, slot, tensors.att, product=r.block)
         if r.block:
-            self.linear.forward(out, o_input, w.o, w.o_bias)
+            self.linear.forward(layer.index, "o", out, o_input, w)
         return AttentionAgain(x, tensors, o_input)
 
     def backward(
@@ -170,16 +182,16 @@ class AttentionHalf:
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
                 d_o = self.operands.half_gradient(inner, layer.slot("d_att"), d_out)
-                self.linear.input_gradient(d_att, d_o, w.o)
-                self.linear.weight_gradients(g.o, g.o_bias, d_o, again.o_input)
+                self.linear.input_gradient(layer.index, "o", d_att, d_o, w)
+                self.linear.weight_gradients(layer.index, "o", g, g.o_bias, d_o, again.o_input)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
                     self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
                     backend=self.backends[layer.index][1],
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
-            self.linear.input_gradient(d_x, d_product, w.qkv)
-            self.linear.weight_gradients(g.qkv, d_bias, d_product, again.x)
+            self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w)
+            self.linear.weight_gradients(layer.index, "qkv", g, d_bias, d_product, again.x)
 
     def _backward_positions(
         self,

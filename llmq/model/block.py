@@ -22,6 +22,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
+from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
 from llmq.model.linear import FAST, Linear
 from llmq.model.mlp_half import MlpHalf
@@ -43,8 +44,9 @@ class Blocks:
         options: TrainConfig,
         backend: str,
         starts: Tensor | None,
+        scalars: Tensor | None,
     ):
-        """Allocates every activation of a micro-step. backend, starts: as Model has them."""
+        """Allocates every activation of a micro-step. backend and what follows: as of Model."""
         shape, dtype = operands.shape, operands.dtype
         kinds, shared = recompute_of_layers(options, config.num_layers), None
         if any(kind.block for kind in kinds):
@@ -57,6 +59,7 @@ class Blocks:
             self.layers.append(layer)
             before = layer.mlp_branch
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
+        self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.norms = BlockNorms(dev, config, operands)
         self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
         self.mlp = MlpHalf(dev, config, operands, linear)
@@ -84,17 +87,19 @@ class Blocks:
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         with ExitStack() as temps:
             if layer.recompute.block:  # residual_att is needed first, and needs the attention
-                attention = self._attention_again(temps, layer, w)
+                attention = self._attention_again(temps, layer, w, g)
             self._backward_mlp(layer, w, g, d_residual, d_x)
             if not layer.recompute.block:
-                attention = self._attention_again(temps, layer, w)
+                attention = self._attention_again(temps, layer, w, g)
             self.attention.backward(layer, w, g, attention, d_out, d_x)
         before = self.layers[index - 1].slot("d_mlp") if index > 0 else None
         self.norms.backward(layer.ln1, before, d_residual, d_x, w, g)
 
-    def _attention_again(self, temps: ExitStack, layer: Layer, w: BlockWeights) -> AttentionAgain:
+    def _attention_again(
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads
+    ) -> AttentionAgain:
         x_again = partial(self.norms.again, temps, layer.ln1, None, w)
-        return self.attention.again(temps, layer, w, x_again, layer.ln2.branch)
+        return self.attention.again(temps, layer, w, g, x_again, layer.ln2.branch)
 
     def _backward_mlp(
         self, layer: Layer, w: BlockWeights, g: BlockGrads, d_residual: Tensor, d_x: Tensor
@@ -102,7 +107,7 @@ class Blocks:
         before = layer.residual if layer.recompute.block else None
         with ExitStack() as temps:
             x_again = partial(self.norms.again, temps, layer.ln2, before, w)
-            mlp = self.mlp.again(temps, layer, w, x_again)
+            mlp = self.mlp.again(temps, layer, w, g, x_again)
             self.mlp.backward(layer, w, g, mlp, self.norms.d_out(d_residual, d_x), d_x)
         before = layer.slot("d_att")
         self.norms.backward(layer.ln2, before, d_residual, d_x, w, g)

@@ -16,7 +16,7 @@ from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model.activations import Layer
-from llmq.model.linear import Linear
+from llmq.model.block_linear import BlockLinear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
@@ -32,16 +32,17 @@ def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., 
 
 
 class MlpAgain(NamedTuple):
-    """What backward needs. x: (rows, C). mlp_up: (rows, F), or of a gated MLP (rows, 2F)."""
+    """What backward needs. x: (rows, C), None where no gradient needs it. mlp_up: (rows, F), or of
+    a gated MLP (rows, 2F)."""
 
-    x: Operand
+    x: Operand | None
     mlp_up: Tensor
 
 
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: Linear):
+    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
 
@@ -50,23 +51,25 @@ class MlpHalf:
     ) -> None:
         """out (rows, C), from x (rows, C)."""
         mlp_up = layer.mlp_up.place(self.dev, temps)
-        self.linear.forward(mlp_up, x, w.up, w.up_bias)
+        self.linear.forward(layer.index, "up", mlp_up, x, w)
 
         def activate(to: Target) -> None:
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, activate)
-        self.linear.forward(out, mlp_act, w.down, w.down_bias)
+        self.linear.forward(layer.index, "down", out, mlp_act, w)
 
     def again(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x_again: InputAgain
+        self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
     ) -> MlpAgain:
         """What backward needs: kept, or computed again."""
         computed = layer.recompute.ffn
         mlp_up = layer.mlp_up.place(self.dev, temps)
-        x = x_again(product=computed)
+        x = None
+        if computed or self.linear.needs_input(layer.index, "up", g):
+            x = x_again(product=computed)
         if computed:
-            self.linear.forward(mlp_up, x, w.up, w.up_bias)
+            self.linear.forward(layer.index, "up", mlp_up, x, w)
         return MlpAgain(x, mlp_up)
 
     def backward(
@@ -87,8 +90,8 @@ class MlpHalf:
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
             d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
-            self.linear.input_gradient(d_x, d_mlp_up, w.up)
-            self.linear.weight_gradients(g.up, g.up_bias, d_mlp_up, again.x)
+            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w)
+            self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
     def _backward_down(
         self,
@@ -104,17 +107,28 @@ class MlpHalf:
             shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
             d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(d_mlp_act, d_down, w.down)
-            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to)
-            self.linear.weight_gradients(g.down, g.down_bias, d_down, mlp_act)
+            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w)
+            needed = self.linear.needs_input(layer.index, "down", g)
+            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
+            self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
 
     def _activate_backward(
-        self, temps: ExitStack, layer: Layer, mlp_up: Tensor, d_mlp_act: Tensor, to: Target
-    ) -> Operand:
-        """Returns the activation, which the same kernel makes again if it was not kept."""
+        self,
+        temps: ExitStack,
+        layer: Layer,
+        mlp_up: Tensor,
+        d_mlp_act: Tensor,
+        to: Target,
+        *,
+        needed: bool,
+    ) -> Operand | None:
+        """Returns the activation, which the same kernel makes again if it was not kept.
+
+        needed: by a gradient; else it may be None.
+        """
         dev, backward = self.dev, self.activate_backward
         kept = self.operands.kept(layer.mlp_act)
-        if kept is not None:
+        if kept is not None or not needed:
             backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
             return kept
 

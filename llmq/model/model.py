@@ -36,11 +36,12 @@ class Model:
         backend: str,
         starts: Tensor | None = None,
         *,
+        scalars: Tensor | None = None,
         trains: bool = True,
     ):
         """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
 
-        trains: False without backward passes.
+        scalars: StepScalars, which adapters need. trains: False without backward passes.
         """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         dtype = parse_dtype(options.model_dtype)
@@ -48,7 +49,8 @@ class Model:
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         self.operands = make_operands(dev, options, layers, shape)
-        self.blocks = Blocks(dev, config, self.residuals, self.operands, options, backend, starts)
+        shared = (self.residuals, self.operands, options, backend, starts, scalars)
+        self.blocks = Blocks(dev, config, *shared)
         self.head = Head(dev, config, self.operands, options)
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
@@ -70,6 +72,7 @@ class Model:
         """
         weights, residuals = self.weights, self.residuals
         self.operands.scales.start_micro_step(of_step=keep)
+        self.blocks.linear.drops = keep
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")

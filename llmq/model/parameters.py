@@ -28,7 +28,8 @@ class BlockParameters(NamedTuple, Generic[T]):
     ln1, ln2, with pre_norm, and their biases: (C,). ln1_post, ln2_post, with post_norm: (C,), of
     what the half before has put out, so that the first block has no ln1_post. q_norm, k_norm, with
     qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,). qkv: the rows of all query heads, key
-    heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate.
+    heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate. qkv_a, qkv_b, …: of
+    adapters, as `state/adapter_rows.py` says.
     """
 
     ln1_post: T | None = None
@@ -47,6 +48,14 @@ class BlockParameters(NamedTuple, Generic[T]):
     up_bias: T | None = None
     down: T | None = None
     down_bias: T | None = None
+    qkv_a: T | None = None
+    qkv_b: T | None = None
+    o_a: T | None = None
+    o_b: T | None = None
+    up_a: T | None = None
+    up_b: T | None = None
+    down_a: T | None = None
+    down_b: T | None = None
 
 
 class HeadParameters(NamedTuple, Generic[T]):

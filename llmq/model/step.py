@@ -26,7 +26,6 @@ from llmq.base.dtypes import (
     STEP_REPORT_WORDS,
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
-    DType,
     Limits,
 )
 from llmq.base.tensor import Tensor
@@ -34,11 +33,12 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.model import Model
 from llmq.ops import clock, cross_entropy
-from llmq.runtime.device import Clock, Device, Event
+from llmq.runtime.device import Clock, Device
+from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
-from llmq.state.params import Slab, weight_table
-from llmq.state.placement import Placement
+from llmq.state.params import Slab
+from llmq.state.placement import Placement, table_of
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
@@ -98,23 +98,6 @@ class Result:
         )
 
 
-class Ring:
-    """Pinned buffers that are used in turn, each with the event of its last use."""
-
-    def __init__(self, dev: Device, name: str, slots: int, words: int, dtype: DType):
-        self.slots = [
-            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(slots)
-        ]
-        self.events: list[Event] = [dev.event() for _ in range(slots)]
-        self.used = 0
-
-    def advance(self) -> int:
-        """Index of the next slot; recording its event is the caller's part."""
-        index = self.used % len(self.slots)
-        self.used += 1
-        return index
-
-
 class Step:
     """Weights, gradients, optimizer and activations of one rank, and the step over them."""
 
@@ -128,7 +111,7 @@ class Step:
     ):
         """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = weight_table(config, dev.world_size)
+        self.table = table_of(options, config, dev.world_size)
         words = self._open_inbox()
         self.report = dev.alloc("stats", (STEP_REPORT_WORDS,), F64, "Activations")
         self.stats = self.report.rows(0, len(STATS))
@@ -150,7 +133,9 @@ class Step:
         all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
         self.optimizer = AdamW(dev, self.table, placement, options)
-        self.model = Model(dev, config, options, self.weights, backend, self.starts)
+        self.model = Model(
+            dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
+        )
 
     def _open_inbox(self) -> int:
         """Where the device finds what one micro-step reads; returns its words.
@@ -293,7 +278,7 @@ class Step:
         return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
 
     def state(self) -> dict[str, list[Piece]]:
-        """What a checkpoint holds of this rank, by group."""
+        """Weights and moments of this rank, by group."""
         optimizer, rank = self.optimizer, self.dev.rank
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
         for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
@@ -307,6 +292,14 @@ class Step:
             ]
             for group, tensors in groups.items()
         }
+
+    def stored_state(self) -> dict[str, list[Piece]]:
+        """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
+        groups = self.state()
+        if self.options.lora_rank:
+            trained = self.optimizer.m
+            groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
+        return groups
 
     def extra_state(self) -> dict[str, list[float]]:
         """What a checkpoint holds beside `state`, the same on all ranks."""
@@ -364,6 +357,11 @@ class Step:
         record["step"] = step
         # Over all ranks, so that each rounds its gradients with random numbers of its own.
         record["micro_step"] = self.dev.rank * options.grad_accumulation + micro_step
+        # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
+        record["sequence_stride"] = self.dev.world_size
+        record["first_sequence"] = (
+            micro_step * options.batch_size * self.dev.world_size + self.dev.rank
+        )
         return words
 
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:

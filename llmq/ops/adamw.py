@@ -36,7 +36,7 @@ ADAMW = Kernel(
     args="inout P* param, bf16*? work, const G* grad, inout M* m, inout V* v, "
     "inout f32*? m_scale, inout f32*? v_scale, const i64* segments, i32 num_segments, "
     "const i32* scalars, f32 one_minus_beta1, f32 one_minus_beta2, f32 epsilon, f32 weight_decay, "
-    "u32 salt, i64 first, i64 n",
+    "f32 lr_scale, u32 salt, i64 first, i64 n",
 )
 
 
@@ -55,6 +55,7 @@ def update(
     epsilon: float,
     weight_decay: float,
     salt: int,
+    lr_scale: float = 1.0,
     first: int = 0,
     m_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -83,6 +84,7 @@ def update(
         scalars   in     I32 (16,)   StepScalars: lr, corrections, seed, step, grad_scale,
                                      skip_update
         salt      distinguishes this slab's random numbers
+        lr_scale  factor of scalars.lr
         first     a multiple of 128
         m_scale, v_scale   inout  F32 (n / 128,)   where the moment is E4M3, else None
 
@@ -93,7 +95,7 @@ def update(
     n = _check(param, work, grad, segments, scalars, first)
     _check_moment("m", m, m_scale, n)
     _check_moment("v", v, v_scale, n)
-    hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay))
+    hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
     tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
     args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)
     dev.launch(ADAMW, ceil_div(n, THREADS * PER_THREAD), THREADS, args, flops=16 * n)

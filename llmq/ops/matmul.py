@@ -37,8 +37,9 @@ def matmul(
     """Row-major out = op(a) @ op(b) [+ bias | + out], summed in F32.
 
     Args (contiguous, two dimensions):
-        out         out  F32 or BF16 (M,N)   F32 if a, b are F32, and with accumulate: cuBLASLt
-                                             rounds a BF16 product before it adds to it
+        out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
+                                             BF16 product before it adds to it, so that a sum of
+                                             many products should be F32
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
         bias        in   as out      (N,)    or None; added to every row; not with accumulate
@@ -57,7 +58,7 @@ def matmul(
     K = a.shape[0] if trans_a else a.shape[1]
     expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
-    _check_accumulate("matmul", out, bias, accumulate)
+    _check_accumulate("matmul", bias, accumulate)
     if bias is not None:
         expect("matmul", "bias", bias, out.dtype, (N,))
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
@@ -119,7 +120,7 @@ def matmul_fp8(
     expect(op, "b", b, None, (N, K))
     expect(op, "scale_a", scale_a, F32, (1,))
     expect(op, "scale_b", scale_b, F32, (1,))
-    _check_accumulate(op, out, bias, accumulate)
+    _check_accumulate(op, bias, accumulate, out)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
     operands = (out, a, b, scale_a, scale_b, bias)
@@ -133,8 +134,11 @@ def matmul_fp8(
         )
 
 
-def _check_accumulate(op: str, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
-    if accumulate and out.dtype != F32:
+def _check_accumulate(
+    op: str, bias: Tensor | None, accumulate: bool, out: Tensor | None = None
+) -> None:
+    """out: where it must be F32."""
+    if accumulate and out is not None and out.dtype != F32:
         raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
     if accumulate and bias is not None:
         raise ValueError(f"{op}: bias and accumulate exclude each other")

@@ -11,8 +11,8 @@ from llmq.checkpoint.retention import left_at_end
 from llmq.checkpoint.verdict import PROVEN
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.state.params import parameter_count, weight_table
-from llmq.state.placement import Placement
+from llmq.state.params import parameter_count
+from llmq.state.placement import Placement, table_of, trained_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +65,26 @@ def _mib(size: int) -> str:
 def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:
     """Of a run with these options, whatever the number of its ranks."""
     kept, every, deletes = _checkpoints(config)
+    exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
+    if config.lora_rank:
+        exported = trained_count(config, model) * parse_dtype(config.master_dtype).itemsize
     return DiskUse(
-        checkpoint=checkpoint_bytes(model, placement),
+        checkpoint=checkpoint_bytes(config, model, placement),
         kept=kept,
         every=every,
         deletes=deletes,
-        model=parameter_count(model) * parse_dtype(config.model_dtype).itemsize,
+        model=exported,
         at_most=config.keep_best is not None,
     )
 
 
-def checkpoint_bytes(model: ModelConfig, placement: Placement) -> int:
+def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
-    what is trained, and the scales of 8-bit ones.
+    what is trained, and the scales of 8-bit ones. With adapters, of nothing else.
     """
-    table, masters = weight_table(model), []
+    table, masters = table_of(config, model), []
+    if config.lora_rank:
+        table = tuple(slab for slab in table if placement[slab.name].trainable)
     for slab in table:
         stores = placement[slab.name]
         masters.append((stores.master or stores.part or stores.work).dtype.itemsize)

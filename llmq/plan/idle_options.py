@@ -47,10 +47,11 @@ def option_warnings(config: TrainConfig) -> list[str]:
             "does not change"
         )
     rounded = {config.model_dtype, config.opt_m_dtype, config.opt_v_dtype} != {"fp32"}
-    if config.seed != _DEFAULTS.seed and not config.from_scratch and not rounded:
+    draws = config.from_scratch or config.lora_rank > 0
+    if config.seed != _DEFAULTS.seed and not draws and not rounded:
         lines.append(
             f"--seed {config.seed} has no effect: in fp32 it decides about nothing but the "
-            "weights of --from-scratch"
+            "weights of --from-scratch and of adapters"
         )
     if 0 <= config.steps < config.warmup + config.cooldown:
         lines.append(
@@ -181,6 +182,8 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
         }
         lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
         lines += _one_rank_sharding_warnings(config)
+    elif config.lora_rank:
+        lines = _sharded_gradients_warnings(config, world_size)
     streams = streams_weights(config, world_size)
     if config.matmul_dtype == "e4m3" and streams and not config.keep_transposed:
         lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
@@ -213,6 +216,17 @@ def run_warnings(
             "final one, of all sequences"
         )
     return lines
+
+
+def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[str]:
+    """Of several ranks, where gradients are not divided."""
+    why = why_gradients_stay(config, world_size)
+    given = {
+        "--shard-gradients": config.shard_gradients and config.zero_level < 2,
+        "--zero-level 2": config.zero_level == 2,
+        "--offload-gradients": config.offload_gradients,
+    }
+    return [f"{flag} has no effect {why}" for flag, applies in given.items() if applies]
 
 
 def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:

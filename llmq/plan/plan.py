@@ -18,8 +18,7 @@ from llmq.model.step import Step
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
-from llmq.state.params import weight_table
-from llmq.state.placement import Placement, place
+from llmq.state.placement import Placement, place, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 
@@ -116,7 +115,8 @@ def make_plan(
     sure. frozen: slabs that are not trained.
     """
     dev = PlanDevice(spec, world_size=world_size)
-    placement = place(config, weight_table(model, world_size), world_size, frozen)
+    table = table_of(config, model, world_size)
+    placement = place(config, table, world_size, frozen)
     exchange = comm_options(config, placement)
     connect([dev], exchange)
     step = Step(dev, model, config, placement, backend)

@@ -29,8 +29,8 @@ from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.plan.target import Target, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.state.params import parameter_count, weight_table
-from llmq.state.placement import place
+from llmq.state.params import parameter_count
+from llmq.state.placement import place, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -82,6 +82,7 @@ def run_plan(
     time = step_time(plan, where.card, where.visible_share) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(plan, model, where, time) | disk.record()
+    record |= {"trained_parameters": trained_count(config, model)}
     record |= {} if data is None else {"data": data}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
@@ -101,6 +102,8 @@ def plan_report(
     """The plan for people. record: as for programs. disk: lines of its own."""
     needed, limit, host_limit = record["needed_bytes"], where.limits.device, where.limits.host
     free = None if limit is None or needed > limit else {"Free": limit - needed}
+    count = record["trained_parameters"]
+    trained = "" if count == record["parameters"] else f", and {count:,} that are trained"
     lines = [
         "[Allocator State]",
         *allocator_table(plan.usage, free),
@@ -108,7 +111,7 @@ def plan_report(
         "[Plan]",
         f"  Device:          {where.spec.name}",
         f"  Memory:          {mib(needed)}",
-        f"  Parameters:      {record['parameters']:,}",
+        f"  Parameters:      {record['parameters']:,}{trained}",
         f"  Tokens per step: {plan.tokens:,}",
         f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
         *disk,
@@ -196,7 +199,7 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         candidates, model = fit.search(), fit.planner.model
         config = candidates[0].config
-        placement = place(config, weight_table(model, where.world_size), where.world_size)
+        placement = place(config, table_of(config, model, where.world_size), where.world_size)
         return cls(
             candidates=candidates,
             coarser=[] if where.card is None else coarser(fit, candidates[0]),

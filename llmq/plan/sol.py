@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmq.config.adapters import Adapters, adapted_matrices
 from llmq.config.cards import CARDS
 from llmq.config.model import ModelConfig
 
@@ -17,21 +18,40 @@ class FlopsPerToken:
     attention: int
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> FlopsPerToken:
+def flops_per_token(
+    config: ModelConfig, seq_len: int, adapters: Adapters | None = None
+) -> FlopsPerToken:
     """llm.q's formula: forward and two backward products; attention counts its causal half.
 
-    Of this half, windows leave what they do; documents within a sequence are taken for one.
+    Of this half, windows leave what they do; documents within a sequence are taken for one. With
+    adapters a matrix that is not trained has one backward product.
     """
     C, F, L = config.hidden_size, config.intermediate_size, config.num_layers
     width = config.num_heads * config.head_dim
     windows = [min(config.window_of(layer) or seq_len, seq_len) for layer in range(L)]
     pairs = sum(window * (2 * seq_len - window) for window in windows) // seq_len
     matrices = 3 if config.gated else 2
+    products = 6 if adapters is None else 4
+    head = 6 if adapters is None or _trains_head(config, adapters) else 4
     return FlopsPerToken(
-        blocks=6 * L * C * (matrices * F + width + config.qkv_channels),
-        lm_head=6 * config.vocab_size * C,
+        blocks=products * L * C * (matrices * F + width + config.qkv_channels)
+        + 6 * L * _adapter_weights(config, adapters),
+        lm_head=head * config.vocab_size * C,
         attention=6 * width * pairs,
     )
+
+
+def _trains_head(config: ModelConfig, adapters: Adapters) -> bool:
+    return ("embeddings" if config.tied_embeddings else "head") in adapters.train
+
+
+def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
+    """Of a block."""
+    if adapters is None:
+        return 0
+    matrices = adapted_matrices(config, adapters.targets)
+    sizes = [stop - start + m.shape[1] for m in matrices for start, stop in m.spans]
+    return adapters.rank * sum(sizes)
 
 
 def peaks(name: str) -> tuple[float, float, float] | None:

@@ -37,6 +37,7 @@ def adamw(
     one_minus_beta2: float,
     epsilon: float,
     weight_decay: float,
+    lr_scale: float,
     salt: int,
     first: int,
     n: int,
@@ -46,7 +47,7 @@ def adamw(
     if s["skip_update"]:
         return
     real = np.float64 if param.dtype == np.float64 else np.float32
-    lr = real(s["lr"])
+    lr = real(s["lr"]) * real(lr_scale)
     constants = {
         "grad_scale": real(s["grad_scale"]),
         "one_minus_beta1": real(one_minus_beta1),

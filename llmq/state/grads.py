@@ -25,7 +25,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import global_norm, reduce
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
-from llmq.state.params import Slab
+from llmq.state.params import SHARED, Slab
 from llmq.state.placement import Placement
 
 SLOTS = 2
@@ -311,7 +311,7 @@ class Gradients:
     def full(self, block: str) -> dict[str, Accumulator]:
         """Where the gradients of a block's parameters go in this micro-step, by key."""
         step, where = self._now(f"full({block!r})"), {}
-        for slab in [self.slabs[name] for name in ("vectors", block) if name in self.slabs]:
+        for slab in [self.slabs[name] for name in (*SHARED, block) if name in self.slabs]:
             tensor, accumulate = self._way(slab.name).full(slab, step)
             where |= {
                 p.key: Accumulator(slab.view(tensor, p), accumulate, self.scalars, p.index)
@@ -328,7 +328,8 @@ class Gradients:
 
     def end_micro_step(self) -> None:
         """Close the micro-step: what follows on the main stream comes after all reductions."""
-        self.notify("vectors")
+        for name in SHARED:
+            self.notify(name)
         for lane in self._lanes:
             lane.join()
         self._step = None

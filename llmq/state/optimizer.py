@@ -166,6 +166,7 @@ class AdamW:
             epsilon=options.adam_epsilon,
             weight_decay=options.weight_decay,
             salt=slab.params[0].index,
+            lr_scale=options.lora_plus if self.placement[slab.name].group == "lora_b" else 1.0,
             first=first,
             m_scale=piece.m_scale,
             v_scale=piece.v_scale,

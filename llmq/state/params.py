@@ -2,7 +2,8 @@
 
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
 Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
-head of its own), and "vectors", the norms and biases of all blocks. A slab is one contiguous piece
+head of its own), and "vectors", the norms and biases of all blocks. Adapters are "lora_a" and
+"lora_b", beside which the norms may be "norms", to be trained alone. A slab is one contiguous piece
 of memory in every kind of storage (weights, gradients, moments), so that copies, collectives and
 the optimizer work on whole blocks; a parameter's place in it is its `offset`, counted in elements
 and therefore the same for every dtype. Each of W ranks owns the same number of its elements.
@@ -21,9 +22,15 @@ from math import prod
 import numpy as np
 
 from llmq.base.tensor import Tensor
+from llmq.config.adapters import Adapters
 from llmq.config.model import ModelConfig
 from llmq.model.arch.common import HfPart
 from llmq.runtime.arena import align_up
+from llmq.state.adapter_rows import PEFT_PREFIX, adapter_rows
+
+NORMS = {"ln1_post", "ln1", "ln1_bias", "q_norm", "k_norm", "ln2_post", "ln2", "ln2_bias"}
+NORMS |= {"norm", "norm_bias"}
+"""Keys of the parameters of norms."""
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
 
@@ -34,8 +41,8 @@ class Param:
 
     name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
     there. shape: with padded rows. decay: weight decay applies. init: "normal", "residual" (normal,
-    scaled by 1/sqrt(2L)), "one" or "zero". index: number in the whole model, seeds its random
-    numbers. offset: first element in the slab.
+    scaled by 1/sqrt(2L)), "adapter" (normal, 1/sqrt(3 in_features)), "one" or "zero". index: number
+    in the whole model, seeds its random numbers. offset: first element in the slab.
     """
 
     name: str
@@ -52,6 +59,11 @@ class Param:
     def size(self) -> int:
         """Elements, padded rows included."""
         return prod(self.shape)
+
+    @property
+    def of_adapter(self) -> bool:
+        """Whether it is a part of adapters, which the model itself does not have."""
+        return self.hf[0].name.startswith(PEFT_PREFIX)
 
     @property
     def rows(self) -> int:
@@ -107,6 +119,10 @@ class Slab:
         """
         clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
+
+
+SHARED = ("vectors", "norms", "lora_a", "lora_b")
+"""Slabs of which several blocks have parameters."""
 
 
 def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -187,8 +203,13 @@ def _block(config: ModelConfig, layer: int) -> list[tuple]:
 
 
 @lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
-def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
-    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied)."""
+def weight_table(
+    config: ModelConfig, world_size: int = 1, adapters: Adapters | None = None
+) -> tuple[Slab, ...]:
+    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
+
+    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms".
+    """
     C, V, Vp = config.hidden_size, config.vocab_size, config.padded_vocab
     blocks = {"embed": _rows(config, "embed", "model.embed_tokens", (Vp, C), [V])}
     if config.positions == "learned":
@@ -206,9 +227,17 @@ def weight_table(config: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
     numbered = [(index, *row) for index, row in enumerate(numbered)]
     groups = {name: [r for r in numbered if r[1] == name and len(r[4]) == 2] for name in blocks}
     head = groups.pop("head")
-    groups["vectors"] = [row for row in numbered if len(row[4]) == 1]
+    vectors = [row for row in numbered if len(row[4]) == 1]
+    if adapters is not None and "norms" in adapters.train:
+        groups["norms"] = [row for row in vectors if row[2] in NORMS]
+        vectors = [row for row in vectors if row[2] not in NORMS]
+    if vectors:
+        groups["vectors"] = vectors
     if head:
         groups["head"] = head
+    for name, rows in adapter_rows(config, adapters).items() if adapters else ():
+        first = sum(map(len, groups.values()))
+        groups[name] = [(first + i, *row) for i, row in enumerate(rows)]
     return tuple(_slab(name, rows, world_size) for name, rows in groups.items())
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.config.adapters import adapters_of
+from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.state.params import Slab
+from llmq.state.adapter_rows import trained_slabs
+from llmq.state.params import Slab, weight_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,8 @@ def _source(config: TrainConfig) -> Store | None:
     if config.matmul_dtype == "e4m3":
         codes = _shard(config, "e4m3", offloaded=config.offload_quants)
         return codes if config.persistent_quants else None
-    is_master = config.master_dtype == config.model_dtype
+    # Of blocks that are not trained there is nothing else.
+    is_master = config.master_dtype == config.model_dtype or config.lora_rank > 0
     return _shard(config, config.model_dtype, offloaded=config.offload_master and is_master)
 
 
@@ -143,6 +148,8 @@ def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
 
 def why_gradients_stay(config: TrainConfig, world_size: int) -> str | None:
     """Why --shard-gradients does nothing: one rank has nothing to gain on the device alone."""
+    if config.lora_rank:
+        return "with --lora-rank: blocks have no gradients but those of their adapters"
     return None if world_size > 1 or config.offload_gradients else "without --offload-gradients"
 
 
@@ -176,6 +183,23 @@ def has_masters(config: TrainConfig, world_size: int) -> bool:
     )
 
 
+def table_of(config: TrainConfig, model: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
+    """The weight table of a run, with its adapters. config: normalized."""
+    return weight_table(model, world_size, adapters_of(config))
+
+
+def trains(config: TrainConfig, slab: Slab) -> bool:
+    """Whether a run updates this slab: all, or with adapters these and what --train names."""
+    adapters = adapters_of(config)
+    return adapters is None or slab.name in trained_slabs(adapters)
+
+
+def trained_count(config: TrainConfig, model: ModelConfig) -> int:
+    """Parameters that a run updates, without padding."""
+    table = [slab for slab in table_of(config, model) if trains(config, slab)]
+    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
+
+
 # ------------------------------------------------------------------------------------------------
 # Placements
 
@@ -186,13 +210,16 @@ def place(
     world_size: int = 1,
     frozen: Collection[str] = (),
 ) -> Placement:
-    """Of a run. config: normalized. table: for these ranks. frozen: slabs that are not trained.
+    """Of a run. config: normalized. table: for these ranks. frozen: further slabs that are not
+    trained.
 
     A frozen slab has no gradient, no moments, and no master, except one in the model's format where
     fp8 codes are made from it.
     """
     slabs = {
-        slab.name: _place_slab(config, slab, world_size, trainable=slab.name not in frozen)
+        slab.name: _place_slab(
+            config, slab, world_size, trainable=slab.name not in frozen and trains(config, slab)
+        )
         for slab in table
     }
     head = Store(dtype=E4M3) if config.head_dtype == "e4m3" else None
@@ -244,7 +271,9 @@ def _trained(
 
 
 def _group(slab: Slab) -> str:
-    """Weight decay is for matrices only."""
+    """Weight decay is for matrices only, and --lora-plus for adapters' B."""
+    if slab.name in ("lora_a", "lora_b"):
+        return slab.name
     return "matrices" if any(param.decay for param in slab.params) else "vectors"
 
 

@@ -4,7 +4,8 @@ Life cycle of a block's weights: gather(block) -> get(block) -> release(block). 
 its shard of every slab; the others get it by a gather on the comm stream, one block ahead of its
 use:
 
-    whole      all of a slab is resident; gathered in the first micro-step after an update
+    whole      all of a slab is resident; gathered in the first micro-step after an update, or if
+               it is not trained, once it has been loaded
     streamed   (--shard-weights) one of two slots holds the block, gathered at every use
 
 In fp8 the blocks travel as codes, from which the transposed codes are made after the gather.
@@ -25,7 +26,7 @@ from llmq.ops import convert, fill, random
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.mirrors import Mirrors
-from llmq.state.params import Param, Slab, by_block
+from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 from llmq.state.quants import HeadQuants, Quants
 
@@ -130,13 +131,15 @@ class Weights:
 
     def start_micro_step(self, stale: bool) -> None:
         """Before the first gather of a micro-step or evaluation. stale: as take_stale said."""
-        self._pass = _Pass(stale=stale, to_gather=set(self._whole) if stale else set())
+        to_gather = self._trained & self._whole.keys() if stale else set()
+        self._pass = _Pass(stale=stale, to_gather=to_gather)
         self._lane.forget()
         self._mirrors.start_micro_step(stale)
         if stale or self.slots:
             self._lane.follow()
-        if stale:
-            self._gather_whole("vectors")
+        for name in SHARED:
+            if name in self._pass.to_gather:
+                self._gather_whole(name)
 
     def gather(self, block: str) -> None:
         """Start bringing a block's weights to where `get` can hand them out."""
@@ -173,8 +176,8 @@ class Weights:
         if block not in self._pass.held:
             raise AssertionError(f"weights: get({block!r}) without gather")
         if self._pass.stale:
-            for name in ("vectors", block):
-                if name in self._whole:
+            for name in (*SHARED, block):
+                if name in self._whole and name in self._trained:
                     self._lane.use(name)
         slot = self._arrived(block) if self._takes_slot(block) else None
         key = (block, slot and slot.offset)
@@ -267,6 +270,9 @@ class Weights:
             first = self.dev.rank * slab.shard_size
             self.observe(slab, first, first + slab.shard_size, master)
         self.finish_update()
+        for name in self._whole if self.dev.world_size > 1 else ():
+            if name not in self._trained:
+                self._gather_resident(name)
         self.updated()
 
     # -- contents --------------------------------------------------------------------------------
@@ -276,25 +282,46 @@ class Weights:
 
         Depends on the seed and the parameter only, never on ranks or dtypes beyond rounding.
         """
-        std = config.initializer_range
-        stds = {"normal": std, "residual": std / np.sqrt(2.0 * config.num_layers)}
         for slab in self.table:
             self.dev.zero(self.master[slab.name])
             for param, target, first in self._owned(slab):
-                if param.init == "one":
-                    fill.constant(self.dev, target, 1.0)
-                elif param.init in stds and not (zero_projections and param.init == "residual"):
-                    param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
-                    random.normal(self.dev, target, float(stds[param.init]), param_seed, first)
+                if not (zero_projections and param.init == "residual"):
+                    self._begin(param, target, first, config, seed)
         self.refresh()
 
-    def load(self, read: Callable[[Param], np.ndarray]) -> None:
-        """Fill the masters from host arrays of the parameters' shapes, any float dtype."""
+    def _begin(
+        self, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
+    ) -> None:
+        """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
+        if param.init == "one":
+            fill.constant(self.dev, target, 1.0)
+        elif param.init != "zero":
+            std = config.initializer_range
+            if param.init == "residual":
+                std /= np.sqrt(2.0 * config.num_layers)
+            elif param.init == "adapter":  # as wide as PEFT's, which are uniform
+                std = 1.0 / np.sqrt(3.0 * param.shape[1])
+            param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
+            random.normal(self.dev, target, float(std), param_seed, first)
+
+    def load(
+        self,
+        read: Callable[[Param], np.ndarray | None],
+        fresh: tuple[ModelConfig, int] | None = None,
+    ) -> None:
+        """Fill the masters from host arrays of the parameters' shapes, any float dtype.
+
+        fresh: config and seed as of `init`, for parameters of which `read` has none.
+        """
         for slab in self.table:
             master = self.master[slab.name]
             self.dev.zero(master)
             for param, target, first in self._owned(slab):
-                flat = read(param).reshape(-1)[first : first + target.size]
+                values = read(param)
+                if values is None:
+                    self._begin(param, target, first, *fresh)
+                    continue
+                flat = values.reshape(-1)[first : first + target.size]
                 self.dev.upload(target, flat.astype(master.dtype.numpy, copy=False))
         self.refresh()
 

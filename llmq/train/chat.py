@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class Conversation:
 def run_chat(
     model: str,
     *,
+    adapter: Path | None = None,
     prompt: str,
     system: str | None,
     chat_template: str | None,
@@ -87,13 +89,14 @@ def run_chat(
 ) -> None:
     """Print replies to the prompt, separated by lines of three dashes.
 
-    Without a prompt each line of standard input is a message of one conversation.
+    Without a prompt each line of standard input is a message of one conversation. adapter: as of
+    open_model.
     """
     if num_samples > 1 and not prompt:
         raise ConfigError("--num-samples: with --chat it needs --prompt")
     warn(idle_options(temperature, top_k, top_p, num_samples))
     machine = choose_machine(device, 1)
-    with open_model(model) as (config, read, source):
+    with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         talk = _begin(model, load_tokenizer(source), system, chat_template)
         ids = talk.ask(_clean(prompt)) if prompt else []

@@ -32,8 +32,8 @@ AT_A_TIME = 64  # tensors; their largest values lie on the stack
 # gradients, by key; d_...: gradients that only fp8 products measure.
 _FORWARD = ("ln1 qk_raw qkv att att_branch residual_att ln2 mlp_up mlp_act mlp_branch").split()
 _BACKWARD = (
-    "d_mlp down down_bias d_mlp_up up up_bias ln2 ln2_bias ln2_post d_att o o_bias q_norm k_norm "
-    "d_qkv qkv qkv_bias ln1 ln1_bias ln1_post"
+    "d_mlp down down_bias down_a down_b d_mlp_up up up_bias up_a up_b ln2 ln2_bias ln2_post d_att "
+    "o o_bias o_a o_b q_norm k_norm d_qkv qkv qkv_bias qkv_a qkv_b ln1 ln1_bias ln1_post"
 ).split()
 _LOGGED = {  # llm.q's names, in the log, of what is quantized
     "ln1": "act.ln1.{}",

@@ -56,7 +56,9 @@ def run_eval(
     for line in table(scores):
         print(line)
     if out is not None:
+        named = how.get("adapter")
         about = {"model": model, "limit": limit, "seconds": time.perf_counter() - start, **how}
+        about |= {"adapter": named and str(named)}
         write_file(out, json.dumps(about | {"tasks": _by_task(asked, scores)}, indent=2) + "\n")
 
 
@@ -64,17 +66,21 @@ def ask_model(
     model: str,
     tasks: list[Task],
     *,
+    adapter: Path | None = None,
     seq_len: int | None,
     batch_tokens: int,
     device: str,
     gpus: int,
     model_dtype: str,
 ) -> tuple[list[Asked], np.ndarray]:
-    """The requests of each task, and the log-likelihoods, F64 in nats, of all of them."""
+    """The requests of each task, and the log-likelihoods, F64 in nats, of all of them.
+
+    adapter: as of open_model.
+    """
     machine = choose_machine(device, gpus)
     if machine.note:
         print(machine.note, file=sys.stderr)
-    with open_model(model) as (config, read, source):
+    with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         longest = longest_of(config, seq_len)
         encoder = Encoder(load_tokenizer(source), longest)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmq.base.dtypes import BF16, MIB
+from llmq.config.adapters import adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.ops import matmul, random
@@ -284,7 +285,8 @@ def speed_of_light(
     found = peaks(device_name)
     if found is None:
         return None
-    flops, dtype = flops_per_token(model, config.seq_len), config.model_dtype
+    dtype = config.model_dtype
+    flops = flops_per_token(model, config.seq_len, adapters_of(config))
     used = [_peak(found, part) for part in (config.matmul_dtype, config.head_dtype, dtype)]
     if min(used) == 0:  # the card has no fp8
         return None

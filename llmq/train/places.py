@@ -18,7 +18,7 @@ from llmq.base.files import disk_errors, free_name, make_directory, sync_directo
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
-from llmq.checkpoint.hf import export_owner, exported_files
+from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.store import (
     NoCheckpoint,
     checkpoint_owner,

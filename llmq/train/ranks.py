@@ -98,24 +98,24 @@ class Rank:
 
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
-        groups = self.step.state().items()
+        groups = self.step.stored_state().items()
         return [write_group(self.dev, writer, *group, self.beat) for group in groups]
 
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint; all ranks do."""
-        for group, pieces in self.step.state().items():
+        for group, pieces in self.step.stored_state().items():
             read_group(self.dev, reader, group, pieces, self.beat)
         self.step.load_extra_state(reader.manifest.state)
         self.step.weights.refresh()
 
-    def load(self, read: Callable[[Param], np.ndarray]) -> None:
-        """Fill the weights; all ranks do. read: a whole parameter."""
+    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one."""
 
-        def noted(param: Param) -> np.ndarray:
+        def noted(param: Param) -> np.ndarray | None:
             self.beat()
             return read(param)
 
-        self.step.weights.load(noted)
+        self.step.weights.load(noted, (self.step.config, self.step.options.seed))
 
 
 class Rounds:
@@ -363,8 +363,8 @@ class Ranks:
         """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
         self.run("loading the checkpoint", lambda rank: rank.read(reader))
 
-    def load(self, read: Callable[[Param], np.ndarray]) -> None:
-        """Fill the weights. read: a whole parameter; called by all threads."""
+    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
+        """Fill the weights. read: a whole parameter, None: a fresh one; called by all threads."""
         self.run("loading weights", lambda rank: rank.load(read))
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:

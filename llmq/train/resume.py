@@ -46,6 +46,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
             )
         return {}
     saved = _known(saved_options(checkpoint), checkpoint)
+    saved.pop("adapter", None)  # the checkpoint has gone on from it
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
             raise ConfigError(

@@ -15,6 +15,7 @@ from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.peft import open_merged
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model
@@ -127,16 +128,21 @@ class Sampler:
 
 @contextmanager
 def open_model(
-    model: str,
+    model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
     """Config, weight reader and tokenizer source of an exported model or a checkpoint.
 
     model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
-    a directory that contains some, the newest of which is meant. Raises LlmqError.
+    a directory that contains some, the newest of which is meant. adapter: a directory of adapters
+    in PEFT's format that are added to the weights. Raises LlmqError.
     """
     passed: list[str] = []
     step = checkpoint_at(Path(model), passed)
     warn(passed)
+    if step is not None and adapter is not None:
+        raise ConfigError(
+            f"--adapter: needs a model, and '{model}' is a checkpoint: `llmq export` it first"
+        )
     if step is None:
         _check_model(model)
         config, directory = resolve_model(model, from_scratch=False)
@@ -145,7 +151,11 @@ def open_model(
             check_recorded(directory, made, config.vocab_size, f"the model in '{directory}'")
         with HfWeights(directory) as weights:
             weights.check(weight_table(config))
-            yield config, weights.read, directory
+            if adapter is None:
+                yield config, weights.read, directory
+                return
+            with open_merged(config, model, weights, adapter) as read:
+                yield config, read, directory
         return
     with CheckpointReader(step) as reader:
         config, tokenizer = reader.manifest.model, reader.manifest.tokenizer
@@ -229,6 +239,7 @@ def prompt_ids(
 def run_sample(
     model: str,
     *,
+    adapter: Path | None = None,
     prompt: str,
     max_new_tokens: int,
     temperature: float,
@@ -239,7 +250,10 @@ def run_sample(
     device: str,
     model_dtype: str,
 ) -> None:
-    """Print samples that continue the prompt as they come, separated by lines of three dashes."""
+    """Print samples that continue the prompt as they come, separated by lines of three dashes.
+
+    adapter: as of open_model.
+    """
     warn(idle_options(temperature, top_k, top_p, num_samples))
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
@@ -250,7 +264,7 @@ def run_sample(
         top_p=top_p,
         seed=seed,
     )
-    with open_model(model) as (config, read, source):
+    with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
         positions = len(prompt_ids(tokenizer, config, prompt)) + max_new_tokens

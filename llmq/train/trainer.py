@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.base.dtypes import NO_LIMITS, Limits, parse_dtype
+from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.finite import finite
-from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
@@ -33,11 +32,12 @@ from llmq.plan.plan import Plan, Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.state.params import Param, weight_table
+from llmq.state.params import Param
 from llmq.train.batches import checked_batches
 from llmq.train.continuing import continue_text
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import model_of_run
+from llmq.train.origin import Origin, with_adapter
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice
 from llmq.train.tokenizers import (
@@ -74,7 +74,7 @@ class Trainer:
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
         model, model_dir = model_of_run(config)
-        config = config.validate_with(model)
+        config = with_adapter(config, model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
             self.load_weights()
@@ -118,9 +118,7 @@ class Trainer:
         self.plan: Plan
         self.plan, planned, backend = plan_run(config, model, self.machine)
         self.machine.compile_ahead(self.plan.sources)
-        self._hf = None if config.from_scratch else HfWeights(model_dir)
-        if self._hf is not None:
-            self._hf.check(weight_table(model))
+        self._origin = Origin(config, model, model_dir)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
@@ -269,15 +267,11 @@ class Trainer:
 
     def load_weights(self) -> None:
         """Random weights with --from-scratch, else those of the model directory."""
-        if self._hf is None:
-            self.init_weights()
-        else:
-            self.ranks.load(self._hf.read)
+        self._origin.load(self.ranks)
 
     def init_weights(self) -> None:
         """Random weights."""
-        zero = self.config.init_proj_to_zero
-        self.ranks.init(self.model, self.config.seed, zero_projections=zero)
+        self._origin.init(self.ranks)
 
     @cached_property
     def tokenizer(self) -> str | None:
@@ -296,7 +290,8 @@ class Trainer:
         own = {"validated_at": self.validated_at, "history": self.history}
         made = (self.tokenizer, self.tokenizer_id)
         state = self.ranks.extra_state() | own
-        manifest = Manifest.of(self.model, self.config, loader, state, self.run, made)
+        base = self._origin.base
+        manifest = Manifest.of(self.model, self.config, loader, state, self.run, made, base)
         return writer.commit(manifest, files)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
@@ -315,6 +310,7 @@ class Trainer:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
+            self._origin.check_checkpoint(reader)
             reader.check(self._step.table, self._step.optimizer.m)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
@@ -325,6 +321,8 @@ class Trainer:
             runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
+            if self._origin.adapters is not None:  # the checkpoint has nothing else
+                self.load_weights()
             self.ranks.read(reader)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
@@ -343,15 +341,15 @@ class Trainer:
     def export(self, directory: str | Path | None = None) -> None:
         """Write the model as transformers loads it, with its tokenizer; None: --out-dir.
 
-        LlmqError, and what is there stays, if a weight is no finite number, unless with --force.
+        Of a run with adapters, these as peft loads them. LlmqError, and what is there stays, if a
+        weight is no finite number, unless with --force.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
-        dtype = parse_dtype(self.config.model_dtype)
         made = self.tokenizer_id
         read = self._read_weight if self.config.force else finite(self._read_weight)
-        export_model(directory, self.model, read, dtype, tokenizer, made, run=self.run)
+        self._origin.export(directory, read, tokenizer, made, self.run)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 

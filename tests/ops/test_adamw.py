@@ -12,7 +12,14 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run, step_scalars
 
-HYPER = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 11}
+HYPER = {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "weight_decay": 0.1,
+    "salt": 11,
+    "lr_scale": 0.5,
+}
 SMALL = {name: ends for name, ends in CASES.items() if not name.startswith("qwen")}
 MANY = tuple(range(128, 20 * 128 + 1, 128))  # several parameters to a thread block
 SCALARS = {"lr": 1e-2, "beta1_correction": 2, "beta2_correction": 3, "grad_scale": 0.5, "seed": 5}

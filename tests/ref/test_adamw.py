@@ -20,14 +20,24 @@ def scalars(step: int, lr: float = 1e-2, **values) -> np.ndarray:
     return step_scalars(**{"lr": lr, "step": step, "grad_scale": 1, **corrections, **values})
 
 
-def update(state: dict, grad: np.ndarray, words: np.ndarray, segments=None, salt=0, decay=DECAY):
+def update(
+    state: dict, grad: np.ndarray, words: np.ndarray, segments=None, salt=0, decay=DECAY, faster=1.0
+):
     """One step in place; state: param, m, v and maybe work. Without segments all of it decays."""
     n = grad.size
     segments = np.array([[n, 1]] if segments is None else segments, np.int64)
     hyper = (1 - BETA1, 1 - BETA2, EPSILON, decay)
     arrays = (state["param"], state.get("work"), grad, state["m"], state["v"])
     arrays += (state.get("m_scale"), state.get("v_scale"))
-    adamw(*arrays, segments, len(segments), words, *hyper, salt, 0, n)
+    adamw(*arrays, segments, len(segments), words, *hyper, faster, salt, 0, n)
+
+
+def test_factor_of_the_learning_rate(rng):
+    grad, param = (rng.normal(size=128).astype(np.float32) for _ in range(2))
+    one, other = new_state(param), new_state(param)
+    update(one, grad, scalars(1, lr=1e-2), faster=16.0)
+    update(other, grad, scalars(1, lr=16 * np.float32(1e-2)))
+    np.testing.assert_array_equal(one["param"], other["param"])
 
 
 def new_state(param: np.ndarray, dtype=None) -> dict:

@@ -1,0 +1,79 @@
+"""What an export is made of beside weights: its files, its tokenizer, and whose it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from llmq.base.files import disk_errors
+from llmq.base.run_id import RunId
+from llmq.config.model import ModelConfig
+from llmq.data.identity import RUN_FILE
+from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokenizer_config import take_as_it_is
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+MODEL_FILES = (CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
+MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE)
+"""What an export replaces. RUN_FILE says which run it is of; other readers do not look at it."""
+
+
+def run_record(**origin: Any) -> dict[str, Any]:
+    """What llmq.json says of an export. made: what made the data's ids; run; base: of adapters."""
+    records = {name: known.record() for name, known in origin.items() if known is not None}
+    return {"tokenizer" if name == "made" else name: record for name, record in records.items()}
+
+
+def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
+    """What an export replaces if this tokenizer comes with it."""
+    brings = _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
+    return tuple(HfTokenizer.FILES) if brings else ()
+
+
+def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None) -> None:
+    """Write a tokenizer into an export, or copy that of a model directory."""
+    if isinstance(tokenizer, Path):
+        copy_tokenizer_files(tokenizer, folder)
+    elif tokenizer is not None:
+        tokenizer.save(folder)
+    take_as_it_is(folder, stubborn=config.arch.own_tokenizer_class)
+
+
+def exported_files(directory: Path) -> list[Path]:
+    """Of a model directory, what an export into it would replace; empty if there is no model."""
+    found = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
+    if not found:
+        return []
+    others = (directory / name for name in ("generation_config.json", *HfTokenizer.FILES))
+    return found + [path for path in others if path.is_file()]
+
+
+def export_owner(directory: Path) -> RunId | None:
+    """Whose export a model directory is; None if no run of an id wrote it."""
+    try:
+        return RunId.of(json.loads((directory / RUN_FILE).read_bytes())["run"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copy whatever tokenizer files a model directory has; returns their names."""
+    names = _tokenizer_names(source)
+    for name in names:
+        with disk_errors(target / name):
+            shutil.copyfile(source / name, target / name)
+    return names
+
+
+def _tokenizer_names(source: Path) -> list[str]:
+    return [name for name in HfTokenizer.FILES if (source / name).is_file()]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write it as JSON for people."""
+    path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

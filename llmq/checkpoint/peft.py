@@ -1,0 +1,367 @@
+"""Adapters in PEFT's format: a directory of adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import DTYPES
+from llmq.base.errors import LlmqError
+from llmq.base.files import staged_directory
+from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
+from llmq.checkpoint.export_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MODEL_FILES,
+    run_record,
+    save_tokenizer,
+    tokenizer_files,
+    write_json,
+)
+from llmq.checkpoint.hf import IMPORTED_DTYPES, HfTensor, HfWeights
+from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
+from llmq.config.adapters import Adapters, adapted_matrices
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
+from llmq.config.options import TrainConfig
+from llmq.data.identity import RUN_FILE
+from llmq.data.tokenizer import Tokenizer
+from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, trained_slabs
+from llmq.state.params import Param, Slab, weight_table
+
+# What adapters may have that is not there here, by the fields of adapter_config.json.
+_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+_UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
+_UNKNOWN += ("alora_invocation_tokens", "exclude_modules")
+TIED_HEAD = "lm_head.weight"
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says."""
+
+    rank: int
+    alpha: float
+    rs: bool
+    dropout: float
+    base: str | None
+
+    @property
+    def scale(self) -> float:
+        """The factor of B @ A."""
+        return self.alpha / (self.rank**0.5 if self.rs else self.rank)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> AdapterConfig:
+        """Of a run's adapters. config: normalized."""
+        return cls(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            rs=config.lora_scaling == "rs",
+            dropout=config.lora_dropout,
+            base=config.model,
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """LlmqError where it is missing or damaged, or asks for what there is not."""
+    path = directory / ADAPTER_CONFIG
+    try:
+        content = json.loads(path.read_bytes())
+        if content.get("peft_type") != "LORA":
+            kind = content.get("peft_type")
+            raise LlmqError(f"'{path}': peft_type {kind!r} is not supported, only LORA")
+        _check_features(path, content)
+        return AdapterConfig(
+            rank=int(content["r"]),
+            alpha=float(content["lora_alpha"]),
+            rs=bool(content.get("use_rslora")),
+            dropout=float(content.get("lora_dropout") or 0),
+            base=content.get("base_model_name_or_path"),
+        )
+    except OSError as error:
+        raise LlmqError(
+            f"--adapter: '{directory}' holds no adapters: cannot read {ADAPTER_CONFIG}: "
+            f"{error.strerror}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LlmqError(f"'{path}' is damaged ({error!r}): copy it again") from error
+
+
+def _check_features(path: Path, content: Mapping[str, Any]) -> None:
+    for name in _UNKNOWN:
+        if content.get(name):
+            raise LlmqError(f"'{path}': {name} {content[name]!r} is not supported")
+    if content.get("bias", "none") != "none":
+        raise LlmqError(f"'{path}': bias {content['bias']!r} is not supported, only 'none'")
+    begun = content.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(_CHANGE_THE_BASE):
+        raise LlmqError(
+            f"'{path}': init_lora_weights {begun!r}: these adapters belong to a model that they "
+            "have changed: convert them to adapters of the model itself"
+        )
+
+
+class AdapterFiles(HfWeights):
+    """The tensors of such a directory, by the names of the weight table."""
+
+    def __init__(self, directory: Path) -> None:
+        """LlmqError if files are missing or damaged."""
+        self.config = read_adapter_config(directory)
+        super().__init__(directory)
+        self.base = _recorded_base(directory)
+
+    def _open(self) -> dict[str, HfTensor]:
+        if not (self.directory / ADAPTER_FILE).is_file():
+            raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
+        tensors = self._file(ADAPTER_FILE).items()
+        return {_own_name(name): tensor for name, tensor in tensors}
+
+    def adapters(self, model: ModelConfig) -> Adapters:
+        """What of this model they adapt and train. LlmqError if it has none of it."""
+        modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
+        targets = []
+        for letter in LORA_TARGETS:
+            others = tuple(_same_module(model, letter))
+            for matrix in adapted_matrices(model, others) if others else ():
+                if any(f"{PEFT_PREFIX}{m.format(0)}" in modules for m in matrix.modules):
+                    targets.append(letter)
+        parts = [
+            part
+            for part in LORA_PARTS
+            if any(p.hf[0].name in self._where for p in _params_of(model, part))
+        ]
+        if not targets:
+            first = min(modules, default="nothing").removeprefix(PEFT_PREFIX)
+            raise LlmqError(
+                f"--adapter: '{self.directory}' does not fit the model: it adapts {first}, which "
+                f"{model.architecture} does not have"
+            )
+        return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
+
+    def has(self, param: Param) -> bool:
+        """Whether it is here."""
+        return param.hf[0].name in self._where
+
+    def check_adapters(self, table: tuple[Slab, ...], adapters: Adapters, *, tied: bool) -> None:
+        """LlmqError unless the file holds what is trained, and nothing else.
+
+        table: with them. tied: the LM head is the embedding, and may be there a second time.
+        """
+        path, used, trained = self.directory / ADAPTER_FILE, set(), trained_slabs(adapters)
+        params = [p for slab in table if slab.name in trained for p in slab.params]
+        for param, part in [(p, part) for p in params for part in p.hf]:
+            tensor = self._where.get(part.name)
+            if tensor is None:
+                raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
+            shape = (part.stop - part.start, *param.shape[1:])
+            shape = shape[::-1] if part.transposed else shape
+            if tensor.shape != shape:
+                raise LlmqError(
+                    f"--adapter: '{path}' is of another model: {part.name} has shape "
+                    f"{list(tensor.shape)}, this model asks for {list(shape)}"
+                )
+            if tensor.dtype not in IMPORTED_DTYPES:
+                raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
+            used.add(part.name)
+        if tied and "embeddings" in adapters.train:
+            self._check_tied(path, table[0].params[0].hf[0].name)
+        unknown = self._where.keys() - used - ({TIED_HEAD} if tied else set())
+        if unknown:
+            raise LlmqError(
+                f"'{path}' holds {min(unknown)}, which the adapters of this model do not have"
+            )
+
+    def _check_tied(self, path: Path, embed: str) -> None:
+        """A model whose head is its embedding has to have one there, too."""
+        here = [self._where.get(name) for name in (embed, TIED_HEAD)]
+        same = None not in here and all(
+            np.array_equal(a.astype(np.float32), b.astype(np.float32))
+            for (_, a), (_, b) in zip(*(tensor.pieces() for tensor in here), strict=True)
+        )
+        if not same:
+            raise LlmqError(
+                f"'{path}': {embed} was trained without the LM head, which is the same matrix in "
+                "this model: train both, with ensure_weight_tying in PEFT"
+            )
+
+
+def _own_name(name: str) -> str:
+    """Of a tensor, in the weight table: a part of the model has no prefix there."""
+    return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
+
+
+def _same_module(model: ModelConfig, letter: str) -> list[str]:
+    """The targets that have one adapter with this one."""
+    for key, letters in (("qkv", "q k v"), ("o", "o"), ("up", "up gate"), ("down", "down")):
+        parts = [part for part in letters.split() if part != "gate" or model.gated]
+        if letter in parts:
+            return [letter] if len(model.arch.modules[key]) > 1 else parts
+    return []
+
+
+def _params_of(model: ModelConfig, part: str) -> list[Param]:
+    """The parameters of what --train names."""
+    table = weight_table(model, 1, Adapters(rank=1, targets=("o",), train=(part,)))
+    return [p for slab in table if slab.name == SLABS[part] for p in slab.params]
+
+
+def _recorded_base(directory: Path) -> BaseId | None:
+    try:
+        return BaseId.of(json.loads((directory / RUN_FILE).read_bytes()).get("base"))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Merging
+
+
+def merged_reader(
+    model: ModelConfig,
+    adapters: Adapters,
+    scale: float,
+    base: Callable[[Param], np.ndarray],
+    adapter: Callable[[Param], np.ndarray],
+) -> Callable[[Param], np.ndarray]:
+    """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
+
+    base, adapter: a parameter of the table with adapters in its shape.
+    """
+    table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
+    params = {p.name: (p, slab) for slab in table for p in slab.params}
+    by_key = {(p.block, p.key): p for p, _ in params.values()}
+    matrices = {matrix.key: matrix for matrix in adapted_matrices(model, adapters.targets)}
+
+    def read(param: Param) -> np.ndarray:
+        own, slab = params[param.name]
+        if slab.name in trained:
+            return adapter(own)
+        matrix = matrices.get(param.key)
+        if matrix is None or not slab.is_block:
+            return base(own)
+        weight = base(own).astype(np.float32)
+        a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
+        done = 0
+        for number, (start, stop) in enumerate(matrix.spans):
+            rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
+            weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
+            done += stop - start
+        return weight
+
+    return read
+
+
+@contextmanager
+def open_merged(
+    model: ModelConfig, name: str, weights: HfWeights, directory: Path
+) -> Iterator[Callable[[Param], np.ndarray]]:
+    """As merged_reader, of a checked model directory and adapters of it.
+
+    name: of the model, for messages. LlmqError if the two do not belong together.
+    """
+    with AdapterFiles(directory) as files:
+        adapters = files.adapters(model)
+        table = weight_table(model, 1, adapters)
+        files.check_adapters(table, adapters, tied=model.tied_embeddings)
+        if files.base is not None:
+            base = base_id(name, weights, weight_table(model))
+            check_same_base(f"--adapter: '{directory}'", files.base, base)
+        yield merged_reader(model, adapters, files.config.scale, weights.read, files.read)
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+
+
+def export_adapter(
+    out_dir: Path,
+    model: ModelConfig,
+    adapters: Adapters,
+    config: AdapterConfig,
+    read: Callable[[Param], np.ndarray],
+    tokenizer: Tokenizer | Path | None = None,
+    **origin: Any,
+) -> list[str]:
+    """Write a directory that peft loads; returns the names of its files.
+
+    read: a parameter of the adapters' table in its shape, F32 or BF16. tokenizer: as of
+    export_model. origin: made, run and base, as run_record has them. LlmqError where the disk is
+    full or refuses.
+    """
+    table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
+    params = [p for slab in table if slab.name in trained for p in slab.params]
+    replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    with staged_directory(out_dir, replaces) as staging:
+        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
+        values = {param.name: read(param) for param in params}
+        parts = [(param, part) for param in params for part in param.hf]
+        specs, arrays = [], []
+        for param, part in parts:
+            array = part.stored(values[param.name][part.start : part.stop])
+            dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
+            for name in (part.name, *_tied_names(model, param)):
+                specs.append(TensorSpec(_peft_name(name), dtype, array.shape))
+                arrays.append(array)
+        with open(staging / ADAPTER_FILE, "wb") as file:
+            sink = HashingSink(file)
+            write_safetensors(sink, specs, arrays, {"format": "pt"})
+        sums = {ADAPTER_FILE: sink.digest.hexdigest()}
+        write_json(staging / RUN_FILE, run_record(**origin) | {"sha256": sums})
+        save_tokenizer(staging, model, tokenizer)
+        return sorted(path.name for path in staging.iterdir())
+
+
+def _peft_name(name: str) -> str:
+    return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
+
+
+def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
+    """Under which PEFT asks for a parameter a second time."""
+    return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()
+
+
+def _peft_config(
+    model: ModelConfig, adapters: Adapters, config: AdapterConfig, params: list[Param]
+) -> dict[str, Any]:
+    trained = [part.name for p in params if not p.of_adapter for part in p.hf]
+    tied = [name for p in params for name in _tied_names(model, p)]
+    modules = sorted({name.split(".")[-2] for name in trained + tied})
+    alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base,
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "use_rslora": config.rs,
+        "lora_dropout": config.dropout,
+        "target_modules": _target_modules(model, adapters),
+        "modules_to_save": modules or None,
+        "fan_in_fan_out": bool(model.arch.transposed),
+        "bias": "none",
+        "inference_mode": True,
+    } | ({"ensure_weight_tying": True} if tied else {})
+
+
+def _target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
+    """Names that PEFT finds the modules by: their last part, if no other module has it."""
+    every = [m for matrix in adapted_matrices(model, LORA_TARGETS) for m in matrix.modules]
+    chosen = [m for matrix in adapted_matrices(model, adapters.targets) for m in matrix.modules]
+    names = []
+    for module in chosen:
+        last = module.rpartition(".")[2]
+        alone = all(m in chosen for m in every if m.rpartition(".")[2] == last)
+        names.append(last if alone else module.rpartition("{}.")[2])
+    return sorted(set(names))

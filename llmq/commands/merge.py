@@ -1,0 +1,23 @@
+"""`llmq merge`: a model and its adapters as one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmq.commands.common import checked
+
+
+def merge(
+    base: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
+    adapter: Annotated[Path, typer.Argument(help="Directory of adapters in PEFT's format.")],
+    out: Annotated[Path, typer.Option(help="Directory of the model.")],
+    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+) -> None:
+    """Write a model with its adapters as a model directory that needs no PEFT."""
+    from llmq.checkpoint.merge import merge_adapter
+
+    files = merge_adapter(base, adapter, out, checked("model_dtype", model_dtype))
+    print(f"wrote {', '.join(files)} to {out}")

@@ -1,0 +1,212 @@
+"""Low-rank adapters of a frozen model: their options, and which matrices they are of.
+
+An adapter adds s * B @ A to a matrix (out, in) that stays as it is: A is (rank, in) and B (out,
+rank). It is of one module as Hugging Face names it, so that where its files hold queries, keys and
+values in one matrix, these three share an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import (
+    LORA_PARTS,
+    LORA_TARGETS,
+    option,
+    parse_parts,
+    parse_targets,
+)
+from llmq.config.sizes import SizeFields
+
+_GROUP = "Adapters (LoRA)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFields(SizeFields):
+    """Fields, and those of adapters."""
+
+    lora_rank: int = option(
+        _GROUP, 0, "Train adapters of this rank and leave the model as it is; 0: no", min=0
+    )
+    lora_alpha: float | None = option(
+        _GROUP, None, "Numerator of the adapters' scaling; as --lora-rank if not given"
+    )
+    lora_targets: str | None = option(
+        _GROUP,
+        None,
+        f"Matrices that get adapters, all or some of {','.join(LORA_TARGETS)}; all if not given",
+        parse=parse_targets,
+    )
+    lora_dropout: float | None = option(
+        _GROUP,
+        None,
+        "Part of the adapters' inputs that training sets to zero; 0 if not given",
+        min=0,
+    )
+    lora_scaling: str | None = option(
+        _GROUP,
+        None,
+        "Scaling of the adapters; standard, if not given: alpha / rank, rs: alpha / sqrt(rank)",
+        choices=("standard", "rs"),
+    )
+    lora_plus: float = option(_GROUP, 1.0, "Learning rate of the adapters' B over that of A")
+    adapter: Path | None = option(
+        _GROUP,
+        None,
+        "Directory of adapters in PEFT's format to go on from; what is not given is as there",
+    )
+    train: tuple[str, ...] | None = option(
+        _GROUP,
+        None,
+        f"Parts of the model that are trained beside adapters, some of {','.join(LORA_PARTS)}",
+        parse=parse_parts,
+    )
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of B @ A."""
+        root = sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
+        return self.lora_alpha / root
+
+
+_OWN = tuple(f.name for f in fields(AdapterFields) if f.metadata["group"] == _GROUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """What is trained of a model whose matrices stay as they are; decides about its weight table.
+
+    targets: some of LORA_TARGETS. train: some of LORA_PARTS.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    train: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """A matrix of each block, by its key there, with its adapters.
+
+    shape: of the matrix. modules: of the adapters, as the architecture names them. spans: their
+    rows [start, stop) of the matrix. swapped: as HfPart's, of the rows of B.
+    """
+
+    key: str
+    shape: tuple[int, int]
+    modules: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+    swapped: bool
+
+
+def adapters_of(config: AdapterFields) -> Adapters | None:
+    """Of a run; None where all of the model is trained. config: normalized."""
+    if not config.lora_rank:
+        return None
+    targets = LORA_TARGETS if config.lora_targets == "all" else config.lora_targets.split(",")
+    return Adapters(rank=config.lora_rank, targets=tuple(targets), train=config.train)
+
+
+def adapted_matrices(model: ModelConfig, targets: tuple[str, ...]) -> tuple[Adapted, ...]:
+    """The matrices of a block that get adapters, in the order of the block.
+
+    targets: what the model does not have is left out. ConfigError where a part of a module is
+    named, and another one is not.
+    """
+    C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
+    heads = model.num_heads * Hd
+    kv, gate = model.num_kv_heads * Hd, {"gate": F} if model.gated else {}
+    matrices = {
+        "qkv": (C, {"q": heads, "k": kv, "v": kv}),
+        "o": (heads, {"o": C}),
+        "up": (C, {"up": F} | gate),
+        "down": (F, {"down": C}),
+    }
+    found = []
+    for key, (inputs, letters) in matrices.items():
+        modules, rows = model.arch.modules[key], list(letters.values())
+        named = [letter for letter in letters if letter in targets]
+        if len(modules) == 1:
+            if named and len(named) < len(letters):
+                module = modules[0].rpartition(".")[2]
+                raise ConfigError(
+                    f"--lora-targets: {', '.join(letters)} are one matrix, {module}, of "
+                    f"{model.architecture}: name all of them or none, got {', '.join(named)}"
+                )
+            letters, rows = {"".join(letters): sum(rows)}, [sum(rows)]
+            named = list(letters) if named else []
+        stops = [sum(rows[: i + 1]) for i in range(len(rows))]
+        chosen = [i for i, letter in enumerate(letters) if letter in named]
+        if chosen:
+            found.append(
+                Adapted(
+                    key=key,
+                    shape=(sum(rows), inputs),
+                    modules=tuple(modules[i] for i in chosen),
+                    spans=tuple((stops[i] - rows[i], stops[i]) for i in chosen),
+                    swapped=key in model.arch.swapped,
+                )
+            )
+    return tuple(found)
+
+
+def implied_values(values: dict[str, Any]) -> dict[str, Any]:
+    """By field, what options of adapters mean that were not given; {} without --lora-rank."""
+    if not values["lora_rank"]:
+        return {}
+    implied = {
+        "lora_alpha": float(values["lora_rank"]),
+        "lora_targets": "all",
+        "lora_dropout": 0.0,
+        "lora_scaling": "standard",
+        "train": (),
+    }
+    return {name: value for name, value in implied.items() if values[name] is None}
+
+
+def check_adapters(config: AdapterFields) -> None:
+    """ConfigError for options of adapters that are out of range or need another one."""
+    if config.adapter is not None and config.from_scratch:
+        raise ConfigError("--adapter: needs the model that it adapts, not --from-scratch")
+    if not config.lora_rank and config.adapter is None:
+        for name in _OWN:
+            if getattr(config, name) != getattr(AdapterFields(), name):
+                raise ConfigError(f"--{name.replace('_', '-')}: needs --lora-rank")
+        return
+    if config.lora_dropout is not None and config.lora_dropout >= 1:
+        raise ConfigError(f"--lora-dropout: must be less than 1, got {config.lora_dropout}")
+    for name in ("lora_alpha", "lora_plus"):
+        if getattr(config, name) is not None and getattr(config, name) <= 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: must be greater than 0, got {getattr(config, name)}")
+
+
+def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
+    """ConfigError for adapters that the model cannot have. config: normalized."""
+    adapters = adapters_of(config)
+    if adapters is None:
+        if config.adapter is not None:
+            raise ConfigError("--adapter: is not read here: give --lora-rank instead")
+        return
+    matrices = adapted_matrices(model, adapters.targets)
+    has = {"gate": model.gated}
+    named = () if config.lora_targets == "all" else adapters.targets
+    missing = [target for target in named if not has.get(target, True)]
+    if missing:
+        raise ConfigError(f"--lora-targets: {model.architecture} has no {', '.join(missing)}")
+    for matrix in matrices:
+        for module, (start, stop) in zip(matrix.modules, matrix.spans, strict=True):
+            least = min(stop - start, matrix.shape[1])
+            if config.lora_rank > least:
+                raise ConfigError(
+                    f"--lora-rank: {config.lora_rank} is larger than the matrix of "
+                    f"{module.rpartition('.')[2]}, {stop - start} x {matrix.shape[1]}: use at most "
+                    f"{least}, or leave it out of --lora-targets"
+                )
+    if "head" in adapters.train and model.tied_embeddings:
+        raise ConfigError("--train: the head is the embedding in this model: name embeddings")

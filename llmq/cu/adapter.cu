@@ -1,0 +1,58 @@
+// adapter.cu -- low-rank adapters of rows of a matrix: their B in one matrix, and back.
+//
+//   expand    whole[r, k * rank + c] = T(scale * b[i, c])   for row r = the i-th of all spans' rows,
+//             elsewhere 0                                   which is in span k
+//   collect   b[i, c] = T(scale * whole[r, k * rank + c])
+//
+// Data     whole: (rows, columns), b: (rows of all spans, rank), T (f32, bf16). Spans ascend, those
+//          that are not used are empty.
+// Launch   256 threads, one for each element that is written.
+// Cost     what is written, once; the other one is read where it has a counterpart.
+// Needs    columns >= rank * spans.
+// Same name  llmq/ops/adapter.py  llmq/ref/adapter.py  tests/ops/test_adapter.py
+#include "common.cuh"
+
+constexpr int MAX_SPANS = 3;
+
+struct Spans {
+    i64 start[MAX_SPANS], stop[MAX_SPANS];
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale, i32 rank, i32 columns,
+               i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2) {
+    const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= rows * columns) { return; }
+    const i64 row = i / columns;
+    const int column = (int)(i % columns);
+    float value = 0.0f;
+    i64 before = 0;  // rows of earlier spans
+#pragma unroll
+    for (int k = 0; k < MAX_SPANS; ++k) {
+        const int c = column - k * rank;
+        if (row >= spans.start[k] && row < spans.stop[k] && c >= 0 && c < rank) {
+            value = scale * to_f32(b[(before + row - spans.start[k]) * rank + c]);
+        }
+        before += spans.stop[k] - spans.start[k];
+    }
+    whole[i] = from_f32<T>(value);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale, i32 rank, i32 columns,
+                i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2) {
+    const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    i64 row = i / rank;  // of b, then within the spans behind those that were passed
+    const int column = (int)(i % rank);
+#pragma unroll
+    for (int k = 0; k < MAX_SPANS; ++k) {
+        const i64 count = spans.stop[k] - spans.start[k];
+        if (row >= 0 && row < count) {
+            const i64 at = (spans.start[k] + row) * columns + k * rank + column;
+            b[i] = from_f32<T>(scale * to_f32(whole[at]));
+        }
+        row -= count;
+    }
+}

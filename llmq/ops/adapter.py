@@ -1,0 +1,88 @@
+"""Low-rank adapters of rows of a matrix: their B as one matrix, and its gradient in parts.
+
+The adapters of a fused matrix, such as those of queries, keys and values, share an input, so that
+their A lie in one matrix A (n * rank, in_features) below each other. With each B in columns of its
+own, h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
+
+    rows of q |  s * B_q      0        0    | 0     columns: n * rank, padded to multiples
+    rows of k |     0      s * B_k     0    | 0     of COLUMN_MULTIPLE
+    rows of v |     0         0     s * B_v | 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from llmq.base.dtypes import BF16, F32
+from llmq.base.tensor import Tensor
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 256
+MAX_SPANS = 3  # queries, keys, values
+COLUMN_MULTIPLE = 8  # 16-byte rows of BF16, as fast products want them
+
+Spans = Sequence[tuple[int, int]]
+"""Rows [start, stop) of a matrix that have an adapter each, in ascending order."""
+
+_REST = "f32 scale, i32 rank, i32 columns, i64 rows, " + ", ".join(
+    f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS)
+)
+EXPAND = Kernel("adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
+COLLECT = Kernel("adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
+
+
+def padded_columns(count: int, rank: int) -> int:
+    """Columns of the matrix of so many adapters."""
+    return ceil_div(count * rank, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scale: float) -> None:
+    """whole = scale * B of each span in the span's rows and columns of its own, elsewhere zero.
+
+    Args:
+        whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
+        b       in   T  (n, rank)         of all spans, below each other: n rows together
+        spans   1 to 3
+
+    Cost:    whole written once; one launch. A few megabytes.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
+    """
+    _launch(dev, EXPAND, (whole, b), whole, b, spans, scale)
+
+
+def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scale: float) -> None:
+    """b = scale * those elements of `whole` that expand takes from b: its gradient.
+
+    Args: as of expand; b is written.
+
+    Cost:    b written once, as much read; one launch.
+    Raises:  as expand.
+    """
+    _launch(dev, COLLECT, (b, whole), whole, b, spans, scale)
+
+
+def _launch(
+    dev: Device,
+    kernel: Kernel,
+    tensors: tuple[Tensor, Tensor],
+    whole: Tensor,
+    b: Tensor,
+    spans: Spans,
+    scale: float,
+) -> None:
+    if whole.dtype not in (F32, BF16):
+        raise TypeError(f"adapter: whole must be F32 or BF16, got {whole.dtype.label}")
+    if not 1 <= len(spans) <= MAX_SPANS:
+        raise ValueError(f"adapter: spans must be 1 to {MAX_SPANS}, got {len(spans)}")
+    edges = [0, *chain(*spans), whole.shape[0]]
+    if edges != sorted(edges):
+        raise ValueError(f"adapter: spans must ascend within the rows, got {spans}")
+    count, rank = sum(stop - start for start, stop in spans), b.shape[1]
+    expect("adapter", "b", b, whole.dtype, (count, rank))
+    rows, columns = whole.shape[0], padded_columns(len(spans), rank)
+    expect("adapter", "whole", whole, None, (rows, columns))
+    padding = (0,) * (2 * (MAX_SPANS - len(spans)))
+    sizes = (float(scale), rank, columns, rows, *chain(*spans), *padding)
+    dev.launch(kernel, ceil_div(tensors[0].size, THREADS), THREADS, (*tensors, *sizes))

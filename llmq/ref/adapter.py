@@ -1,0 +1,49 @@
+"""Reference of low-rank adapters' B: into the one matrix that a product takes, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute
+
+# name: (rows of the matrix, rank, starts and stops of the rows that have an adapter each)
+CASES = {
+    "one": (40, 8, 0, 40),
+    "padded": (24, 3, 0, 24),
+    "three": (64, 4, 0, 32, 32, 48, 48, 64),
+    "two_of_three": (64, 5, 0, 32, 48, 64),
+    "last": (48, 16, 24, 48),
+    "qwen7b_qkv": (4608, 16, 0, 3584, 3584, 4096, 4096, 4608),
+    "qwen7b_up": (37888, 16, 0, 18944, 18944, 37888),
+}
+
+
+def _blocks(rank: int, *spans: int) -> list[tuple[slice, slice, slice]]:
+    """For each span its rows of the whole, its columns there, and its rows of B."""
+    blocks, done = [], 0
+    for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):
+        if start < stop:
+            columns = slice(number * rank, (number + 1) * rank)
+            blocks.append((slice(start, stop), columns, slice(done, done + stop - start)))
+            done += stop - start
+    return blocks
+
+
+def adapter_expand(
+    whole: np.ndarray, b: np.ndarray, scale: float, rank: int, columns: int, rows: int, *spans: int
+) -> None:
+    """whole (rows, columns) = scale * B of each span in columns of its own, zero elsewhere.
+
+    spans: start and stop of three; empty where there are fewer.
+    """
+    whole[...] = 0
+    for of_whole, its_columns, of_b in _blocks(rank, *spans):
+        whole[of_whole, its_columns] = compute(b[of_b]) * np.float32(scale)
+
+
+def adapter_collect(
+    b: np.ndarray, whole: np.ndarray, scale: float, rank: int, columns: int, rows: int, *spans: int
+) -> None:
+    """b (rows, rank) = scale * what adapter_expand takes from there."""
+    for of_whole, its_columns, of_b in _blocks(rank, *spans):
+        b[of_b] = compute(whole[of_whole, its_columns]) * np.float32(scale)

@@ -1,0 +1,150 @@
+"""Where the weights of a run begin: random numbers or a model, and the adapters of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import parse_dtype
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
+from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
+from llmq.config.adapters import adapters_of
+from llmq.config.command_line import flag
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.data.identity import TokenizerId
+from llmq.data.tokenizer import Tokenizer
+from llmq.state.params import Param, weight_table
+from llmq.state.placement import table_of
+from llmq.train.ranks import Ranks
+
+
+def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
+    """The options with what --adapter says, where it is given; ConfigError where they differ.
+
+    LlmqError if it cannot be read, or is of another model.
+    """
+    if config.adapter is None:
+        return config
+    with AdapterFiles(config.adapter) as files:
+        adapters, saved = files.adapters(model), files.config
+    there: dict[str, Any] = {
+        "lora_rank": adapters.rank,
+        "lora_alpha": saved.alpha,
+        "lora_targets": ",".join(adapters.targets),
+        "lora_scaling": "rs" if saved.rs else "standard",
+        "train": adapters.train,
+    }
+    for name, value in there.items():
+        given, written = getattr(config, name), value
+        if name == "lora_targets" and given == "all":
+            written = given if adapters == _all_of(model, adapters.rank, adapters.train) else value
+        if given not in (None, 0, written):
+            raise ConfigError(
+                f"{flag(name, given)}: '{config.adapter}' has {flag(name, value)}: leave it out"
+            )
+    if config.lora_dropout is None:
+        there["lora_dropout"] = saved.dropout
+    return replace(config, **there).normalized()
+
+
+def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
+    every = TrainConfig(lora_rank=rank, train=train).normalized()
+    found = adapters_of(every)
+    targets = tuple(t for t in found.targets if t != "gate" or model.gated)
+    return replace(found, targets=targets)
+
+
+class Origin:
+    """Of one run; everything is checked when it is made. base: what adapters are of, or None."""
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
+        self.config, self.model, self.adapters = config, model, adapters_of(config)
+        self._hf = None if config.from_scratch else HfWeights(model_dir)
+        if self._hf is not None:
+            self._hf.check(weight_table(model))
+        self._files: AdapterFiles | None = None
+        self.base: BaseId | None = None
+        if self.adapters is not None:
+            self.base = self._base_id()
+        if config.adapter is not None:
+            self._files = AdapterFiles(config.adapter)
+            tied = model.tied_embeddings
+            self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
+            check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
+            self._warn_of_name()
+
+    def _base_id(self) -> BaseId:
+        if self._hf is None:
+            return random_base_id(self.config.model, self.config.seed)
+        return base_id(self.config.model, self._hf, weight_table(self.model))
+
+    def _warn_of_name(self) -> None:
+        """Of adapters made elsewhere nothing but the name of their model is known."""
+        name = self._files.config.base
+        if self._files.base is None and name and Path(name).name != Path(self.config.model).name:
+            warn(
+                [
+                    f"--adapter: '{self.config.adapter}' was made for the model '{name}', which "
+                    f"cannot be compared with --model {self.config.model}"
+                ]
+            )
+
+    def load(self, ranks: Ranks) -> None:
+        """Fill the weights."""
+        if self._hf is None:
+            self.init(ranks)
+            return
+
+        def read(param: Param) -> np.ndarray | None:
+            if self._files is not None and self._files.has(param):
+                return self._files.read(param)
+            return None if param.of_adapter else self._hf.read(param)
+
+        ranks.load(read)
+
+    def init(self, ranks: Ranks) -> None:
+        """Random weights."""
+        zero = self.config.init_proj_to_zero
+        ranks.init(self.model, self.config.seed, zero_projections=zero)
+
+    def check_checkpoint(self, reader: CheckpointReader) -> None:
+        """LlmqError if a checkpoint has other adapters, or adapters of another model."""
+        saved = {n: reader.manifest.options.get(n) for n in ("lora_rank", "lora_targets", "train")}
+        before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
+        for name in saved:
+            now, then = getattr(self.config, name), getattr(before, name)
+            if now != then:
+                raise LlmqError(
+                    f"checkpoint '{reader.path}' was made with {flag(name, then)}: continue it "
+                    f"so, not with {flag(name, now)}"
+                )
+        made_on = BaseId.of(reader.manifest.base)
+        check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
+
+    def export(
+        self,
+        directory: Path,
+        read: Callable[[Param], np.ndarray],
+        tokenizer: Tokenizer | Path | None,
+        made: TokenizerId | None,
+        run: RunId,
+    ) -> None:
+        """As export_model, or of a run with adapters as export_adapter. read: a parameter
+        of the run."""
+        config, origin = self.config, {"made": made, "run": run}
+        if self.adapters is None:
+            dtype = parse_dtype(config.model_dtype)
+            export_model(directory, self.model, read, dtype, tokenizer, **origin)
+            return
+        saved = AdapterConfig.of(config)
+        origin["base"] = self.base
+        export_adapter(directory, self.model, self.adapters, saved, read, tokenizer, **origin)

@@ -1,0 +1,73 @@
+"""Runs of `llmq train` with adapters, from the command line to PEFT's directory and on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from llmq.commands.cli import _run
+from tests.runs import make_workplace, records, train
+
+LORA = {"from_scratch": None, "lora_rank": 4, "lora_dropout": 0.1, "lora_targets": "q,v"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A workplace whose model has weights."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    assert train(steps=0, out_dir="base", tokenizer=None) == 0
+    (tmp_path / "model" / "model.safetensors").write_bytes(
+        (tmp_path / "base" / "model.safetensors").read_bytes()
+    )
+    return tmp_path
+
+
+def losses(log: str = "log.json") -> list[float]:
+    return [record["loss"] for record in records("step", log)]
+
+
+def test_train_continue_and_go_on(place, capsys):
+    """In one run or two; then others go on from what it has written."""
+    assert train(steps=6, name="one", log_file="one.json", out_dir="one", **LORA) == 0
+    adapter = load_file("one/adapter_model.safetensors")
+    assert len(adapter) == 2 * 2 * 2
+    saved = {"name": "two", "log_file": "two.json", "out_dir": "two", "checkpoint_dir": "two.ckpt"}
+    assert train(steps=3, save_training_state=True, **saved, **LORA) == 0
+    assert train(**{"continue": "", "steps": 6}, overwrite=None, **saved, **LORA) == 0
+    assert losses("two.json") == losses("one.json")
+    for name, value in load_file("two/adapter_model.safetensors").items():
+        assert (value == adapter[name]).all()
+    # --continue has the adapters' options from the checkpoint, and the model's place.
+    assert (
+        _run(["train", "--continue", "--name=two", "--checkpoint-dir=two.ckpt", "--steps=7"]) == 0
+    )
+
+    more = {"steps": 1, "from_scratch": None, "adapter": "one", "name": "more"}
+    assert train(out_dir="more", **more) == 0
+    said = json.loads(Path("more/adapter_config.json").read_text())
+    assert (said["r"], said["target_modules"]) == (4, ["q_proj", "v_proj"])
+    assert said["lora_dropout"] == 0.1
+    capsys.readouterr()
+    assert train(**more, lora_rank=8) == 2
+    assert "--lora-rank=8: 'one' has --lora-rank=4: leave it out" in capsys.readouterr().err
+    assert _run(["merge", "model", "one", "--out", "merged", "--model-dtype", "fp32"]) == 0
+    plan = ["--model=model", "--adapter=one", "--device=cpu", "--json", "--seq-len=16"]
+    assert _run(["plan", *plan]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text[text.index("{") :])["trained_parameters"] == sum(
+        value.size for value in adapter.values()
+    )
+
+
+def test_adapters_need_a_trained_model(place, capsys):
+    assert train(steps=1, lora_rank=4) == 2
+    assert "--lora-rank: adapters need a trained model" in capsys.readouterr().err
+    assert train(steps=1, adapter="base") == 2
+    assert "--adapter: needs the model that it adapts, not --from-scratch" in (
+        capsys.readouterr().err
+    )
+    assert train(steps=1, from_scratch=None, adapter="base") == 2
+    assert "--adapter: 'base' holds no adapters" in capsys.readouterr().err
