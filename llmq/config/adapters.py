@@ -26,7 +26,7 @@ from llmq.config.sizes import SizeFields
 _GROUP = "Adapters (LoRA)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
 class AdapterFields(SizeFields):
     """Fields, and those of adapters."""
 
