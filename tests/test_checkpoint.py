@@ -518,7 +518,9 @@ def fake(directory, *names):
         file = "weights.shard_000_of_001.safetensors"
         entry = FileEntry(file, "weights", 0, 0, hashlib.sha256().hexdigest())
         parts = {"data-loader": {}, "model": {}, "options": {}, "distributed": {"world": 1}}
-        parts |= {"version": 1, "run": {"step": 0, "state": {}}, "files": [entry._asdict()]}
+        number = re.search(r"step_(\d+)", name)
+        step = int(number[1]) if number else 0
+        parts |= {"version": 1, "run": {"step": step, "state": {}}, "files": [entry._asdict()]}
         write_manifest(directory / name, parts)
         (directory / name / entry.name).touch()
 

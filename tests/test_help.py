@@ -49,7 +49,7 @@ def test_help_shows_all_of_every_option(name, columns, capsys, monkeypatch):
     if name in ("train", TRAIN):
         titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
         assert titles[:3] == ["Options", "Model", "Data and shape"]
-        assert titles[-2:] == ["Several GPUs", OPTIONS["hidden_size"].group]
+        assert titles[-2:] == [OPTIONS[n].group for n in ("hidden_size", "lora_rank")]
 
 
 def test_help_names_all_commands_with_what_they_do(capsys):

@@ -293,8 +293,8 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_layers: "LAYERS",
-    parse_targets: "all|q,k,…",
-    parse_parts: "PART,…",
+    parse_targets: "all|q,k,...",
+    parse_parts: "PART,...",
     parse_vocab_size: "N|auto",
 }
 

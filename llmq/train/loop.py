@@ -156,7 +156,7 @@ class _Run:
         final_seconds: float,
     ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
-        size = checkpoint_bytes(trainer.model, trainer.plan.placement)
+        size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.requests = Requests(self.config, size)
         self.evaluations = Evaluations(trainer, reporter, material, lambda: self.ends)
         self.guard = Guard(self.config)
