@@ -24,7 +24,8 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
 from llmq.state.weights import Weights
-from llmq.train.ranks import Rank, Ranks
+from llmq.train.rank import Rank
+from llmq.train.ranks import Ranks
 from llmq.train.scaling import time_alone
 from tests.runs import VOCAB, B, T, make_workplace, options, write_tokens
 

@@ -89,9 +89,11 @@ PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
     """What a run may take on this machine."""
     if machine.kind == "host":
-        available, host = available_host_memory() // machine.world_size, None
+        available, host = available_host_memory() // machine.world.ranks_here, None
     else:
         available = machine.spec.memory
-        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
-        host = max(available_host_memory() - others, 0)
+        others = PROCESS_BYTES + DRIVER_BYTES * machine.world.ranks_here
+        # Of all machines together, which have as much as this one.
+        host = max(available_host_memory() - others, 0) * machine.world_size
+        host //= machine.world.ranks_here
     return Limits(device=min(available, config.memory_limit or available), host=host)

@@ -8,6 +8,7 @@ from typing import Any
 from llmq.base.errors import DiskFull
 from llmq.checkpoint.best import Best, Found
 from llmq.checkpoint.store import clean_old
+from llmq.runtime.processes import processes
 from llmq.train.metrics import Reporter
 from llmq.train.trainer import Trainer
 
@@ -51,6 +52,15 @@ class Keeping:
         self.saved_at = step
         self._clean()
 
+    def resume_best(self) -> None:
+        """Take what an earlier part of the run has noted of the best checkpoint."""
+
+        def noted() -> Best:
+            self.best.resume(self.trainer.run, self.trainer.steps_done)
+            return self.best
+
+        self.best = processes().on_first(noted)
+
     def keep_best(self, found: Found) -> None:
         """Write a checkpoint of this step, too, if it is the best so far. found: what is known."""
         step, metric = self.trainer.steps_done, self.best.metric
@@ -71,6 +81,7 @@ class Keeping:
         if config.ckpt_keep_n > 0:
             keep = (config.ckpt_keep_n, config.ckpt_major)
             own = (self.trainer.run, self.best.step)
-            removed = clean_old(config.checkpoint_dir, *keep, step, *own)
+            where = config.checkpoint_dir
+            removed = processes().on_first(lambda: clean_old(where, *keep, step, *own))
             if removed:
                 self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)

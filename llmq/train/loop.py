@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from contextlib import ExitStack, closing
@@ -21,6 +22,8 @@ from llmq.config.options import TrainConfig
 from llmq.model.step import Result
 from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.processes import processes
+from llmq.train.agreement import Agreement, check_shared, check_token_files
 from llmq.train.announce import (
     announce_data,
     announce_machine,
@@ -35,7 +38,7 @@ from llmq.train.json_log import JsonLog
 from llmq.train.keeping import Keeping
 from llmq.train.live import LiveView
 from llmq.train.metrics import Reporter
-from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
+from llmq.train.monitor import open_monitor, report_gpus, speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
     locked_places,
@@ -63,16 +66,19 @@ def run_training(
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the
-    last validation, which may end before it has seen all. What cannot work is found before the
-    first step: LlmqError for paths that cannot be written or belong to another run, a checkpoint
-    that is not there, data that does not fit, too little memory.
+    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the last
+    validation, which may end before it has seen all. LlmqError before the first step: paths that
+    cannot be written or belong to another run, a checkpoint that is not there, data that does not
+    fit, too little memory.
     """
-    check_writable("--out-dir", config.out_dir)
-    check_writable("--checkpoint-dir", config.checkpoint_dir)
-    with locked_places(config):
-        checkpoint = checkpoint_to_continue(config)
-        run = run or run_id(config, checkpoint)
+    first = processes().on_first
+    first(lambda: check_writable("--out-dir", config.out_dir))
+    first(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
+    with ExitStack() as stack:
+        first(lambda: stack.enter_context(locked_places(config)))
+        check_shared("--checkpoint-dir", config.checkpoint_dir)
+        checkpoint = first(lambda: checkpoint_to_continue(config))
+        run = run or first(lambda: run_id(config, checkpoint))
         _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
@@ -87,20 +93,23 @@ def _run_locked(
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    strangers = things_in_the_way(config, identity, model_dir, checkpoint)
+    them = processes()
+    strangers = them.on_first(lambda: things_in_the_way(config, identity, model_dir, checkpoint))
     host_memory_before = available_host_memory()
-    tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
+    tokenizer = them.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
         trainer.run = identity
-        check_data(trainer)
-        material = run_end.enter_context(closing(read_material(trainer)))
-        best = Best(config.keep_best, config.checkpoint_dir, material.metrics)
+        them.each(lambda: check_data(trainer))
+        material = run_end.enter_context(closing(them.each(lambda: read_material(trainer))))
+        check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
+        best = them.each(lambda: Best(config.keep_best, config.checkpoint_dir, material.metrics))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
-        moved = move_aside(strangers)
-        log = JsonLog(config.log_file, append=config.continue_from is not None)
+        moved = them.on_first(lambda: move_aside(strangers))
+        path = config.log_file if them.first else Path(os.devnull)
+        log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds)
         try:
@@ -126,6 +135,8 @@ def _run_locked(
 def _view(trainer: Trainer) -> View:
     console = Console()
     left = trainer.total_steps - trainer.steps_done
+    if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
+        return PlainView()
     if left > 0 and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, trainer.steps_done, trainer.total_steps)
     return PlainView()
@@ -155,7 +166,7 @@ class _Run:
         final_seconds: float,
     ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
-        self.evaluations = Evaluations(trainer, reporter, material, lambda: self.signum is not None)
+        self.evaluations = Evaluations(trainer, reporter, material, self._stopped)
         self.keeping = Keeping(trainer, reporter, best, self._history)
         self.final_seconds = final_seconds
         self.monitors = [
@@ -170,12 +181,22 @@ class _Run:
         self.last_end: int | None = None
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self.signals = FirstSignal()
+        self.agreement = Agreement() if processes().count > 1 else None
         self.watchers: list[Watcher] = []
 
     @property
     def signum(self) -> int | None:
-        """The signal that asks the run to end, if one came."""
-        return self.signals.signum
+        """The signal that asks the run to end, if one came: to any process, as of `_agree`."""
+        return self.signals.signum if self.agreement is None else self.agreement.signum
+
+    def _stopped(self) -> bool:
+        """Whether a signal has come to this process."""
+        return self.signals.signum is not None
+
+    def _agree(self) -> None:
+        """Exchange with other processes what each may see alone. Between any two steps."""
+        if self.agreement is not None:
+            self.agreement.exchange(self.signals.signum)
 
     def close(self) -> None:
         """Stop the monitors and close the reports."""
@@ -193,7 +214,7 @@ class _Run:
         announce_options(self.trainer, self.reporter, argv, checkpoint)
         for line in notes:
             self.reporter.message(line)
-        self.watchers = start_watchers(self.config)
+        self.watchers = start_watchers(self.config) if processes().first else []
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -218,7 +239,7 @@ class _Run:
             if trainer.history:
                 reporter.history = trainer.history
                 self.evaluations.done_at = trainer.history.get("done_at", {})
-            self.keeping.best.resume(trainer.run, trainer.steps_done)
+            self.keeping.resume_best()
         elif self.config.from_scratch:
             with reporter.section("Initializing model from scratch"):
                 trainer.load_weights()
@@ -237,6 +258,7 @@ class _Run:
         self.first = trainer.steps_done
         while trainer.steps_done < trainer.total_steps:
             self._between_steps()
+            self._agree()
             if self.signum is None:
                 self._step()
             if self.signum is not None:
@@ -246,6 +268,7 @@ class _Run:
             self._report_scaling()
         if self.config.save_training_state:  # before the long evaluation at the end
             self.save()
+        self._agree()
         if self.signum is not None:
             self._leave()
 
@@ -316,10 +339,8 @@ class _Run:
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
             self.reporter.fast_products(p.step, chosen)
-        for rank, monitor in enumerate(self.monitors):
-            if monitor is not None and p.step % self.config.log_gpu_util == 0:
-                sample = monitor.sample()
-                self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
+        if self.config.log_gpu_util > 0 and p.step % self.config.log_gpu_util == 0:
+            report_gpus(self.reporter, self.monitors, p.step)
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:
@@ -356,6 +377,7 @@ class _Run:
         step = self.trainer.steps_done
         loss = self.evaluate(None, self.final_seconds)
         self._judge(at_end=True)
+        self._agree()
         if self.signum is not None:
             self._leave()
         if self.config.validates:

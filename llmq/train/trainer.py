@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,13 +29,16 @@ from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
-from llmq.plan.plan import Plan, Usage
+from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.processes import processes, refuse_several
+from llmq.runtime.world import World
 from llmq.state.params import Param, weight_table
+from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
-from llmq.train.loaders import mean_loss, open_loaders
+from llmq.train.loaders import mean_loss, open_loaders, set_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice, sample_once
@@ -70,6 +72,7 @@ class Trainer:
     """
 
     def __init__(self, **options: Any):
+        refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
         config = make_config(options)
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
@@ -115,12 +118,13 @@ class Trainer:
         self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
         self.world_size = self.machine.world_size
-        self.plan: Plan
-        self.plan, planned, backend = plan_run(config, model, self.machine)
+        planning = processes().each(lambda: plan_run(config, model, self.machine))
+        self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
             self._hf.check(weight_table(model))
+        check_start(config, model, (planned, backend, self.plan.usage.sizes), self._hf)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
@@ -135,15 +139,15 @@ class Trainer:
 
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
-        """Training batches of each rank; opened, and every file checked, at first use."""
-        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=False)
+        """Training batches of this process's ranks; files are opened and checked at first use."""
+        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
-        """Validation batches of each rank; opened, and every file checked, at first use."""
+        """Validation batches, as train_loaders."""
         if not self.config.validates:
             return []
-        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=True)
+        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:
@@ -214,8 +218,10 @@ class Trainer:
         lr = self.learning_rate(self.steps_done)
         if batches is not None:
             batches = checked_batches(batches, self.config, self.model, self.world_size)
+        world = self.machine.world
+        size, places = (world.size, world.local) if batches else (world.count, range(world.count))
         taken = self._next_batches() if batches is None else batches
-        of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
+        of_ranks = [taken[place::size] for place in places]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks)
         self.steps_done += 1
         return ticket
@@ -230,9 +236,10 @@ class Trainer:
         return self.config.grad_accumulation * self.world_size
 
     def _next_batches(self) -> list[Batch]:
+        """Of this process; DataError in all if one cannot read its own."""
         self.advance_epoch_if_needed()
-        loaders = itertools.cycle(self.train_loaders)
-        return [loader.next_batch() for loader in itertools.islice(loaders, self.micro_batches)]
+        turns = self.train_loaders * self.config.grad_accumulation
+        return processes().each(lambda: [loader.next_batch() for loader in turns])
 
     def advance_epoch_if_needed(self) -> bool:
         """Begin the next epoch if this one has less than a step left; returns whether it did."""
@@ -281,10 +288,7 @@ class Trainer:
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
-
-        It is looked for at first use.
-        """
+        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace."""
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
@@ -303,7 +307,7 @@ class Trainer:
             run=self.run,
             tokenizer_id=self.tokenizer_id and self.tokenizer_id.record(),
         )
-        return writer.commit(manifest, files)
+        return processes().on_first(lambda: writer.commit(manifest, files))
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
@@ -315,7 +319,8 @@ class Trainer:
         found = checkpoint_at(Path(path))
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        with CheckpointReader(found) as reader:
+        share = (processes().index, processes().count)
+        with processes().each(lambda: CheckpointReader(found, share)) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
@@ -323,7 +328,8 @@ class Trainer:
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
-                self._set_loaders(reader.manifest.loader)
+                state, opened = reader.manifest.loader, self.__dict__.get("train_loaders", [])
+                set_loaders(self.train_loaders if state else opened, state)
             runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
@@ -335,15 +341,6 @@ class Trainer:
             self.run = self.run.continuing(reader.manifest.run, reader.step)
             return changes.others
 
-    def _set_loaders(self, state: dict[str, Any]) -> None:
-        """Go to where the training data was. {}: no file had been opened, so to its start."""
-        if state:
-            for loader in self.train_loaders:
-                loader.set_state(state)
-        else:
-            for loader in self.__dict__.get("train_loaders", []):
-                loader.reset()
-
     def export(self, directory: str | Path | None = None) -> None:
         """Write the model as transformers loads it, with its tokenizer; None: --out-dir."""
         directory = self.config.out_dir if directory is None else Path(directory)
@@ -351,7 +348,8 @@ class Trainer:
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         dtype = parse_dtype(self.config.model_dtype)
         made = self.tokenizer_id
-        export_model(directory, self.model, self._read_weight, dtype, tokenizer, made, run=self.run)
+        rest, run = (dtype, tokenizer, made), self.run
+        self.ranks.first_reads(lambda r: export_model(directory, self.model, r, *rest, run=run))
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
@@ -362,8 +360,9 @@ class Trainer:
         the weights goes to the CPU or GPU 0, and nothing of the training changes. LlmqError where
         there is no room for it, the prompt is too long, or the run's tokenizer is not known.
         """
+        refuse_several("Trainer.sample")
         return sample_once(
-            replace(self.machine, world_size=1),
+            replace(self.machine, world=World()),
             self.model,
             self._read_weight,
             self.tokenizer,

@@ -1,0 +1,133 @@
+"""Whether the processes of a run still answer, and whether any of their ranks makes progress.
+
+A thread of each process tells the first one what its ranks do, and the first one answers, whatever
+the other threads are waiting for. Who is not heard of for so long, or a run in which no rank goes
+on, ends all processes on all machines.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llmq.runtime.mpi import MpiProcesses
+from llmq.runtime.workers import RankPool
+
+LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
+STATUS = 2
+
+
+class Doing(NamedTuple):
+    """What a rank does. waits: for others, so that it is not the one that hangs."""
+
+    rank: int
+    waits: bool
+    line: str
+
+
+class Beat(NamedTuple):
+    """What a process tells. idle: seconds since its ranks made progress. busy: they have work."""
+
+    idle: float
+    busy: bool
+    ranks: tuple[Doing, ...]
+    ended: bool = False
+
+
+class Heartbeat:
+    """The thread of one process. close() before the ranks' threads end."""
+
+    def __init__(
+        self,
+        processes: MpiProcesses,
+        pool: RankPool,
+        seconds: float,
+        waits: Callable[[int], bool],
+    ):
+        """seconds: --watchdog, positive. waits: whether a rank of this process waits for others."""
+        self._processes, self._pool, self._waits = processes, pool, waits
+        self._seconds = seconds + (0.0 if processes.first else LATER)
+        self._beats: dict[int, tuple[float, Beat]] = {}  # when, and what
+        self._start = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _own(self, *, ended: bool = False) -> Beat:
+        pool, base = self._pool, self._pool.world.base
+        ranks = tuple(
+            Doing(base + rank, self._waits(rank), pool.doing(rank))
+            for rank in range(pool.world_size)
+        )
+        return Beat(time.monotonic() - pool.progress, pool.busy, ranks, ended)
+
+    def _run(self) -> None:
+        first = self._processes.first
+        others = range(1, self._processes.count) if first else [0]
+        while not self._closed.wait(min(1.0, self._seconds / 8)):
+            for process, beat in self._processes.heard():
+                self._beats[process] = (time.monotonic(), beat)
+            own = self._own()
+            for process in others:
+                self._processes.tell(process, own)
+            problem = self._silent(others) or (self._hanging(own) if first else None)
+            if problem is not None:
+                self._end(problem)
+
+    def _age(self, process: int) -> float:
+        """Seconds since a process was heard of."""
+        return time.monotonic() - self._beats.get(process, (self._start,))[0]
+
+    def _silent(self, others: range | list[int]) -> str | None:
+        """What to say of a process that does not answer."""
+        for process in others:
+            _, last = self._beats.get(process, (0.0, None))
+            age = self._age(process)
+            if age < self._seconds or (last is not None and last.ended):
+                continue
+            world = self._pool.world
+            ranks = [f"rank {doing.rank}: {doing.line}" for doing in last.ranks] if last else []
+            first_rank = sum(world.counts[:process])
+            what = "; ".join(ranks) or f"rank {first_rank}: nothing was heard of it"
+            return (
+                f"{world.name_of_process(process)} has not answered for {age:.0f} seconds; the "
+                f"last of it: {what}"
+            )
+        return None
+
+    def _hanging(self, own: Beat) -> str | None:
+        """What to say if no rank of any process goes on."""
+        beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
+        ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
+        idle = min(beat.idle + ages[process] for process, beat in beats.items())
+        if idle < self._seconds or not any(beat.busy for beat in beats.values()):
+            return None
+        found = [doing for _, beat in sorted(beats.items()) for doing in beat.ranks]
+        for doing in found:
+            self._print(f"{self._pool.world.name(doing.rank)}: {doing.line}")
+        culprit = next((doing for doing in found if not doing.waits), found[0])
+        return (
+            f"no rank has made progress for {idle:.0f} seconds; the first that waits for no other "
+            f"one is {self._pool.world.name(culprit.rank)}: {culprit.line}; raise --watchdog if "
+            "this is not a hang, 0 switches it off"
+        )
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _end(self, problem: str) -> None:
+        self._print(f"error: {problem}")
+        self._processes.abort(STATUS)
+
+    def close(self) -> None:
+        """Stop watching, and tell the others that this process has."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join(1.0)
+        others = range(1, self._processes.count) if self._processes.first else [0]
+        for process in others:
+            self._processes.tell(process, self._own(ended=True))
