@@ -41,6 +41,8 @@ def joined() -> Iterator[Processes]:
         except Interrupted:
             group.gather(None)
             raise
+        except SystemExit:
+            raise
         except BaseException as error:
             if not getattr(error, "agreed", False):
                 _tell(group, error)
@@ -49,6 +51,7 @@ def joined() -> Iterator[Processes]:
                 raise SystemExit(STATUS) from None
             raise
         finally:
+            group.close()
             set_processes(ALONE)
 
 

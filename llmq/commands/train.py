@@ -65,6 +65,7 @@ def _train(
     config, model, model_dir = processes.each(
         lambda: load_run(given, config_file, trains=True, weights=not dry_run)
     )
+    processes.start_heartbeat(config.watchdog)
     argv = sys.argv
     if auto:
         from llmq.plan.report import choose

@@ -11,13 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
-from llmq.runtime.mpi import MpiProcesses
 from llmq.runtime.workers import RankPool
 
 LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
 STATUS = 2
+
+
+class Channel(Protocol):
+    """What of the processes is used here: llmq.runtime.mpi.MpiProcesses."""
+
+    first: bool
+    count: int
+    machines: tuple[str, ...]
+
+    def tell(self, to: int, value: Any) -> None: ...
+
+    def heard(self) -> list[tuple[int, Any]]: ...
+
+    def abort(self, status: int) -> NoReturn: ...
 
 
 class Doing(NamedTuple):
@@ -38,17 +51,13 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """The thread of one process. close() before the ranks' threads end."""
+    """The thread of one process."""
 
-    def __init__(
-        self,
-        processes: MpiProcesses,
-        pool: RankPool,
-        seconds: float,
-        waits: Callable[[int], bool],
-    ):
-        """seconds: --watchdog, positive. waits: whether a rank of this process waits for others."""
-        self._processes, self._pool, self._waits = processes, pool, waits
+    def __init__(self, processes: Channel, seconds: float):
+        """seconds: --watchdog, positive."""
+        self._processes = processes
+        self._pool: RankPool | None = None
+        self._waits: Callable[[int], bool] = lambda rank: False
         self._seconds = seconds + (0.0 if processes.first else LATER)
         self._beats: dict[int, tuple[float, Beat]] = {}  # when, and what
         self._start = time.monotonic()
@@ -56,8 +65,15 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
+    def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        """Tell what these ranks do. waits: whether one of them waits for others."""
+        self._waits, self._pool = waits, pool
+
     def _own(self, *, ended: bool = False) -> Beat:
-        pool, base = self._pool, self._pool.world.base
+        pool = self._pool
+        if pool is None or pool.closed:
+            return Beat(0.0, False, (), ended)
+        base = pool.world.base
         ranks = tuple(
             Doing(base + rank, self._waits(rank), pool.doing(rank))
             for rank in range(pool.world_size)
@@ -88,15 +104,13 @@ class Heartbeat:
             age = self._age(process)
             if age < self._seconds or (last is not None and last.ended):
                 continue
-            world = self._pool.world
             ranks = [f"rank {doing.rank}: {doing.line}" for doing in last.ranks] if last else []
-            first_rank = sum(world.counts[:process])
-            what = "; ".join(ranks) or f"rank {first_rank}: nothing was heard of it"
-            return (
-                f"{world.name_of_process(process)} has not answered for {age:.0f} seconds; the "
-                f"last of it: {what}"
-            )
+            what = "; ".join(ranks) or "it has not begun to open its devices"
+            return f"{self._name(process)} has not answered for {age:.0f} seconds; before: {what}"
         return None
+
+    def _name(self, process: int) -> str:
+        return f"process {process} on machine '{self._processes.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
         """What to say if no rank of any process goes on."""
@@ -105,14 +119,14 @@ class Heartbeat:
         idle = min(beat.idle + ages[process] for process, beat in beats.items())
         if idle < self._seconds or not any(beat.busy for beat in beats.values()):
             return None
-        found = [doing for _, beat in sorted(beats.items()) for doing in beat.ranks]
-        for doing in found:
-            self._print(f"{self._pool.world.name(doing.rank)}: {doing.line}")
-        culprit = next((doing for doing in found if not doing.waits), found[0])
+        found = [(p, doing) for p, beat in sorted(beats.items()) for doing in beat.ranks]
+        for process, doing in found:
+            self._print(f"rank {doing.rank} of {self._name(process)}: {doing.line}")
+        process, culprit = next((pair for pair in found if not pair[1].waits), found[0])
         return (
             f"no rank has made progress for {idle:.0f} seconds; the first that waits for no other "
-            f"one is {self._pool.world.name(culprit.rank)}: {culprit.line}; raise --watchdog if "
-            "this is not a hang, 0 switches it off"
+            f"one is rank {culprit.rank} of {self._name(process)}: {culprit.line}; raise "
+            "--watchdog if this is not a hang, 0 switches it off"
         )
 
     def _print(self, line: str) -> None:

@@ -14,12 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from llmq.base.errors import LlmqError
+from llmq.runtime.heartbeat import Heartbeat
 from llmq.runtime.processes import Outcome, Processes, launched
+
+if TYPE_CHECKING:
+    from llmq.runtime.workers import RankPool
 
 T = TypeVar("T")
 
@@ -69,6 +73,7 @@ class MpiProcesses(Processes):
         self._lock = threading.Lock()
         self.index, self.count = self._world.Get_rank(), self._world.Get_size()
         self.check: Callable[[], None] = lambda: None  # raises if there is no use in waiting
+        self._heartbeat: Heartbeat | None = None
         self._told: list[Any] = []  # what `tell` has begun, which keeps its memory
         self.machines = ("",) * self.count
         self.machines = tuple(self.gather(os.environ.get("LLMQ_MACHINE") or socket.gethostname()))
@@ -206,6 +211,21 @@ class MpiProcesses(Processes):
         return found
 
     # -- watching --------------------------------------------------------------------------------
+
+    def start_heartbeat(self, seconds: float) -> None:
+        """See from now on that all processes answer and go on. seconds: --watchdog; 0: never."""
+        if seconds > 0:
+            self._heartbeat = Heartbeat(self, seconds)
+
+    def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        self.check = pool.check
+        if self._heartbeat is not None:
+            self._heartbeat.watch(pool, waits)
+
+    def close(self) -> None:
+        """End the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def tell(self, to: int, value: Any) -> None:
         """Send something small to a process's `heard`, without waiting for anything."""

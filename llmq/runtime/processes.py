@@ -16,6 +16,8 @@ from llmq.base.errors import LlmqError
 if TYPE_CHECKING:  # --help does not wait for NumPy
     import numpy as np
 
+    from llmq.runtime.workers import RankPool
+
 T = TypeVar("T")
 
 # What launchers tell how many processes they have started: Open MPI's mpirun, those of MPICH and
@@ -44,6 +46,12 @@ class Processes:
 
     index, count = 0, 1
     machines: tuple[str, ...] = ("",)
+
+    def start_heartbeat(self, seconds: float) -> None:
+        """See from now on that all processes answer and go on. seconds: --watchdog; 0: never."""
+
+    def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        """From now on the ranks of this process are those of the pool."""
 
     @property
     def first(self) -> bool:

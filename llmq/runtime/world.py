@@ -65,7 +65,3 @@ class World:
         if len(self.counts) == 1:
             return f"rank {rank}"
         return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"
-
-    def name_of_process(self, index: int) -> str:
-        """Of a process, for messages."""
-        return f"process {index} on machine '{self.machines[index]}'"

@@ -22,7 +22,6 @@ from llmq.data.tokens import MASKED_TARGET
 from llmq.model.step import RESULTS, Result, Step
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
-from llmq.runtime.heartbeat import Heartbeat
 from llmq.runtime.machine import Machine
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
@@ -66,11 +65,7 @@ class Ranks:
             describe=self._describe,
             world=self.world,
         )
-        self._heartbeat: Heartbeat | None = None
-        if several:
-            processes().check = self.pool.check
-            if config.watchdog > 0:
-                self._heartbeat = Heartbeat(processes(), self.pool, config.watchdog, self._waits)
+        processes().watch(self.pool, self._waits)
 
         exchange, sizes = comm_options(config, plan.placement), plan.usage.sizes
 
@@ -312,8 +307,6 @@ class Ranks:
 
     def close(self) -> None:
         """Free the devices and end the threads. Once more changes nothing."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
         idle = threading.Barrier(self.world.count)
 
         def close(index: int) -> None:

@@ -124,7 +124,8 @@ class Trainer:
         self._hf = None if config.from_scratch else HfWeights(model_dir)
         if self._hf is not None:
             self._hf.check(weight_table(model))
-        check_start(config, model, (planned, backend, self.plan.usage.sizes), self._hf)
+        chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
+        check_start(config, model, chosen, self._hf)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
