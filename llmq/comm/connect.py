@@ -59,4 +59,4 @@ def connect(
         return None
     from llmq.comm.cuda import connect_cuda
 
-    return connect_cuda(devices, options, workers)
+    return connect_cuda(devices, options, workers, world)

@@ -68,6 +68,7 @@ class Heartbeat:
     def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
         """Tell what these ranks do. waits: whether one of them waits for others."""
         self._waits, self._pool = waits, pool
+        self._tell()
 
     def _own(self, *, ended: bool = False) -> Beat:
         pool = self._pool
@@ -80,15 +81,23 @@ class Heartbeat:
         )
         return Beat(time.monotonic() - pool.progress, pool.busy, ranks, ended)
 
+    @property
+    def _others(self) -> range:
+        """The processes that are told: the first tells all others, these tell the first."""
+        return range(1, self._processes.count) if self._processes.first else range(1)
+
+    def _tell(self, *, ended: bool = False) -> Beat:
+        own = self._own(ended=ended)
+        for process in self._others:
+            self._processes.tell(process, own)
+        return own
+
     def _run(self) -> None:
-        first = self._processes.first
-        others = range(1, self._processes.count) if first else [0]
+        first, others = self._processes.first, self._others
         while not self._closed.wait(min(1.0, self._seconds / 8)):
             for process, beat in self._processes.heard():
                 self._beats[process] = (time.monotonic(), beat)
-            own = self._own()
-            for process in others:
-                self._processes.tell(process, own)
+            own = self._tell()
             problem = self._silent(others) or (self._hanging(own) if first else None)
             if problem is not None:
                 self._end(problem)
@@ -97,7 +106,7 @@ class Heartbeat:
         """Seconds since a process was heard of."""
         return time.monotonic() - self._beats.get(process, (self._start,))[0]
 
-    def _silent(self, others: range | list[int]) -> str | None:
+    def _silent(self, others: range) -> str | None:
         """What to say of a process that does not answer."""
         for process in others:
             _, last = self._beats.get(process, (0.0, None))
@@ -142,6 +151,4 @@ class Heartbeat:
             return
         self._closed.set()
         self._thread.join(1.0)
-        others = range(1, self._processes.count) if self._processes.first else [0]
-        for process in others:
-            self._processes.tell(process, self._own(ended=True))
+        self._tell(ended=True)

@@ -13,7 +13,7 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.errors import DiskFull
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
-from llmq.checkpoint.shards import Part, assemble, parts_of
+from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.config.model import ModelConfig
@@ -269,18 +269,16 @@ class Ranks:
             lambda rank: rank.step.weights.init(model, seed, zero_projections=zero_projections),
         )
 
-    def read_param(self, group: str, param: Param) -> np.ndarray:
+    def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:
         """A host copy of one whole parameter, padding included; only one is in memory.
 
-        All processes call it, and get it.
+        All processes call it, and get it, or only the first does.
         """
-        return assemble(param, processes().gather_arrays(self._parts(group, param)))
-
-    def _parts(self, group: str, param: Param) -> list[Part]:
-        """What this process's ranks hold of a parameter."""
         name = f"reading {param.name}"
-        parts = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
-        return [part for of_rank in parts for part in of_rank]
+        of_ranks = self.run(name, lambda rank: parts_of(rank.dev, param, rank.pieces(group)))
+        own = [part for of_rank in of_ranks for part in of_rank]
+        parts = processes().gather_arrays(own, to_all=to_all)
+        return assemble(param, parts) if to_all or processes().first else np.empty(0)
 
     def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
         """fn(read) on the first process, where read gives a whole weight; the others take part."""
@@ -288,7 +286,7 @@ class Ranks:
 
         def read(param: Param) -> np.ndarray:
             them.share(param)
-            return assemble(param, them.gather_arrays(self._parts("weights", param), to_all=False))
+            return self.read_param("weights", param, to_all=False)
 
         def whole() -> T:
             try:
@@ -297,7 +295,7 @@ class Ranks:
                 them.share(None)
 
         while not them.first and (param := them.share(None)) is not None:
-            them.gather_arrays(self._parts("weights", param), to_all=False)
+            self.read_param("weights", param, to_all=False)
         return them.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
