@@ -7,8 +7,10 @@ each GPU's share of the host's memory.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
@@ -52,12 +54,25 @@ class Phase:
     wall: float
 
 
+class Network(NamedTuple):
+    """What joins machines of as many GPUs each. rate: bytes per second that one of them sends, and
+    receives at the same time."""
+
+    machines: int = 1
+    rate: float = math.inf
+
+
+ONE_MACHINE = Network()
+
+
 class Rates:
     """What a card takes for each piece of work."""
 
-    def __init__(self, card: Card, gpus: int = 1, *, nccl: bool = False):
+    def __init__(
+        self, card: Card, gpus: int = 1, *, nccl: bool = False, network: Network = ONE_MACHINE
+    ):
         """gpus: how many of this card share the host's memory. nccl: whether it exchanges."""
-        self.card = card
+        self.card, self._network = card, network
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
@@ -78,9 +93,9 @@ class Rates:
         return LAUNCH + memory
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
-        """Seconds on the bus towards the card, on the bus away from it, on the link, and of host
-        memory, by name and without those that it does not need; and seconds of a bus that is busy
-        both ways.
+        """Seconds on the bus towards the card, on the bus away from it, on the link, of host memory
+        and on the network, by name and without those that it does not need; and seconds of a bus
+        that is busy both ways.
         """
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
         if sizes not in self._transfers:  # pieces of transfers are all alike
@@ -102,6 +117,9 @@ class Rates:
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
         carriers = {"load": load, "store": store, "link": link, "host": host}
+        if self._network.machines > 1:
+            # In a ring through all GPUs each machine passes on what one GPU receives.
+            carriers["network"] = (received + shared) / self._network.rate
         both_ways = (loaded + stored) / self._bus / BOTH_WAYS
         both_ways += max(staged_in, staged_out) / self._staged
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
@@ -192,10 +210,21 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def step_time(plan: Plan, card: Card) -> StepTime:
+def step_time(plan: Plan, card: Card, network: Network = ONE_MACHINE) -> StepTime:
     """The time of a step. All streams meet between micro-steps, and before the update."""
     reached = card if plan.peer_access else replace(card, link=0.0)
-    rates = Rates(reached, plan.world_size, nccl=plan.nccl)
+    gpus = plan.world_size // network.machines
+    return _step_time(plan, Rates(reached, gpus, nccl=plan.nccl, network=network))
+
+
+def exposed_seconds(plan: Plan, card: Card, network: Network = ONE_MACHINE) -> float:
+    """Of a step, how much longer it takes because GPUs and machines exchange data."""
+    gpus = plan.world_size // network.machines
+    at_once = Rates(replace(card, link=math.inf), gpus, nccl=plan.nccl)
+    return step_time(plan, card, network).total - _step_time(plan, at_once).total
+
+
+def _step_time(plan: Plan, rates: Rates) -> StepTime:
     parts = dict.fromkeys(PARTS, 0.0)
     for trace, count in plan.micro_steps:
         phase = replay(trace, rates)

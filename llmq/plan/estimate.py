@@ -16,8 +16,8 @@ from llmq.config.cards import Card
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Recompute
+from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES
-from llmq.plan.cost import StepTime, step_time
 from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
 from llmq.runtime.device import DeviceSpec
@@ -60,19 +60,29 @@ class Planner:
         backend: str,
         card: Card,
         world_size: int = 1,
+        network: Network = ONE_MACHINE,
     ):
+        """world_size: GPUs of all machines that the network joins."""
+        self.network = network
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size = card, world_size
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
+    @property
+    def gpus(self) -> int:
+        """Of one machine: --gpus."""
+        return self.world_size // self.network.machines
+
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
-        return Planner(model, self.spec, self.backend, self.card, self.world_size)
+        rest = (self.backend, self.card, self.world_size, self.network)
+        return Planner(model, self.spec, *rest)
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
-        return make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
+        made = make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
+        return replace(made, machines=self.network.machines)
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""
@@ -126,7 +136,7 @@ class Planner:
         stack = plan.usage.sizes.stack
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
-        time = step_time(plan, self.card)
+        time = step_time(plan, self.card, self.network)
         return np.array([*memory, *(time.parts[name] for name in TIMES)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:

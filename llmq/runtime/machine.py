@@ -66,7 +66,8 @@ class Machine:
         """
         ranks = {"rank": rank, "world_size": self.world_size}
         if self.kind == "host":
-            return _open_host(sizes, self.world.ranks_here, **ranks)
+            _check_host_memory(sizes, self.world.ranks_here)
+            return _open_host(sizes, **ranks)
         from llmq.runtime.cuda_device import CudaDevice
 
         index = self.index(rank)
@@ -81,7 +82,8 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     For work that devices do beside each other without exchanging anything. As Machine.open.
     """
     if machine.kind == "host":
-        return _open_host(sizes, 1, rank=0, world_size=1)
+        _check_host_memory(sizes, 1)
+        return _open_host(sizes, rank=0, world_size=1)
     from llmq.runtime.cuda_device import CudaDevice
 
     if machine.world_size > 1:
@@ -215,10 +217,8 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
     )
 
 
-def _open_host(sizes: MemorySizes, ranks_here: int, rank: int, world_size: int) -> Device:
+def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
     """ranks_here: those that take as much of this machine's memory."""
-    from llmq.runtime.host_device import HostDevice
-
     needed = (sizes.device + sizes.stack + sizes.host) * ranks_here
     available = available_host_memory()
     if needed > available:  # the system would promise more than it has, and kill us later
@@ -226,4 +226,9 @@ def _open_host(sizes: MemorySizes, ranks_here: int, rank: int, world_size: int) 
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
         )
+
+
+def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
+    from llmq.runtime.host_device import HostDevice
+
     return HostDevice(sizes, rank=rank, world_size=world_size)
