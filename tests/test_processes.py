@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from llmq.base.errors import LlmqError
 from llmq.checkpoint.manifest import read_manifest
+from llmq.commands.cli import _run
+from llmq.train.trainer import Trainer
 from tests.covering import covering
-from tests.mpi import case, run, start
-from tests.runs import make_workplace, records, train, write_tokens
+from tests.mpi import ENVIRONMENT, case, run, start
+from tests.runs import flags, make_workplace, records, train, write_tokens
+from tests.test_between_steps import EVERYTHING, OPTIONS, write_questions
 from tests.test_training import digests, measured
 
 pytest.importorskip("mpi4py")
@@ -71,10 +77,32 @@ def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
     assert [line for line in out if line.startswith("status")].count("status of process 0: 0") == (
         len(ROWS)
     )
-    assert not [line for line in out if line == "status of process 1: 0" and line in out[:1]]
     for i, row in enumerate(ROWS):
         assert train(gpus=sum(row["ranks"]), **options_of(row), **places(f"one-{i}")) == 0
         same_bits(f"one-{i}", f"two-{i}", 3)
+
+
+def kept(name: str) -> list[tuple]:
+    """What a run has measured beside its steps, in order."""
+    kinds = {"eval": ("loss",), "task": ("name", "metric", "value"), "sample": ("prompt", "text")}
+    return [
+        (kind, record["step"], *(record[key] for key in keys))
+        for kind, keys in kinds.items()
+        for record in records(kind, f"{name}.json")
+    ]
+
+
+def test_validations_tasks_and_samples_of_several_processes(capfd):
+    write_questions()
+    options = OPTIONS | {"keep_best": "loss", "ckpt_keep_n": 1, "save_training_state": True}
+    options |= {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed"}
+    own = [["--gpus=2", *EVERYTHING], ["--gpus=1", *EVERYTHING]]
+    status, _, err = run(2, case(own=own, **options | places("two")))
+    assert status == 0 and "error" not in err
+    assert _run(["train", *flags(gpus=3, **options | places("one")), *EVERYTHING]) == 0
+    assert kept("one") == kept("two") and len(kept("one")) > 10
+    same_bits("one", "two", 4)
+    assert sorted(os.listdir("one-ckpt")) == sorted(os.listdir("two-ckpt"))
 
 
 def test_an_interrupted_run_goes_on_in_another_number_of_processes():
@@ -140,6 +168,26 @@ def test_a_full_disk_and_damaged_data_of_one_process():
     assert len(records("step", "full.json")) == 5, "the run goes on"
     assert list(Path("full-ckpt").glob("step_*")) == []
     assert sorted(os.listdir("damaged-ckpt")) == ["step_00000002", "step_00000003"]
+
+
+def test_what_works_in_one_process_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for command in (["tokenize", "x"], ["train", "--auto"], ["train", "--dry-run"], ["plan"]):
+        assert _run(command) == 2
+        assert re.match("error: .* works in one process, and 2 were st", capsys.readouterr().err)
+    with pytest.raises(LlmqError, match=r"llmq.Trainer works in one process"):
+        Trainer(model="tiny", from_scratch=True)
+
+
+def test_a_launcher_of_another_mpi():
+    environment = os.environ | ENVIRONMENT | {"SLURM_STEP_NUM_TASKS": "2"}
+    root = str(Path(__file__).parents[1])
+    found = subprocess.run(
+        [sys.executable, "-m", "llmq", "train", *flags()],
+        env=environment | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert found.returncode == 2
+    assert "error: 2 processes were started, but MPI sees 1: the launcher" in found.stderr
 
 
 @pytest.mark.parametrize("what", ["kill", "stop", "raise", "hang"])

@@ -78,9 +78,10 @@ def kill_once(name: str, processes: int, rng: random.Random, longest: float) -> 
     run.communicate(timeout=HANG_SECONDS)
     if run.returncode == 0:
         return "the run was just over"
-    left = [pid for pid in alive if Path(f"/proc/{pid}").exists()]
-    if left:
-        raise SystemExit(f"processes {left} are left")
+    while left := [pid for pid in alive if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() - killed > HANG_SECONDS:
+            raise SystemExit(f"processes {left} are left")
+        time.sleep(0.1)
     return f"status {run.returncode} after {time.monotonic() - killed:.1f} s"
 
 

@@ -43,6 +43,10 @@ def train(
     reserve: Reserve = None,
 ) -> None:
     """Train a model, or continue to."""
+    if auto:
+        refuse_several("--auto", "let `llmq plan --fit` choose the options beforehand")
+    if dry_run:
+        refuse_several("--dry-run", "use `llmq plan`")
     with joined() as processes:
         _train(processes, given, config_file, save, dry_run, auto, reserve)
 
@@ -58,10 +62,6 @@ def _train(
 ) -> None:
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    if auto:
-        refuse_several("--auto", "let `llmq plan --fit` choose the options beforehand")
-    if dry_run:
-        refuse_several("--dry-run", "use `llmq plan`")
     config, model, model_dir = processes.each(
         lambda: load_run(given, config_file, trains=True, weights=not dry_run)
     )

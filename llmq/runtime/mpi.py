@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from llmq.base.errors import LlmqError
+from llmq.runtime.affinity import use_all_cpus
 from llmq.runtime.heartbeat import Heartbeat
 from llmq.runtime.processes import Outcome, Processes, launched
 
@@ -59,6 +60,7 @@ def join() -> MpiProcesses:
         )
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise LlmqError("this MPI allows a single thread: one with MPI_THREAD_SERIALIZED is needed")
+    use_all_cpus()
     return MpiProcesses(MPI)
 
 
