@@ -98,7 +98,7 @@ def test_validations_tasks_and_samples_of_several_processes(capfd):
     options |= {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed"}
     own = [["--gpus=2", *EVERYTHING], ["--gpus=1", *EVERYTHING]]
     status, _, err = run(2, case(own=own, **options | places("two")))
-    assert status == 0 and "error" not in err
+    assert status == 0 and "error" not in err, err
     assert _run(["train", *flags(gpus=3, **options | places("one")), *EVERYTHING]) == 0
     assert kept("one") == kept("two") and len(kept("one")) > 10
     same_bits("one", "two", 4)
