@@ -9,7 +9,7 @@ import pytest
 
 from llmq.base.errors import DataError
 from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.chat_template import load_chat_template
+from llmq.data.chat_template import ChatTemplate, load_chat_template
 from llmq.data.conversations import Conversation
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from tests.chat_templates import (
@@ -217,6 +217,32 @@ def test_messages_that_are_not_trained(tokenizers):
     messages[5]["weight"] = 0
     with pytest.raises(DataError, match="no message of the assistant to train on"):
         trained_parts(tokenizers, "chatml", messages)
+
+
+def test_marks_that_others_change_are_not_guessed():
+    """Qwen3's thinking, marked: the last turn has a mark more than the ones before it."""
+    source = """\
+{% set ns = namespace(question=0) %}
+{% for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}
+{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<' + m.content + '>' }}{% else %}
+{%- if loop.index0 > ns.question %}{% generation %}{{ '(so)' }}{% endgeneration %}{% endif %}
+{%- generation %}{{ m.content + '.' }}{% endgeneration %}
+{%- endif %}{%- endfor %}"""
+    template = ChatTemplate({"default": source}, {}, "'t'")
+
+    def parts(train_on, *answers):
+        messages = [m for answer in answers for m in (user("q"), answer)]
+        found = Chat(template, train_on).texts(Conversation(messages))
+        return [[text[a:b] for a, b in spans] for text, spans in found]
+
+    a, b = assistant("a"), assistant("b")
+    assert parts("assistant", a, b) == [["a.", "(so)", "b."]]
+    assert parts("last", a, b) == parts("assistant", a | {"weight": 0}, b) == [["(so)", "b."]]
+    assert parts("each", a, b) == [["(so)", "a."], ["(so)", "b."]]
+    with pytest.raises(DataError, match=r"the marks of message 2 \(assistant\) cannot be told"):
+        parts("assistant", a, b | {"weight": 0})
 
 
 def test_lists_of_texts(tokenizers):

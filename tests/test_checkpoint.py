@@ -10,6 +10,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -19,9 +20,15 @@ import safetensors.torch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
-from llmq.checkpoint.checkpoint import GROUPS, CheckpointReader, CheckpointWriter, slab_ranges
+from llmq.checkpoint.checkpoint import (
+    GROUPS,
+    CheckpointReader,
+    CheckpointWriter,
+    slab_ranges,
+)
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest
+from llmq.checkpoint.safetensors_file import HashingSink
 from llmq.checkpoint.store import (
     checkpoint_at,
     clean_old,
@@ -34,6 +41,7 @@ from llmq.config.presets import preset
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.state.params import weight_table
+from tests.test_files import folders_on_the_disk
 
 MODEL = dataclasses.replace(
     preset("tiny"),
@@ -243,7 +251,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 def test_leftovers_of_a_killed_save_do_not_matter(tmp_path):
     write_rank(tmp_path, 10, 1, 2, random_cuts(2, 0))  # a rank that had finished, no commit
-    (tmp_path / "step_00000010.tmp" / "weights.shard_000_of_001.safetensors.tmp").touch()
+    (tmp_path / "step_00000010.tmp" / ".weights.shard_000_of_001.safetensors.llmq-tmp").touch()
     assert list_checkpoints(tmp_path) == {}
     path = save(tmp_path)
     assert len(listing(path)) == 4
@@ -266,7 +274,8 @@ def test_misuse(tmp_path):
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """One range after another: the file is written while the ranges are read."""
     writer = CheckpointWriter(tmp_path, 1)
-    file = tmp_path / "step_00000001.tmp" / "weights.shard_000_of_001.safetensors.tmp"
+    name = "weights.shard_000_of_001.safetensors"
+    file = tmp_path / "step_00000001.tmp" / f".{name}.llmq-tmp"
     buffer = np.zeros(max(param.size for param in PARAMS), np.float32)  # the same for all
     sizes = []
 
@@ -277,7 +286,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 
     writer.write("weights", F32, [(p, 0, p.size) for p in PARAMS], read)
     assert len(set(sizes)) > 3
-    tensors = safetensors.torch.load_file(file.with_suffix(""))
+    tensors = safetensors.torch.load_file(file.with_name(name))
     assert all((tensors[param.name] == param.index).all() for param in PARAMS)
 
 
@@ -450,11 +459,12 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path, monkeypatch, call):
     assert_complete(path)
 
 
-def test_a_write_that_finds_no_space(tmp_path):
+def test_a_write_that_finds_no_space(tmp_path, monkeypatch):
     older = save(tmp_path, step=5)
     writer = CheckpointWriter(tmp_path, 10)
     name = "weights.shard_000_of_001.safetensors"
-    (tmp_path / "step_00000010.tmp" / f"{name}.tmp").symlink_to("/dev/full")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(HashingSink, "write", Mock(side_effect=full))
     ranges = [(param, 0, param.size) for param in PARAMS]
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '.*{name}': [^\n]*$"):
         writer.write("weights", F32, ranges, lambda p, a, b: np.zeros(b - a, np.float32))
@@ -480,6 +490,15 @@ def test_what_a_rank_that_fails_leaves(tmp_path, world):
     assert listing(tmp_path) == []
 
 
+def test_the_names_of_new_directories_are_on_the_disk(tmp_path, monkeypatch):
+    """Else a checkpoint that was committed would vanish with its folder when the power is lost."""
+    made, known = folders_on_the_disk(monkeypatch)
+    save(tmp_path / "ckpt" / "name")
+    folders = {str(tmp_path / "ckpt"), str(tmp_path / "ckpt" / "name")}
+    assert folders <= set(made)
+    assert folders <= set(known)
+
+
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "ckpt").write_text("a file")
     with pytest.raises(LlmqError, match=r"cannot write '.*step_00000010\.tmp': Not a directory"):
@@ -495,7 +514,7 @@ def fake(directory, *names):
     for name in names:
         (directory / name).mkdir(parents=True)
         (directory / name / MANIFEST).write_text("{}")
-        (directory / name / "weights").touch()
+        (directory / name / "weights.shard_000_of_001.safetensors").touch()
 
 
 def steps(*numbers):
@@ -560,7 +579,7 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
 
 
 def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeypatch):
-    """Between the two renames the older one is called step_….old, and is found there."""
+    """Between the two renames the older one is called step_….llmq-old, and is found there."""
     path = save(tmp_path)
     rename = os.rename
 
@@ -575,7 +594,7 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
         save(tmp_path)
     assert not path.exists()
     found = find_checkpoint(tmp_path)
-    assert found == tmp_path / "step_00000010.old" == find_checkpoint(tmp_path, "10")
+    assert found == tmp_path / "step_00000010.llmq-old" == find_checkpoint(tmp_path, "10")
     assert_complete(found)
     monkeypatch.undo()
     assert save(tmp_path) == path == find_checkpoint(tmp_path)
@@ -583,7 +602,7 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
 
 
 def crash_between_renames(temporary, path):
-    os.rename(path, path.with_name(path.name + ".old"))
+    os.rename(path, path.with_name(path.name + ".llmq-old"))
     os.rename(temporary, path)
 
 
@@ -615,11 +634,74 @@ def test_clean_old(tmp_path, keep_n, major, left):
 
 @pytest.mark.parametrize("keep_n", [-1, 1])
 def test_clean_old_removes_interrupted_saves(tmp_path, keep_n):
-    fake(tmp_path, *steps(10))
-    (tmp_path / "step_00000020.tmp").mkdir()
-    (tmp_path / "step_00000020.tmp" / "weights").touch()
-    assert clean_old(tmp_path, keep_n, -1, saved=20) == [tmp_path / "step_00000020.tmp"]
+    fake(tmp_path, *steps(10), "step_00000020.tmp", "step_00000010.llmq-old")
+    names = [".adam.m.shard_000_of_001.safetensors.llmq-tmp", ".checkpoint.json.llmq-tmp"]
+    for name in names:
+        (tmp_path / "step_00000020.tmp" / name).touch()
+    gone = [tmp_path / "step_00000010.llmq-old", tmp_path / "step_00000020.tmp"]
+    assert clean_old(tmp_path, keep_n, -1, saved=20) == gone
     assert listing(tmp_path) == steps(10)
+
+
+def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
+    """Whatever it is called; and links, with what they point to."""
+    fake(tmp_path / "theirs", "step_00000020", "step_00000030.tmp")
+    fake(tmp_path / "a", *steps(40), "step_final.tmp", "step_00000050.tmp", "step_00000010.old")
+    (tmp_path / "a" / "step_00000050.tmp" / "thesis.tex").touch()
+    (tmp_path / "a" / "step_00000060.tmp").touch()
+    for name in ("step_00000020", "step_00000030.tmp"):
+        (tmp_path / "a" / name).symlink_to(tmp_path / "theirs" / name)
+    before = listing(tmp_path / "a")
+    theirs = listing(tmp_path / "theirs" / "step_00000020")
+    assert clean_old(tmp_path / "a", 2, -1, saved=40) == []
+    assert listing(tmp_path / "a") == before
+    assert listing(tmp_path / "theirs" / "step_00000020") == theirs
+    with pytest.raises(LlmqError, match=r"step_00000030\.tmp': it is a link$"):
+        CheckpointWriter(tmp_path / "a", 30)
+
+
+@pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
+def test_clean_old_goes_on_where_it_cannot_delete(tmp_path, monkeypatch, capsys, call):
+    fake(tmp_path, *steps(10, 20, 30))
+    real = getattr(os, call)
+
+    def busy(path, *args, **kwargs):
+        if "step_00000010" in os.fspath(path) or "dir_fd" in kwargs:
+            monkeypatch.setattr(os, call, real)  # once
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, busy)
+    assert clean_old(tmp_path, 1, -1, saved=30) == [tmp_path / steps(20)[0]]
+    warning = f"warning: cannot delete '{tmp_path / steps(10)[0]}' (Device or resource busy)"
+    assert capsys.readouterr().err == f"{warning}: it stays\n"
+    assert find_checkpoint(tmp_path).name == "step_00000030"
+    assert list_checkpoints(tmp_path).keys() <= {10, 30}
+    clean_old(tmp_path, 1, -1, saved=30)
+    assert listing(tmp_path) == steps(30), "what was left is deleted the next time"
+
+
+def test_a_directory_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    fake(tmp_path, *steps(10))
+    denied = OSError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=denied))
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=denied))
+    with pytest.raises(LlmqError, match=f"^cannot list '{tmp_path}': Permission denied$"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_looked_into_is_not_incomplete(tmp_path, monkeypatch):
+    fake(tmp_path, *steps(10))
+    real = os.stat
+
+    def stat(path, *args, **kwargs):
+        if str(path).endswith(MANIFEST):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(LlmqError, match=r"^cannot look into .*: Input/output err"):
+        find_checkpoint(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------

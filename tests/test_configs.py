@@ -38,3 +38,7 @@ def test_its_options_are_good(path: Path):
     assert given["train-file"] == "data/mine/train*.bin"
     assert config.from_scratch == path.stem.startswith("pretrain")
     assert f"llmq train --config configs/{path.name}\n" in path.read_text()
+    if path.stem.startswith("finetune"):
+        assert (config.packing, config.document_mask) == ("best-fit", True)
+        assert f"--seq-len {config.seq_len}" in path.read_text()
+        assert f"--tokenizer {config.model} " in path.read_text()

@@ -51,7 +51,7 @@ def path(request, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("attention", ["native", "cudnn"])
+@pytest.mark.parametrize("attention", ["native", "cudnn", "auto"])
 def test_bf16_gradients_are_close_to_f32(path, attention):
     batches = [random_batch(np.random.default_rng(1), T=T)]
     gradients = []

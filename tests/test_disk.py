@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.dtypes import MIB
+from llmq.checkpoint.best import Best
 from llmq.commands.cli import _run
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -87,6 +88,37 @@ def test_where_the_data_decides_about_the_steps():
     assert (every.kept, every.every, every.deletes) == (0, 100, False)
     assert "one checkpoint every 100 steps, the model (" in every.lines()[1]
     assert every.record()["checkpoints_kept"] is every.record()["disk_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "deletes"),
+    [
+        # Validations are after steps 3, 6 and 7.
+        ({"steps": 7, "ckpt_interval": 2, "ckpt_keep_n": -1}, [2, 3, 4, 6, 7], False),
+        ({"steps": 7, "ckpt_interval": 0, "ckpt_keep_n": 4}, [3, 6, 7], False),
+    ],
+)
+def test_as_many_as_if_each_were_the_best(tmp_path, monkeypatch, options, kept, deletes):
+    monkeypatch.setattr(Best, "improves", lambda self, found: self.metric in found)
+    options |= {"keep_best": "loss", "eval_every_n_steps": 3}
+    disk = use(**options)
+    assert (disk.kept, disk.every, disk.deletes) == (len(kept), None, deletes)
+    assert f": at most {len(kept)} checkpoints, the model" in disk.lines()[1]
+    monkeypatch.chdir(make_workplace(tmp_path))
+    assert train(batch_size=1, grad_accumulation=1, save_training_state=True, **options) == 0
+    assert sorted(int(path.name[5:]) for path in Path("ckpt").glob("step_*")) == kept
+
+
+def test_the_best_of_many():
+    tasks = {"keep_best": "arc/acc", "task_every": 150, "ckpt_interval": 100}
+    assert use(steps=1000, **tasks).kept == 3 + 1
+    # 3 newest, the best, and the multiples of 300: of the interval, and of the evaluations.
+    major = {"ckpt_major": 300} | tasks
+    assert use(steps=1000, **major).kept == 3 + 1 + 3
+    assert use(steps=1000, ckpt_keep_n=0, **tasks).kept == 10 + 6 - 3
+    assert (use(**tasks).kept, use(**tasks).every) == (4, None)
+    assert (use(**major).every, use(ckpt_keep_n=0, **tasks).every) == (300, 50)
+    assert "at most one checkpoint every 50 steps" in use(ckpt_keep_n=0, **tasks).lines()[1]
 
 
 @pytest.mark.parametrize("fit", [[], ["--fit", "--memory-limit=400MiB"]])

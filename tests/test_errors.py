@@ -286,3 +286,4 @@ def test_unfinished_checkpoints_do_not_count(capsys):
     os.remove("ckpt/step_00000008/checkpoint.json")
     assert train(steps=4, **{"continue": ""}) == 0
     assert "Loading checkpoint 2 from" in capsys.readouterr().out
+    assert not Path("ckpt/step_00000009.tmp").exists(), "as large as a checkpoint, and of no use"

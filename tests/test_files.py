@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,15 @@ from llmq.base import files
 from llmq.base.errors import LlmqError
 from llmq.base.files import (
     check_writable,
-    locked,
+    make_directory,
     publish_directory,
     replacing,
     staged_directory,
+    temporary_path,
     write_file,
     write_shared,
 )
+from llmq.base.locks import LOCK, locked
 
 REPLACES = ("config.json", "old-*")
 
@@ -48,7 +49,7 @@ def test_write_shared_leaves_no_temporary_files(tmp_path):
     (tmp_path / "directory").mkdir()
     with pytest.raises(OSError):
         write_shared(tmp_path / "directory", b"three")
-    assert not list(tmp_path.glob(".tmp-*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_write_file_replaces_and_leaves_nothing_else(tmp_path):
@@ -65,7 +66,7 @@ def test_contents_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), replace(a, b)))
     write_file(tmp_path / "a", "text")
-    assert calls == [str(tmp_path / "a.tmp"), "rename", str(tmp_path)]
+    assert calls == [str(tmp_path / ".a.llmq-tmp"), "rename", str(tmp_path)]
 
 
 def test_a_block_that_raises_changes_nothing(tmp_path):
@@ -78,15 +79,56 @@ def test_a_block_that_raises_changes_nothing(tmp_path):
     assert listing(tmp_path) == ["a"]
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write_file(path, "old")
-    (tmp_path / "a.tmp").symlink_to("/dev/full")  # a device on which every write finds no space
+    monkeypatch.setattr(os, "fsync", fail(errno.ENOSPC))
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '{path}': .*$") as caught:
         write_file(path, "new")
     assert "\n" not in str(caught.value)
     assert path.read_text() == "old"
     assert listing(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("stale", ["file", "link"])
+def test_what_a_killed_process_left_does_not_matter(tmp_path, stale):
+    """Neither what it had written, nor what somebody has put there: a link is not followed."""
+    path, other = tmp_path / "a", tmp_path / "other"
+    other.write_text("of somebody")
+    left = temporary_path(path)
+    left.write_text("half") if stale == "file" else left.symlink_to(other)
+    write_file(path, "new")
+    assert path.read_text() == "new"
+    assert other.read_text() == "of somebody"
+    assert listing(tmp_path) == ["a", "other"]
+
+
+def test_files_of_others_with_likely_names_stay(tmp_path):
+    """What used to be overwritten and removed on the way."""
+    names = ["a.tmp", "a.old", "a.lock", "out.tmp", "out.old", "out.lock", "out/.tmp"]
+    (tmp_path / "out").mkdir()
+    for name in names:
+        (tmp_path / name).mkdir()
+    write_file(tmp_path / "a", "text")
+    with staged_directory(tmp_path / "out", REPLACES) as staging:
+        (staging / "config.json").touch()
+    assert listing(tmp_path) == sorted(["a", *(n for n in names if "/" not in n), "out"])
+    assert listing(tmp_path / "out") == [".tmp", "config.json"]
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_stranger_in_the_place_of_unfinished_files_stays(tmp_path, kind):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    place = temporary_path(tmp_path / "out")
+    place.symlink_to(tmp_path / "theirs") if kind == "link" else place.write_text("x")
+    with (
+        pytest.raises(LlmqError, match=r"cannot write .*: File exists"),
+        staged_directory(tmp_path / "out", REPLACES),
+    ):
+        pass
+    assert os.path.lexists(place)
+    assert listing(tmp_path / "theirs") == ["file"]
 
 
 def test_a_file_size_limit_is_reported(tmp_path):
@@ -169,7 +211,7 @@ def test_a_stop_while_files_move_leaves_no_valid_directory(tmp_path, monkeypatch
     ):
         (staging / "config.json").write_text("new")
     assert not (path / "config.json").exists()
-    assert listing(path / ".tmp") == ["config.json"]
+    assert listing(path / ".llmq-tmp") == ["config.json"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -190,76 +232,44 @@ def test_a_staged_directory_on_a_full_disk(tmp_path, monkeypatch, number, old):
         assert listing(tmp_path) == []
 
 
+def folders_on_the_disk(monkeypatch):
+    """Two lists that grow: the folders that were made, and those whose names are on the disk."""
+    made, known = [], []
+    mkdir, fsync = os.mkdir, os.fsync
+
+    def make(path, *args):
+        mkdir(path, *args)
+        made.append(os.path.realpath(path))
+
+    def sync(descriptor):
+        fsync(descriptor)
+        synced = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        known.extend(path for path in made if os.path.dirname(path) == synced)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    monkeypatch.setattr(os, "fsync", sync)
+    return made, known
+
+
+def test_the_names_of_new_folders_are_on_the_disk(tmp_path, monkeypatch):
+    made, known = folders_on_the_disk(monkeypatch)
+    with locked(tmp_path / "a" / "b" / LOCK, "--x", tmp_path):
+        assert set(made) == set(known) == {str(tmp_path / "a"), str(tmp_path / "a" / "b")}
+    made.clear()
+    with staged_directory(tmp_path / "c" / "d" / "e", REPLACES) as staging:
+        (staging / "config.json").touch()
+    assert {str(tmp_path / "c"), str(tmp_path / "c" / "d")} <= set(known)
+    assert made[:2] == [str(tmp_path / "c"), str(tmp_path / "c" / "d")]
+    make_directory(tmp_path / "f" / "g")
+    assert {str(tmp_path / "f"), str(tmp_path / "f" / "g")} <= set(known)
+
+
 def test_leftovers_of_a_killed_run_are_not_published(tmp_path):
-    (tmp_path / "out.tmp").mkdir()
-    (tmp_path / "out.tmp" / "stale").touch()
+    (tmp_path / ".out.llmq-tmp").mkdir()
+    (tmp_path / ".out.llmq-tmp" / "stale").touch()
     with staged_directory(tmp_path / "out", REPLACES) as staging:
         (staging / "config.json").touch()
     assert listing(tmp_path / "out") == ["config.json"]
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from llmq.base.files import locked
-with locked(Path(sys.argv[1]), "--x", Path("there")):
-    print(flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
-    lock = tmp_path / "new" / "er" / ".lock"
-    args = [sys.executable, "-c", HOLDER, lock]
-    with subprocess.Popen(args, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        with pytest.raises(LlmqError) as refusal, locked(lock, "--out", tmp_path / "x"):
-            pass
-        owner = f"process {process.pid} on {socket.gethostname()}"
-        assert str(refusal.value) == (
-            f"--out: '{tmp_path / 'x'}' is in use by {owner}: wait for it to end, or choose "
-            "another one"
-        )
-        process.kill()
-    assert lock.exists()
-    with locked(lock, "--out", tmp_path):
-        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-    assert listing(tmp_path / "new" / "er") == []
-
-
-def test_a_lock_takes_its_folders_away(tmp_path):
-    for kept in ([], ["file"]):
-        with locked(tmp_path / "a" / "b" / ".lock", "--out", tmp_path):
-            for name in kept:
-                (tmp_path / "a" / name).touch()
-        assert listing(tmp_path) == (["a"] if kept else [])
-
-
-def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    lock, flock = tmp_path / ".lock", fcntl.flock
-    calls = []
-
-    def late(descriptor, operation):
-        if not calls:
-            lock.unlink()  # between our opening it and locking it
-        calls.append(descriptor)
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with locked(lock, "--out", tmp_path):
-        assert len(calls) == 2
-        with pytest.raises(LlmqError, match="in use"), locked(lock, "--out", tmp_path):
-            pass
-
-
-def test_where_there_are_no_locks(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    with locked(tmp_path / "file" / ".lock", "--out", tmp_path):
-        pass
-    monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
-    with locked(tmp_path / ".lock", "--out", tmp_path), locked(tmp_path / ".lock", "-", tmp_path):
-        pass
-    assert listing(tmp_path) == ["file"]
 
 
 def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
@@ -269,3 +279,9 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(LlmqError, match=message):
         check_writable("--out", tmp_path / "new")
     assert listing(tmp_path) == []
+
+
+def test_a_file_system_that_takes_no_files():
+    """As the super-user may think that it does."""
+    with pytest.raises(LlmqError, match="--out: cannot write into '/proc/x': '/proc' "):
+        check_writable("--out", Path("/proc/x"))

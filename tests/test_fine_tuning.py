@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from llmq.commands.cli import _run
+from llmq.config.option_file import read_option_file
 from llmq.data.chat_template import load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
 from tests.runs import CONFIG
 from tests.text_data import documents, run
+from tools.plan_configs import CONFIGS
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +56,25 @@ def test_the_commands_run(workplace, capsys, monkeypatch):
     assert "<|im_start|>assistant\n⟦" in said[1].out and "<|im_end|>\n⟧" in said[1].out
     assert "[V]" in said[2].out
     assert said[4].out.count("\n") >= 1
+
+
+def test_the_commands_of_a_ready_configuration(workplace, capsys):
+    """As its head shows them, with the small model in the place of the real one."""
+    path = CONFIGS / "finetune-qwen2.5-7b-12gb.yaml"  # it offloads and shards all there is
+    lines = re.findall("^# {4,}(.*)\n", path.read_text(), re.MULTILINE)
+    _, *commands = "\n".join(lines).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line) for line in commands if line.startswith("llmq ")]
+    assert [command for _, command, *_ in words] == ["tokenize", "show", "train"]
+    Path("configs").symlink_to(CONFIGS)
+    Path("Qwen").mkdir()
+    Path("model").rename(read_option_file(path)["model"])
+    small = f"{SMALL['train']} --seq-len 128"
+    for _, command, *args in words:
+        more = small.split() if command == "train" else []
+        assert _run([command, *args, *more]) == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "(train, best-fit, masked)" in said.out and "[V]" in said.out
+    assert "warning" not in said.err
 
 
 def test_the_template_for_base_models(tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +31,7 @@ from llmq.plan.report import CONTEXT_WHEN_ASKED, Found, choose
 from llmq.plan.shrink import REARRANGING, Shrinker, having
 from llmq.plan.target import target
 from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.gpu_info import drives_display
 from llmq.runtime.machine import Machine
 from tests.runs import make_workplace
 
@@ -265,8 +268,9 @@ def test_command_prints_command_lines(capsys):
 
 
 @pytest.mark.parametrize("gpus", [None, 2])
-def test_command_lines_are_for_as_many_gpus(capsys, gpus):
+def test_command_lines_are_for_as_many_gpus(capsys, monkeypatch, gpus):
     """Without --gpus training would take all there are, and not the one that was planned for."""
+    monkeypatch.setattr("llmq.plan.report.coarser", lambda *_: [])  # has tests of its own
     assert _run([*PLAN, "--card=4090", *([f"--gpus={gpus}"] if gpus else [])]) == 0
     commands = [line for line in capsys.readouterr().out.splitlines() if "llmq train " in line]
     assert commands and all(f" --gpus={gpus or 1}" in command for command in commands)
@@ -494,3 +498,19 @@ def test_moments_of_8_bits_where_they_make_room():
     fit = Fit(make_config(given), planner, Limits(device=int(3.4 * GIB)), frozenset())
     (way,) = coarser(fit, fit.search()[0])
     assert way.flags == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
+
+
+@pytest.mark.parametrize(("mode", "active", "drives"), [(0, 0, False), (1, 0, True), (0, 1, True)])
+def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
+    """By NVML, for the second of two GPUs; without NVML none is known of."""
+    monkeypatch.setattr("llmq.runtime.gpu_info.bus_id", lambda index: f"0000:{index:02}:00.0")
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda bus: bus == b"0000:01:00.0",
+        nvmlDeviceGetDisplayMode=lambda second: mode * second,
+        nvmlDeviceGetDisplayActive=lambda second: active * second,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert drives_display(2) is drives and not drives_display(1)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert not drives_display(2)

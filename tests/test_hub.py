@@ -145,8 +145,12 @@ def test_a_model_is_trained_from_the_hub(hub, tmp_path, monkeypatch, capsys):
     assert train(**options) == 2
     assert "add --download to fetch it from the hub" in capsys.readouterr().err
     assert not Path("out").exists() and not Path("log.json").exists()
-    assert train(**options, download="") == 0, capsys.readouterr().err
+    options |= {"download": "", "save_training_state": True}
+    assert train(**options) == 0, capsys.readouterr().err
     assert json.loads(Path("out/config.json").read_text())["hidden_size"] == CONFIG["hidden_size"]
+    capsys.readouterr()
+    assert _run(["train", "--continue", "--checkpoint-dir=ckpt", "--steps=2"]) == 0
+    assert "--download" not in capsys.readouterr().err, "it is of the command that fetched"
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def backend(attention, **options):
 
 
 def test_cudnn_is_taken_where_it_is_made_for_it(cudnn, capsys):
-    assert (backend("auto"), backend("cudnn"), backend("native")) == ("cudnn", "cudnn", "native")
+    assert [backend(name) for name in ("auto", "cudnn", "native")] == ["auto", "cudnn", "native"]
     fp32 = {"model-dtype": "fp32"}
     assert backend("auto", **fp32) == "native"
     with pytest.raises(ConfigError, match="--attention cudnn: it needs BF16, not F32; use --atte"):
@@ -179,6 +179,9 @@ def test_cudnn_knows_windows_but_no_documents(cudnn):
     built = cudnn.built
     assert attention_backend(make_config(given), windows, gpu) == "cudnn"
     assert cudnn.built - built == 4  # forward and backward, with the window and without
+    given["attention"] = "auto"
+    assert attention_backend(make_config(given), windows, gpu) == "auto"
+    assert cudnn.built - built == 7  # not the backward with the window, which is ours
 
 
 def missing(library, monkeypatch):

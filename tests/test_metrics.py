@@ -211,6 +211,59 @@ def test_what_the_disk_refused_is_written_at_the_end_or_said_to_be_missing(tmp_p
     assert len(json.loads(path.read_text())) == (2 if room else 0)
 
 
+def logging(path):
+    """A log of the records cmd, 1, 2."""
+    log = JsonLog(path)
+    log.write("cmd", 0, run="mine")
+    log.write("step", 1)
+    log.write("step", 2)
+    return log
+
+
+def steps_of(path):
+    return [(r["log"], r["step"]) for r in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_log_that_vanishes_is_begun_anew(tmp_path, capsys, with_folder):
+    """With the record that says whose it is."""
+    path = tmp_path / "logs" / "run.json"
+    log = logging(path)
+    path.unlink()
+    if with_folder:
+        path.parent.rmdir()
+    log.write("step", 3)
+    log.write("step", 4)
+    log.close()
+    assert steps_of(path) == [("cmd", 0), ("step", 3), ("step", 4)]
+    warning = f"warning: the log '{path}' vanished: begun anew in '{path}'\n"
+    assert capsys.readouterr().err == warning
+
+
+@pytest.mark.parametrize(("length", "left"), [(0, 1), (30, 1), (-1, 3), (-20, 2)])
+def test_a_log_that_shrinks_goes_on_behind_its_last_whole_record(tmp_path, capsys, length, left):
+    path = tmp_path / "run.json"
+    log = logging(path)
+    os.truncate(path, length % path.stat().st_size)
+    log.write("step", 3)
+    log.close()
+    records = [("cmd", 0), ("step", 1), ("step", 2)]
+    assert steps_of(path) == [*records[:left], ("step", 3)]
+    assert capsys.readouterr().err.count("warning: ") == (length != -1)
+
+
+def test_a_log_whose_place_another_file_takes(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    log = logging(path)
+    (tmp_path / "other").write_text("of somebody")
+    os.replace(tmp_path / "other", path)
+    log.write("step", 3)
+    log.close()
+    assert path.read_text() == "of somebody"
+    assert steps_of(tmp_path / "run.json.new-1") == [("cmd", 0), ("step", 3)]
+    assert "has been replaced by another file: begun anew in" in capsys.readouterr().err
+
+
 KILLED = """
 import sys
 from pathlib import Path

@@ -87,7 +87,7 @@ def test_every_change_is_printed_with_both_values(monkeypatch, capsys):
         f"--steps is 3{was} 4",
         f"--recompute-ffn is off{was} on",
         f"--recompute-swiglu is off{was} on",
-        f"--ckpt-keep-n is 1{was} -1",
+        f"--ckpt-keep-n is 1{was} 3",
     ):
         assert line in lines
     assert sum(was in line for line in lines) == 4
@@ -170,13 +170,15 @@ def test_the_log_is_found_by_its_identity(monkeypatch):
 
 
 def test_a_log_of_another_run_in_its_place_is_left_alone(monkeypatch):
-    stopped(monkeypatch)
-    log = log_of()
+    log = Path("logs/x-2020-02-20T20_20_20.json")  # not of the second in which the new one begins
+    stopped(monkeypatch, log_file=log)
     assert train(**OWN | {"name": "other", "steps": 1}) == 0
     shutil.copy(log_of("other"), log)
     before = log.read_bytes()
     assert resume("--continue", "--name=x") == 0
     assert log.read_bytes() == before
+    (new,) = set(Path("logs").glob("x-*.json")) - {log}
+    assert [r["step"] for r in records("step", new)] == [2, 3]
 
 
 def test_a_run_without_an_id_goes_on_in_its_log(monkeypatch):

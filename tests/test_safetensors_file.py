@@ -102,6 +102,7 @@ def entry(shape=(2,), offsets=(0, 8), dtype="F32"):
         ),
         (entry(shape=(1,), offsets=(4, 8)), "x does not begin where the tensor before it ends"),
         (entry(shape=(20,), offsets=(0, 80)), "is truncated: .* bytes, but its header says"),
+        (entry(shape=(1,), offsets=(0, 4)), "no valid safetensors file: it has .* bytes, but its"),
     ],
 )
 def test_damaged_headers(tmp_path, header, message):

@@ -350,9 +350,11 @@ def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys
 
 RUNS = [
     {"model-dtype": "fp32"},
+    {"model-dtype": "fp32", "gpus": 2, "zero-level": 3, "lmhead-chunks": 2, "document-mask": True,
+     "document-separator": 51},
     {"gpus": 2, "zero-level": 3, "offload-master": True, "grad-accumulation": 1},
     {"matmul-dtype": "e4m3", "fp8-recipe": "delayed", "master-dtype": "fp32"},
-]
+]  # fmt: skip
 
 
 def running(**changes) -> Trainer:
@@ -363,8 +365,9 @@ def running(**changes) -> Trainer:
 
 @pytest.mark.parametrize("changes", RUNS)
 def test_sampling_changes_no_bit_of_the_training(tmp_path, monkeypatch, changes):
-    """Before, between and within steps, of sharded, offloaded and fp8 weights; and what it says is
-    what the export says."""
+    """Before, between and within steps, of sharded, offloaded and fp8 weights; and what it says in
+    fp32 is what the export says. Smaller formats round at other places in a pass over a whole row.
+    """
     monkeypatch.chdir(make_workplace(tmp_path))
     changes = {"model-dtype": "bf16", "steps": 4} | changes
 
@@ -388,23 +391,20 @@ def test_sampling_changes_no_bit_of_the_training(tmp_path, monkeypatch, changes)
     results, state, text = train(say)
     assert text.startswith("Hé")
     assert train(lambda trainer: None)[:2] == (results, state)
-    args = [f"--model-dtype={changes['model-dtype']}", "--seed=3", "--max-new-tokens=12"]
-    with redirect_stdout(io.StringIO()) as out:
-        assert sample("out", "--prompt=Hé", *args) == 0
-    assert out.getvalue() == text + "\n"
+    if changes["model-dtype"] == "fp32":
+        with redirect_stdout(io.StringIO()) as out:
+            assert sample("out", "--prompt=Hé", "--seed=3", "--max-new-tokens=12") == 0
+        assert out.getvalue() == text + "\n"
 
 
 def test_what_a_trainer_cannot_sample(tmp_path, monkeypatch):
     monkeypatch.chdir(make_workplace(tmp_path))
     with running(steps=1) as trainer:
-        with pytest.raises(LlmqError, match="--prompt: it has 64 tokens, but the model has 64"):
-            trainer.sample("x" * 64)
+        with pytest.raises(LlmqError, match=r"--prompt: 'x{16}' has 16 tokens, --seq-len is 16: "):
+            trainer.sample("x" * 16)
+        assert len(trainer.sample("x" * 14, temperature=0, max_new_tokens=9)) <= 16
         with pytest.raises(TypeError, match="top_q"):
             trainer.sample("x", top_q=1)
-        with monkeypatch.context() as patch:
-            patch.setattr("llmq.runtime.machine.available_host_memory", lambda: 1000)
-            with pytest.raises(LlmqError, match="out of memory: "):
-                trainer.sample("x")
         trainer.tokenizer = None
         with pytest.raises(LlmqError, match="it is not known which tokenizer made the training"):
             trainer.sample("x")

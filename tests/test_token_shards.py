@@ -12,7 +12,7 @@ import llmq.data.text_files
 import llmq.data.tokenize
 import llmq.data.tokens
 from llmq.base.errors import DataError, LlmqError
-from llmq.base.files import locked
+from llmq.base.locks import LOCK, locked
 from llmq.data.token_shards import Manifest
 from llmq.data.tokenizer import load_tokenizer
 from tests.text_data import (
@@ -174,10 +174,10 @@ def test_two_runs_at_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     out = tmp_path / "out"
     message = f"--out: '{out}' is in use by process {os.getpid()} on "
-    with locked(out / ".lock", "--out", out), pytest.raises(LlmqError, match=message):
+    with locked(out / LOCK, "--out", out), pytest.raises(LlmqError, match=message):
         run(tmp_path / "a.txt", out=out)
     run(tmp_path / "a.txt", out=out)
-    assert not (out / ".lock").exists()
+    assert not (out / LOCK).exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -132,6 +135,44 @@ def test_error_in_a_worker(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl:3: not readable as JSON") as error:
         run(path, out=tmp_path / "out", workers=2)
     assert "\n" not in str(error.value)
+
+
+KILLED = """
+import time
+from llmq.data.documents import Block, Piece, Position
+from llmq.data.encode import Recipe, encode_in_workers
+from llmq.data.record_text import RecordText
+if __name__ == "__main__":
+    block = Block([Piece("text", False, True, "")], Position())
+    recipe = Recipe("bytes", RecordText("text", None), ([], []))
+    encoded = encode_in_workers(iter([block] * 9), recipe, 2)
+    next(encoded)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    env = os.environ | {"PYTHONPATH": os.getcwd()}
+    command = [sys.executable, script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) >= 2
+        process.kill()
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, "a worker goes on"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_field_of_plain_text(tmp_path):

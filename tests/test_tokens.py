@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError, LlmqError
-from llmq.data.tokens import TokenFile, TokenWriter, expand_pattern, open_token_files, partial_path
+from llmq.data.patterns import expand_pattern
+from llmq.data.tokens import TokenFile, TokenWriter, open_token_files, partial_path
 
 
 def write(path, tokens, vocab_size=100, mask=None):

@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 
 from llmq.base.errors import LlmqError
-from llmq.base.files import locked
+from llmq.base.locks import locked
 from llmq.checkpoint.checkpoint import GROUPS
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import GpuInfo
@@ -270,7 +270,8 @@ def test_two_runs_do_not_share_what_they_write(capsys):
     """The second is refused before it touches anything; what a dead process left does not count."""
     assert train(steps=1, save_training_state=True) == 0
     before = Path("log.json").read_text()
-    locks = {"checkpoint-dir": "ckpt/.lock", "out-dir": "out.lock", "log-file": "log.json.lock"}
+    beside = {"out-dir": ".out.llmq-lock", "log-file": ".log.json.llmq-lock"}
+    locks = {"checkpoint-dir": "ckpt/.llmq-lock"} | beside
     for flag, lock in locks.items():
         with locked(Path(lock), f"--{flag}", Path(flag)):
             assert train(steps=2, **{"continue": ""}) == 2
@@ -279,7 +280,7 @@ def test_two_runs_do_not_share_what_they_write(capsys):
             rf"error: --{flag}: '.*' is in use by process {os.getpid()} on .*\n", err
         )
         assert Path("log.json").read_text() == before
-        Path(lock).write_text("process 1 on elsewhere\n")
+        Path(lock).write_text("llmq: process 1 on elsewhere\n")
     assert train(steps=2, **{"continue": ""}) == 0
     assert sorted(os.listdir()) == ["ckpt", "data", "log.json", "model", "out"]
     assert os.listdir("ckpt") == ["step_00000001"]
@@ -287,7 +288,7 @@ def test_two_runs_do_not_share_what_they_write(capsys):
 
 def test_runs_may_share_a_device_as_their_log():
     assert train(steps=1, log_file="/dev/null") == 0
-    assert not Path("/dev/null.lock").exists()
+    assert not Path("/dev/.null.llmq-lock").exists()
 
 
 def test_a_finished_run_only_evaluates_and_exports_again(monkeypatch):

@@ -584,3 +584,20 @@ def test_the_reader_wants_the_log_that_it_knows(log):
     log.path.write_bytes(b"")
     with pytest.raises(LlmqError, match="has been replaced"):
         list(reader.new_records())
+
+
+def test_watching_from_before_the_first_record(log, tmp_path, after):
+    """The first record says whose log it is."""
+    run = {"id": "0123456789ab", "name": "mine"}
+    done = {"type": "message", "message": "Done. No validation"}
+
+    def begin():
+        log.write("cmd", 0, cmd=["llmq"], run=run, resumed_at=0)
+        log.write("step", 0, **step_fields())
+
+    left = after(lambda: None, begin, lambda: log.write("info", 1, **done))
+    args = ["watch", str(log.path), "--tensorboard", str(tmp_path / "runs")]
+    assert _run(args) == 0
+    assert left == []
+    assert _run(args) == 0, "it is the same run"
+    assert len(series(events(tmp_path / "runs" / "log"), "train/loss")) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.base.files import locked
+from llmq.base.locks import locked
 from llmq.train import watcher
 from llmq.train.loop import _Run
 from tests.runs import make_workplace, records, signal_after, train
@@ -112,6 +112,6 @@ def test_the_process_holds_no_lock(monkeypatch):
         patch.setattr(subprocess, "Popen", start)
         assert train(steps=1, tensorboard="tb") == 0
     assert started[0].poll() is None
-    with locked(Path("log.json.lock"), "--log-file", Path("log.json")):
+    with locked(Path(".log.json.llmq-lock"), "--log-file", Path("log.json")):
         pass
     started[0].wait()

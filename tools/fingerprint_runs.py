@@ -37,6 +37,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _ROPE | {"rope_scaling": _LLAMA3, "tie_word_embeddings": False}),
     "llama-biases": ("LlamaForCausalLM", _ROPE | {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("MistralForCausalLM", _ROPE | {"sliding_window": None, "num_key_value_heads": 1}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        _ROPE
+        | {
+            "num_key_value_heads": 1,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 8,
+            "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
+        },
+    ),
     "gpt2": ("GPT2LMHeadModel", _GPT2 | {"eos_token_id": 256, "bos_token_id": 256}),
 }
 
@@ -84,6 +94,7 @@ mistral bf16
 gpt2 fp32
 gpt2 bf16
 gpt2 bf16 accum32 master32 z_loss=1e-4
+gemma3 bf16 gpus=2 zero3 recompute_block
 qwen2 fp8
 qwen2 delayed
 qwen2 fp8 e5m2

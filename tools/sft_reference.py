@@ -6,7 +6,8 @@
 Both start from the same random weights, take the same batches of packed conversations, of which
 only the assistant's words are trained, and mask attention at the conversations' ends. The loop has
 weights in fp32, products in bf16 (autocast), torch's AdamW and its own mask of (T, T); here the
-model is in bf16 with fp32 master weights. Exits with 1 if a loss differs by more than --limit.
+model is in bf16 with fp32 master weights. With --model-dtype fp32 both compute in fp32. Exits with
+1 if a loss differs by more than --limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +33,7 @@ from llmq.train.trainer import Trainer
 WORDS = (
     "one two three four five six seven eight nine ten red green blue why how what is not".split()
 )
+VOCABULARY = 512  # of the tokenizer
 BETAS, EPSILON, LR, CLIP = (0.9, 0.95), 1e-8, 2e-5, 1.0
 
 
@@ -61,7 +64,7 @@ def make_inputs(folder: Path, model: str, count: int) -> None:
     text, tokenizer = folder / "text.txt", folder / "tokenizer"
     text.write_text((folder / "talks.jsonl").read_text())
     llmq(
-        "train-tokenizer", str(text), "--vocab-size", "512", "--chat-template", "chatml",
+        "train-tokenizer", str(text), "--vocab-size", str(VOCABULARY), "--chat-template", "chatml",
         "--out", str(tokenizer),
     )  # fmt: skip
     llmq(
@@ -69,12 +72,13 @@ def make_inputs(folder: Path, model: str, count: int) -> None:
         "--out", str(folder / "data"),
     )  # fmt: skip
     config = preset(model)
+    config = replace(config, vocab_size=max(config.vocab_size, VOCABULARY))
     (folder / "model").mkdir()
     document = config.to_hf("fp32")
     (folder / "model" / "config.json").write_text(json.dumps(document))
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
-    reference.to(torch.bfloat16).to(torch.float32).save_pretrained(folder / "model")
+    reference.to(torch.float32).save_pretrained(folder / "model")
     for file in tokenizer.iterdir():
         (folder / "model" / file.name).write_bytes(file.read_bytes())
 
@@ -85,8 +89,10 @@ def visible(starts: torch.Tensor) -> torch.Tensor:
     return ((at[None, None] <= at[:, None]) & (at[None, None] >= starts[:, :, None]))[:, None]
 
 
-def reference_losses(folder: Path, steps: list[list[Batch]], device: str) -> list[float]:
-    """The mean loss of each step before its update."""
+def reference_losses(
+    folder: Path, steps: list[list[Batch]], device: str, dtype: torch.dtype
+) -> list[float]:
+    """The mean loss of each step before its update. dtype: of products."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
@@ -99,9 +105,9 @@ def reference_losses(folder: Path, steps: list[list[Batch]], device: str) -> lis
         trained = sum(int((batch.targets >= 0).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
-            inputs, targets, starts = (torch.from_numpy(x).long().to(device) for x in batch)
+            inputs, targets, starts = (torch.from_numpy(x).long().to(device) for x in batch[:3])
             positions = torch.arange(inputs.shape[1], device=device) - starts
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
                 logits = model(
                     inputs, attention_mask=visible(starts), position_ids=positions, use_cache=False
                 ).logits
@@ -123,7 +129,7 @@ def our_losses(
     """Losses, and the batches of each step."""
     losses, taken = [], []
     with Trainer(
-        **options, model=str(folder / "model"), train_file=str(folder / "data" / "*.bin"),
+        **options, model=str(folder / "model"), train_file=str(folder / "data" / "train*.bin"),
         packing="best-fit", eval_file="none", master_dtype="fp32", opt_m_dtype="fp32",
         opt_v_dtype="fp32", learning_rate=LR, warmup=0, final_lr_fraction=1.0, beta_1=BETAS[0],
         beta_2=BETAS[1], adam_epsilon=EPSILON, weight_decay=0.0, grad_clip=CLIP, steps=steps,
@@ -150,6 +156,7 @@ def main(
     device: Annotated[str, typer.Option()] = "cuda",
 ) -> None:
     """Train both ways and print the losses side by side."""
+    dtype = torch.bfloat16 if model_dtype == "bf16" else torch.float32
     options = {
         "device": device,
         "model_dtype": model_dtype,
@@ -161,7 +168,7 @@ def main(
         folder = Path(name)
         make_inputs(folder, model, talks)
         ours, batches = our_losses(folder, steps, options)
-        theirs = reference_losses(folder / "model", batches, device)
+        theirs = reference_losses(folder / "model", batches, device, dtype)
     differences = np.array(ours) / np.array(theirs) - 1
     print(f"{model}, {model_dtype}, {grad_accumulation} x {batch_size} x {seq_len}, {device}\n")
     print("| step | llmq | transformers | difference |")

@@ -1,12 +1,16 @@
-"""Files and directories that appear only when they are complete and on the disk; locks."""
+"""Files and directories that appear only when they are complete and on the disk.
+
+What is not complete has a name of our own, `.NAME.llmq-tmp`, beside what it becomes. Nothing else
+is ever overwritten or removed on the way, and no link is followed to what it points to.
+"""
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import itertools
 import os
 import shutil
-import socket
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +33,18 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise DiskFull(
                 f"the disk is full, writing '{path}': free some space or choose another directory"
             ) from error
-        raise LlmqError(f"cannot write '{path}': {error.strerror}") from error
+        raise LlmqError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def temporary_path(path: Path) -> Path:
+    """Where a file or directory lies until it is complete."""
+    return path.with_name(f".{path.name}.llmq-tmp")
+
+
+def free_name(path: Path, why: str) -> Path:
+    """path.why-1, or with the first higher number that is free."""
+    names = (path.with_name(f"{path.name}.{why}-{n}") for n in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextmanager
@@ -38,22 +53,26 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     LlmqError where the disk is full or refuses.
     """
-    with disk_errors(path), _completing(path, path.with_name(path.name + ".tmp")) as file:
+    with disk_errors(path), _completing(path, temporary_path(path)) as file:
         yield file
 
 
 @contextmanager
 def _completing(path: Path, temporary: Path) -> Iterator[BinaryIO]:
     """`replacing`, by way of the file `temporary`. Raises OSError."""
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666)
     try:
-        with open(temporary, "wb") as file:
+        with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_directory(path.parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # else the reason would be hidden
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -69,7 +88,7 @@ def write_shared(path: Path, data: bytes) -> None:
     Makes its folder where there is none. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _completing(path, path.with_name(f".tmp-{uuid.uuid4().hex}")) as file:
+    with _completing(path, path.with_name(f".{uuid.uuid4().hex}.llmq-tmp")) as file:
         file.write(data)
 
 
@@ -82,11 +101,21 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it, which a loss of power then leaves there. OSError."""
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        with suppress(PermissionError):  # of a folder that can be written and not read
+            sync_directory(made.parent)
+
+
 def publish_directory(temporary: Path, path: Path) -> None:
     """Give a directory, whose files are on the disk, its name. Raises OSError.
 
     A directory of that name is replaced. The system cannot do that in one step: for a moment it is
-    called `path`.old, where it stays complete if the machine stops right then.
+    called `path`.llmq-old, where it stays complete if the machine stops right then.
     """
     sync_directory(temporary)
     old = retired_path(path)
@@ -105,7 +134,7 @@ def publish_directory(temporary: Path, path: Path) -> None:
 
 def retired_path(path: Path) -> Path:
     """Where a directory lies while `publish_directory` puts another one in its place."""
-    return path.with_name(path.name + ".old")
+    return path.with_name(path.name + ".llmq-old")
 
 
 @contextmanager
@@ -120,13 +149,14 @@ def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
     """
     path = path.resolve()
     fresh = not path.exists()
-    staging = path.with_name(path.name + ".tmp") if fresh else path / ".tmp"
+    staging = temporary_path(path) if fresh else path / ".llmq-tmp"
     with disk_errors(path):
         try:
             shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-            staging.mkdir(parents=True)
+            make_directory(staging.parent)
+            staging.mkdir()
             yield staging
-            _sync_files(staging)
+            sync_files(staging)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
@@ -138,7 +168,7 @@ def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
             _move_files(staging, path, replaces)
 
 
-def _sync_files(directory: Path) -> None:
+def sync_files(directory: Path) -> None:
     """Force the files of a flat directory and its entries to the disk."""
     for path in directory.iterdir():
         with open(path, "rb") as file:
@@ -171,74 +201,19 @@ def check_writable(flag: str, directory: Path) -> None:
     """
     existing = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     missing = directory.parts[len(existing.parts) :]
+    longest = (temporary_path(Path(name)).name for name in missing)
     if not os.path.exists(existing):
         problem = f"'{existing}' is a link to what does not exist"
     elif not existing.is_dir():
         problem = f"'{existing}' is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"'{existing}' is not writable"
-    elif any(len(os.fsencode(f"{p}.tmp")) > os.pathconf(existing, "PC_NAME_MAX") for p in missing):
+    elif any(len(os.fsencode(n)) > os.pathconf(existing, "PC_NAME_MAX") for n in longest):
         problem = "the name is too long"
     else:
-        return
+        try:  # the super-user may write anywhere, but not on every file system
+            with tempfile.TemporaryFile(dir=existing, prefix=".llmq-", suffix=".llmq-tmp"):
+                return
+        except OSError as error:
+            problem = f"'{existing}' takes no files ({error.strerror})"
     raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
-
-
-@contextmanager
-def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the block; LlmqError where another process does.
-
-    flag, target: what is locked, for the message. The system ends the lock together with the
-    process, however that ends: a file that is left behind means nothing. Where the file system has
-    no locks or the file cannot be made, the block runs without one.
-    """
-    made = [folder for folder in path.parents if not folder.exists()]
-    descriptor = _lock(path, flag, target)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            with suppress(OSError):
-                path.unlink()
-            os.close(descriptor)
-        for folder in made:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
-
-
-def _lock(path: Path, flag: str, target: Path) -> int | None:
-    """The descriptor that holds the lock, None where there are no locks."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return None
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # the last holder has just removed the folder, too
-            continue
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.fstat(descriptor).st_nlink > 0  # else its last holder has just removed it
-        except BlockingIOError:
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise LlmqError(
-                f"{flag}: '{target}' is in use by {owner or 'another process'}: wait for it to "
-                "end, or choose another one"
-            ) from None
-        except OSError:  # as network file systems may say
-            os.close(descriptor)
-            with suppress(OSError):
-                path.unlink()
-            return None
-        if held:
-            with suppress(OSError):  # the disk is full
-                os.ftruncate(descriptor, 0)
-                os.pwrite(
-                    descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0
-                )
-            return descriptor
-        os.close(descriptor)

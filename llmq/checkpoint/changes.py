@@ -11,7 +11,7 @@ from llmq.config.command_line import flag
 from llmq.config.options import ONCE, OPTIONS, TrainConfig
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
-_ELSEWHERE = "model download from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
+_ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
 _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer"
 
 # Options that change nothing but the order in which numbers are added up.

@@ -14,6 +14,7 @@ one for each 128 of its elements. Until it is complete the directory is called s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -21,17 +22,24 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import disk_errors, publish_directory, replacing, write_file
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    publish_directory,
+    replacing,
+    write_file,
+)
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
+    HashingSink,
     SafetensorsFile,
     TensorSpec,
     write_safetensors,
@@ -107,7 +115,10 @@ class CheckpointWriter:
         self.step, self.rank, self.world = step, rank, world
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         with disk_errors(self._temporary):
-            self._temporary.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
+            self._temporary.mkdir(exist_ok=True)
+            if self._temporary.is_symlink():  # what is there would be deleted
+                raise FileExistsError(errno.EEXIST, "it is a link")
 
     def write(
         self,
@@ -143,7 +154,7 @@ class CheckpointWriter:
         metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
         try:
             with replacing(self._temporary / name) as file:
-                sink = _HashingSink(file)
+                sink = HashingSink(file)
                 write_safetensors(sink, specs, arrays, metadata)
         except BaseException:
             if self.world == 1:  # else a peer might miss the directory before this is known
@@ -190,20 +201,6 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Give up: remove what was written by any rank."""
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-class _HashingSink:
-    """Passes bytes on to a file; counts and hashes them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self.bytes += len(data)
-        self.digest.update(data)
 
 
 class _Piece(NamedTuple):

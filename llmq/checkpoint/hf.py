@@ -19,7 +19,12 @@ from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import disk_errors, staged_directory
 from llmq.base.run_id import RunId
-from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
+from llmq.checkpoint.safetensors_file import (
+    HashingSink,
+    SafetensorsFile,
+    TensorSpec,
+    write_safetensors,
+)
 from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import HfTokenizer, Tokenizer
@@ -231,10 +236,10 @@ def _language_model(where: dict[str, HfTensor]) -> dict[str, HfTensor]:
 
 
 def _open_file(path: Path) -> safe_open:
+    SafetensorsFile(path).close()  # the library has not always looked at the length
     try:
         return safe_open(path, framework="np")
     except (OSError, SafetensorError) as error:
-        SafetensorsFile(path).close()  # says what is wrong, and what to do
         raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 
@@ -288,11 +293,11 @@ def export_model(
     with staged_directory(out_dir, replaces) as staging:
         _write_json(staging / _CONFIG_FILE, config.to_hf(option))
         _write_json(staging / "generation_config.json", _generation_config(config))
-        _write_weights(staging, config, read, dtype, max_shard_bytes)
+        sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
         origin = {"run": run and run.record(), "tokenizer": made and made.record()}
         if any(origin.values()):
             known = {name: record for name, record in origin.items() if record is not None}
-            _write_json(staging / RUN_FILE, known)
+            _write_json(staging / RUN_FILE, known | {"sha256": sums})
         if isinstance(tokenizer, Path):
             copy_tokenizer_files(tokenizer, staging)
         elif tokenizer is not None:
@@ -352,7 +357,8 @@ def _write_weights(
     read: Callable[[Param], np.ndarray],
     dtype: DType,
     max_shard_bytes: int,
-) -> None:
+) -> dict[str, str]:
+    """Returns the SHA-256 of each file by its name."""
     table = weight_table(config)
     shards: list[list[TensorSpec]] = [[]]
     for param in (p for slab in table for p in slab.params):
@@ -374,9 +380,13 @@ def _write_weights(
         files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
         _write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
     arrays = _hf_tensors(table, read, dtype)
+    sums = {}
     for name, shard in zip(names, shards, strict=True):
         with open(directory / name, "wb") as file:
-            write_safetensors(file, shard, islice(arrays, len(shard)), {"format": "pt"})
+            sink = HashingSink(file)
+            write_safetensors(sink, shard, islice(arrays, len(shard)), {"format": "pt"})
+        sums[name] = sink.digest.hexdigest()
+    return sums
 
 
 def _hf_tensors(

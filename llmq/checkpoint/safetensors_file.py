@@ -10,12 +10,13 @@ NumPy side reads no FP8, and writes a file only from tensors that are all in mem
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """LlmqError if the file cannot be read, is truncated, or has a damaged header."""
+        """LlmqError if the file cannot be read, has a damaged header, or not the length it says."""
         self.path = path
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
@@ -82,6 +83,8 @@ class SafetensorsFile:
             end += tensor.nbytes
         if end > num_bytes:
             raise self._truncated(num_bytes, end)
+        if end < num_bytes:  # if bytes were inserted, all tensors are shifted
+            raise self._damaged(f"it has {num_bytes} bytes, but its header says {end}")
 
     def _damaged(self, reason: str) -> LlmqError:
         return LlmqError(f"'{self.path}' is no valid safetensors file: {reason}; copy it again")
@@ -179,3 +182,18 @@ def write_safetensors(
                 f"got {array.dtype} {list(array.shape)}"
             )
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+class HashingSink:
+    """Passes bytes on to a file; counts and hashes them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append these bytes."""
+        self._file.write(data)
+        self.bytes += len(data)
+        self.digest.update(data)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
-from llmq.base.files import disk_errors
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf import export_model, export_owner, exported_files
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.config.model import ModelConfig
@@ -36,17 +35,20 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by the step in their name, in this order."""
+    """The complete checkpoints in a directory by the step in their name, in this order.
+
+    LlmqError if it cannot be listed.
+    """
     found = {}
-    for path in sorted(directory.glob("step_*")):
+    for path in entries(directory):
         step = _named_step(path)
-        if step is not None and (path / MANIFEST).is_file():
+        if step is not None and is_complete(path):
             found.setdefault(step, path)
     return dict(sorted(found.items()))
 
 
 def _named_step(path: Path) -> int | None:
-    name = re.fullmatch(r"step_(\d+)(\.old)?", path.name)  # .old: see publish_directory
+    name = re.fullmatch(r"step_(\d+)(\.llmq-old|\.old)?", path.name)  # see publish_directory
     return int(name[1]) if name else None
 
 
@@ -116,7 +118,7 @@ def checkpoint_at(path: Path) -> Path | None:
     LlmqError if it is called like another step.
     """
     path = Path(os.path.expanduser(path))
-    if (path / MANIFEST).is_file():
+    if is_complete(path):
         _check_name(path)
         return path
     found = list_checkpoints(path)
@@ -159,25 +161,23 @@ def clean_old(
     that was just written, which counts as the newest, also beside later ones of an abandoned run.
     best: a step that stays beside these, of --keep-best.
     A checkpoint that was renamed to another step is the user's business: it stays, not counted.
-    What interrupted saves left behind goes too, so no save may be under way.
+    What interrupted saves left behind goes too, so no save may be under way. What cannot be deleted
+    is warned of, and links stay.
     """
-    gone = sorted(directory.glob("step_*.tmp"))
+    gone = leftovers(directory)
     found = checkpoints_by_name(directory)
     if keep_n > 0:
         found = {s: path for s, path in found.items() if _may_go(path, s, run)}
         minors = [step for step in found if major <= 0 or step % major]
         minors.sort(key=lambda step: (step == saved, step))
         gone += [found[step] for step in minors[:-keep_n] if step != best]
-    for path in gone:
-        with disk_errors(path):
-            # First, so that half a checkpoint is never taken for a whole one.
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-    return gone
+    return delete(gone)
 
 
 def _may_go(path: Path, step: int, run: RunId | None) -> bool:
-    """Whether it is a checkpoint of this run that was not renamed."""
+    """Whether it is a checkpoint of this run that was not renamed, and no link to one."""
+    if path.is_symlink():
+        return False
     recorded = _recorded(path)
     owner = RunId.of(recorded)
     mine = owner is None if run is None else run.owns(owner)

@@ -17,6 +17,7 @@ from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted
 from llmq.commands import (
     bench,
+    check,
     demo,
     export,
     plan,
@@ -70,6 +71,7 @@ app.command(cls=TrainCommand)(verify.verify)
 app.command(cls=Command)(tokenize.tokenize)
 app.command(cls=Command)(train_tokenizer.train_tokenizer)
 app.command(cls=Command)(show.show)
+app.command(cls=Command)(check.check)
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
 app.command("eval", cls=Command)(evaluation.evaluate)

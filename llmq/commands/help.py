@@ -27,6 +27,8 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
             first, *others = textwrap.wrap(
                 text, formatter.width - column, break_on_hyphens=False, break_long_words=False
             ) or [""]
+            if len(names) > formatter.width - 2:  # of an option with two spellings, on and off
+                names = names.replace(" / ", " /\n  ")
             begin = f"  {names}"
             if len(begin) > column - 2:
                 formatter.write(f"{begin}\n")

@@ -233,7 +233,7 @@ class TrainConfig(SizeFields):
 OPTIONS: dict[str, Option] = options_of(TrainConfig)
 """How each field of TrainConfig is set, by field name, in the order of --help."""
 
-ONCE = ("continue_from", "overwrite", "new_data")
+ONCE = ("download", "continue_from", "overwrite", "new_data")
 """Options of one command, not of the run: the next command begins without them."""
 
 # What is on where another option is, or has at least this value.

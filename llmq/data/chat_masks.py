@@ -127,10 +127,29 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
         return whole.generated
     spans: Spans = []
     for turn in turns:  # how many marks there are tells whose they are
-        before = len(view.render(turn).generated) if turn else 0
-        after = len(view.render(turn + 1).generated)
-        spans += whole.generated[before:after]
+        before = _marks_upto(view, whole, turn, turn) if turn else 0
+        spans += whole.generated[before : _marks_upto(view, whole, turn + 1, turn)]
     return spans
+
+
+def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
+    """How many marks the first messages have; they must be the first ones of the whole text.
+
+    turn: the message that is looked for.
+    """
+    upto = view.render(count)
+    marks = len(upto.generated)
+    found, expected = (
+        [(span, text.text[slice(*span)]) for span in text.generated[:marks]]
+        for text in (upto, whole)
+    )
+    if found != expected:
+        raise DataError(
+            f"the marks of message {turn + 1} ({view.messages[turn]['role']}) cannot be told from "
+            f"those of others: the chat template of {view.template.origin} marks the messages up "
+            "to it in another way when others follow; train on all of them, or give --train-on each"
+        )
+    return marks
 
 
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:

@@ -14,9 +14,10 @@ from llmq.config.options import TrainConfig
 from llmq.data.document_index import DocumentIndex
 from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
 from llmq.data.packing import Pieces, cut_documents, joined
+from llmq.data.patterns import find_token_files
 from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
-from llmq.data.split import Split, fingerprint
-from llmq.data.tokens import find_token_files, open_token_files
+from llmq.data.split import Split, contents, fingerprint
+from llmq.data.tokens import open_token_files
 from llmq.data.trained import has_trained_tokens, trained_tokens
 
 _BLOCK = 1 << 20  # documents that are cut at once
@@ -61,8 +62,9 @@ class Layout:
 class DataSet:
     """The checked files and the plan of their epochs; the same for all ranks, and for any thread.
 
-    files: in sorted order. plan: of epochs. total_tokens: in all files or, with a split or packed,
-    in all sequences. order: of what the plan is a function beside names and sizes of files; None
+    files: in sorted order. fingerprint, contents: of names and sizes, and of a sample of the
+    tokens. plan: of epochs. total_tokens: in all files or, with a split or packed, in all
+    sequences. order: of what the plan is a function beside names and sizes of files; None
     for llm.q's order. documents, cut, untrained: how many there are, are longer than a sequence,
     and have no token to train on (with packing these are left out). empty_files: without a
     sequence. scanned: files whose documents a separator has found.
@@ -85,7 +87,7 @@ class DataSet:
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
-        self.fingerprint = fingerprint(self.files, split)
+        self.fingerprint, self.contents = fingerprint(self.files, split), contents(self.files)
         self.documents = self.cut = self.untrained = self.empty_files = self.scanned = 0
         self._indices: list[DocumentIndex] | None = None
         if layout.needs_documents:

@@ -76,8 +76,10 @@ class DocumentFile:
     checksum: int
 
     @classmethod
-    def read(cls, path: Path) -> DocumentFile:
-        """DataError where the file cannot be read or is not one of these."""
+    def read(
+        cls, path: Path, verify: Callable[[bytes, Path], None] = lambda *_: None
+    ) -> DocumentFile:
+        """DataError where the file cannot be read or is not one of these. verify: its content."""
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -100,6 +102,7 @@ class DocumentFile:
                 f"'{path}' {state}: {len(data)} bytes, but its header says {count} documents = "
                 f"{expected} bytes; copy it again, or tokenize the data again"
             )
+        verify(data, path)
         ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
         return cls(ends, is_cut == 1, num_tokens, checksum)
 

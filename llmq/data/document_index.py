@@ -61,7 +61,8 @@ class DocumentIndex:
 
 
 def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
-    found = DocumentFile.read(path)
+    verify = {} if file.checksums is None else {"verify": file.checksums.verify_documents}
+    found = DocumentFile.read(path, **verify)
 
     def contradicts(how: str) -> DataError:
         return DataError(

@@ -24,11 +24,11 @@ from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
 from llmq.data import text_files
 from llmq.data.hub_dataset import HubDataset
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
+from llmq.data.patterns import expand_pattern
 from llmq.data.record_text import RecordText
 from llmq.data.standard_input import is_standard_input
 from llmq.data.text_files import NotTextError, find_cut, read_text
 from llmq.data.tokenizer import HfTokenizer
-from llmq.data.tokens import expand_pattern
 
 BLOCK_PIECES = 1024  # small documents that travel together
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,7 +18,7 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.conversations import TEXT, RecordConversation
+from llmq.data.conversations import TEXT, Conversation, RecordConversation, flattened
 from llmq.data.documents import Block, Piece, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
@@ -65,6 +67,8 @@ class Encoder:
         before, after = recipe.added
         end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
         self._added = [before, [*after, *end]]
+        controls = sorted(tokenizer.control_texts, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
 
     def encode(self, pieces: list[Piece]) -> tuple[Ids, Ids]:
         """For training and for evaluation; an empty document has no ids."""
@@ -93,16 +97,18 @@ class Encoder:
     def _encode_conversations(self, pieces: list[Piece], chat: Chat) -> tuple[Ids, Ids]:
         """The template decides what is before and behind each of them: nothing is added."""
         rendered = []
+        parts = _Parts(), _Parts()
         for piece in pieces:
             conversation = self.recipe.wanted.of_json(piece.text, piece.where)
             try:
                 texts = chat.texts(conversation)
             except DataError as error:
                 raise DataError(f"{piece.where}: {error}") from error
+            if forged := self._forged(conversation):
+                parts[piece.is_eval].forged.append(f"{piece.where} ({forged})")
             rendered += [
                 (piece, whole_characters(text, piece.text), spans) for text, spans in texts
             ]
-        parts = _Parts(), _Parts()
         encoded = self.tokenizer.encode_with_offsets([text for _, text, _ in rendered])
         for (piece, _, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
             mask = token_mask(offsets, spans)
@@ -112,6 +118,14 @@ class Encoder:
             of_split.add(ids, mask if self.recipe.with_masks else None)
             of_split.end()
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
+
+    def _forged(self, conversation: Conversation) -> str | None:
+        """The first control token that a message writes out: nobody may have meant it as one."""
+        for text in flattened(conversation.messages):
+            found = self._control.search(text.get("content") or "")
+            if found is not None:
+                return found[0]
+        return None
 
     def encode_blocks(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
         """Encode in this process."""
@@ -125,6 +139,7 @@ class _Parts:
     def __init__(self) -> None:
         self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0
         self._masks = [np.empty(0, bool)]
+        self.forged: list[str] = []
 
     def add(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         """More ids."""
@@ -139,7 +154,8 @@ class _Parts:
 
     def joined(self, with_masks: bool = False) -> Ids:
         mask = np.concatenate(self._masks) if with_masks else None
-        return Ids(np.concatenate(self._parts), np.array(self._ends, np.int64), mask)
+        ends = np.array(self._ends, np.int64)
+        return Ids(np.concatenate(self._parts), ends, mask, self.forged)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,9 +167,16 @@ _worker: Encoder
 
 def _start_worker(recipe: Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
     global _worker
     _worker = Encoder(load_tokenizer(recipe.tokenizer), recipe)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot say so, and the pool's queue never ends."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _encode_in_worker(pieces: list[Piece]) -> tuple[Ids, Ids]:

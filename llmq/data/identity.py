@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,13 +20,13 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.files import write_shared
+from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
-from llmq.data.tokens import find_token_files
 from llmq.runtime.compile import cache_dir
 
 MANIFEST = "tokenize.json"
 RUN_FILE = "llmq.json"  # in a model directory: what made it
-SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|mask)(\.partial)?")
+SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)?")
 _CACHE_VERSION = b"1"
 
 
@@ -130,15 +131,20 @@ def _fingerprint_of_files(folder: Path) -> str | None:
             digest.update(content)
     path = cache_dir() / "tokenizers" / digest.hexdigest()
     with suppress(OSError):
-        if found := path.read_bytes():
-            return found.decode(errors="replace")
+        found, _, _ = kept = path.read_bytes().decode(errors="replace").partition(" ")
+        if "".join(kept) == _with_checksum(found):
+            return found
     try:
         fingerprint = HfTokenizer(folder).fingerprint
     except DataError:  # whoever needs the tokenizer will say what is wrong with it
         return None
     with suppress(OSError):
-        write_shared(path, fingerprint.encode())
+        write_shared(path, _with_checksum(fingerprint).encode())
     return fingerprint
+
+
+def _with_checksum(text: str) -> str:
+    return f"{text} {zlib.crc32(text.encode()):08x}"
 
 
 def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId | None]]:

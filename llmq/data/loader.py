@@ -226,6 +226,7 @@ class DataLoader:
             "file_name": names[self._order(at.epoch)[at.file_index]] if in_turn else names[0],
             "seq_len": self.seq_len,
             "files": self.data.fingerprint,
+            "contents": self.data.contents,
         }
         return state if self.data.order is None else state | {"order": self.data.order}
 
@@ -238,6 +239,10 @@ class DataLoader:
         changed = {
             "sequence length": state["seq_len"] != self.seq_len,
             "training files": state["files"] != self.data.fingerprint,
+            # Under the same names, with the same sizes; earlier versions did not look.
+            "content of the training files": (
+                state.get("contents", self.data.contents) != self.data.contents
+            ),
             "documents, --packing or the weights of --train-file": (
                 state.get("order") != self.data.order
             ),

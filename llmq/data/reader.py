@@ -30,6 +30,15 @@ class Span(NamedTuple):
     ends: Sequence[int] | np.ndarray
 
 
+def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents of a row start, in any order, and where some end. Padding is one, too."""
+    edges = np.cumsum([0, *(span.length for span in spans)])
+    pairs = zip(spans, edges[:-1].tolist(), strict=True)
+    ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
+    starts = np.concatenate([edges, ends])
+    return starts[starts < seq_len], ends
+
+
 class RowReader:
     """Reads rows of seq_len tokens. For one thread."""
 
@@ -77,7 +86,6 @@ class RowReader:
         tokens, counts = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
-        begins = np.cumsum(lengths) - lengths
         filled = int(lengths.sum())
         # Where each input stands in what was read; its target is the token behind it.
         places = np.arange(filled) + np.repeat(np.cumsum(goes_on) - goes_on, lengths)
@@ -88,11 +96,8 @@ class RowReader:
         if not goes_on[-1]:
             targets[filled - 1] = MASKED_TARGET
         if starts is not None:
-            pairs = zip(spans, begins.tolist(), strict=True)
-            ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
+            at, ends = documents_of(spans, self.seq_len)
             targets[ends - 1] = MASKED_TARGET
-            at = np.concatenate([begins, ends, [filled]])
-            at = at[at < self.seq_len]
             starts[at] = at
             np.maximum.accumulate(starts, out=starts)
         if filled < self.seq_len:  # with tokens of this row, so that no other values arise

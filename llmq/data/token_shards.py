@@ -2,6 +2,7 @@
 
     train-000.bin …    token files of at most `shard_tokens` tokens
     train-000.docs …   where their documents end
+    train-000.sums …   checksums of both
     eval-000.bin …     the same for the evaluation part
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
@@ -22,7 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, write_file
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    sync_directory,
+    sync_files,
+    write_file,
+)
 from llmq.data.counts import Counts, count_documents
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
@@ -70,12 +77,14 @@ class Ids(NamedTuple):
     """A part of a split: token ids (n,) int32.
 
     ends: (k,) int64, how many of them come before each end of a document. mask: (n,) bool, which
-    are trained; None for a run whose files have no masks.
+    are trained; None for a run whose files have no masks. forged: the documents in whose messages a
+    control token is written out, by where they come from.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     mask: np.ndarray | None = None
+    forged: Sequence[str] = ()
 
 
 class ShardWriter:
@@ -115,6 +124,7 @@ class ShardWriter:
             *(path, self.vocab_size),
             with_masks=self.with_masks,
             with_documents=True,
+            with_checksums=True,
             keep_tokens=keep,
         )
 
@@ -122,7 +132,7 @@ class ShardWriter:
         return self.out / f"{self.split}-{number:03d}.bin"
 
     def write(self, ids: Ids) -> None:
-        tokens, ends, mask = ids
+        tokens, ends, mask, _ = ids
         while len(tokens):
             number, used = divmod(self.tokens, self.shard_tokens)
             if self._writer is None:
@@ -192,6 +202,12 @@ class Manifest:
         self.data["complete"] = complete
         self.write()
 
+    def note(self, ids: Ids) -> None:
+        """Count what the summary warns of."""
+        if ids.forged:
+            first, count = self.data.get("forged", (ids.forged[0], 0))
+            self.data["forged"] = [first, count + len(ids.forged)]
+
     def write(self) -> None:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
 
@@ -219,6 +235,12 @@ class Manifest:
         is_known = all(documents_path(path).exists() for path in files)
         counts = count_documents(opened, seq_len) if is_known else None
         warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
+        if "forged" in self.data:
+            first, count = self.data["forged"]
+            warnings.append(
+                f"{count} conversations have a control token written out in a message, which "
+                f"becomes that token, as in transformers; the first: {first}"
+            )
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]
@@ -262,7 +284,7 @@ def open_manifest(
     DataError if `out` holds anything else of this kind.
     """
     with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
     inputs = [source.identity for source in sources]
     path = out / MANIFEST
     earlier = _read_manifest(path) if path.exists() and not overwrite else None
@@ -309,6 +331,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
             tokenizer.save(folder)
         if chat_template is not None:
             write_file(folder / TEMPLATE_FILE, chat_template)
+        sync_files(folder)
+        sync_directory(folder.parent)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

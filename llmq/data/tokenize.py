@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.files import locked
+from llmq.base.locks import LOCK, locked
 from llmq.data.chat_masks import TRAIN_ON, Chat
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
@@ -88,7 +88,7 @@ def tokenize(
         "seed": seed,
         **recipe.record(),
     }
-    with locked(out / ".lock", "--out", out):
+    with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
         _note_chat(manifest, recipe, loaded, was_given=chat_template is not None)
         was_complete = manifest.data["complete"]
@@ -217,6 +217,7 @@ def _run(
             for end, tokens in encoded:
                 for name, ids in zip(SPLITS, tokens, strict=True):
                     shards[name].write(ids)
+                    manifest.note(ids)
                 report.update(end.bytes_read, sum(writer.tokens for writer in shards.values()))
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     manifest.save(end, shards)

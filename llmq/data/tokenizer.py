@@ -97,6 +97,11 @@ class ByteTokenizer:
         """Whether an id is that of a token which is never cut."""
         return token == self.eos_id
 
+    @property
+    def control_texts(self) -> list[str]:
+        """Texts that become a control token wherever they are written."""
+        return [END_OF_TEXT]
+
     def save(self, folder: Path) -> None:
         """Write files from which transformers' AutoTokenizer makes the same tokenizer.
 
@@ -282,6 +287,12 @@ class HfTokenizer:
     def is_special(self, token: int) -> bool:
         """Whether an id is that of a token added to the vocabulary, which is never cut."""
         return token in self._tokenizer.get_added_tokens_decoder()
+
+    @property
+    def control_texts(self) -> list[str]:
+        """Texts that become a control token wherever they are written."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special and token.content]
 
     def is_byte(self, token: int) -> bool:
         """Whether the token stands for one byte of a character that the vocabulary lacks."""

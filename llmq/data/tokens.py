@@ -1,4 +1,4 @@
-"""Token files (`.bin`): find, check, read and write them.
+"""Token files (`.bin`): check, read and write them.
 
     offset 0     8 bytes  b"BIN.TOK\n"
            8     int32    version, 1 or 2 (written: 2; version 1 carries no vocabulary size)
@@ -15,10 +15,9 @@ Everything is little-endian. The mask bit of a token says whether *predicting th
 
 from __future__ import annotations
 
-import glob
-import itertools
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -27,8 +26,10 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, sync_directory
-from llmq.data.document_file import SUFFIX, DocumentWriter, documents_path, partial_path
+from llmq.data.checksums import Checksums, checksums_path, write_checksums
+from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.mask_file import MaskWriter, mask_path
+from llmq.data.patterns import find_token_files
 
 MAGIC = b"BIN.TOK\n"
 VERSION = 2
@@ -37,58 +38,9 @@ TOKEN_BYTES = 4
 MAX_TOKENS = 2**31 - 1  # the header counts tokens in an int32
 MASKED_TARGET = -100  # the target id that the loss ignores
 
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 _FIELDS = struct.Struct("<8s5i")
 _TOKEN = np.dtype("<i4")
-
-
-# ------------------------------------------------------------------------------------------------
-# Finding files
-
-
-def expand_pattern(pattern: str | Path) -> list[Path]:
-    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each.
-
-    A name that exists is taken literally, so that special characters in it do no harm.
-    """
-    literal = Path(os.path.expanduser(pattern))  # pathlib's raises where there is no such user
-    if literal.exists():
-        return [literal]
-    names: set[str] = set()
-    for alternative in _expand_braces(os.fspath(pattern)):
-        names.update(glob.glob(os.path.expanduser(alternative), recursive=True))
-    return [Path(name) for name in sorted(names, key=os.fsencode)]
-
-
-def _expand_braces(pattern: str) -> list[str]:
-    """`a{b,c{d,e}}` -> [ab, acd, ace]. Braces without a partner or a comma stand for themselves."""
-    start = pattern.find("{")
-    while start >= 0:
-        depth, commas = 0, []
-        for i in range(start, len(pattern)):
-            if pattern[i] == "{":
-                depth += 1
-            elif pattern[i] == "," and depth == 1:
-                commas.append(i)
-            elif pattern[i] == "}":
-                depth -= 1
-                if depth == 0:
-                    break
-        if depth == 0 and commas:
-            edges = [start, *commas, i]
-            parts = [pattern[a + 1 : b] for a, b in itertools.pairwise(edges)]
-            return [
-                expanded
-                for part in parts
-                for expanded in _expand_braces(pattern[:start] + part + pattern[i + 1 :])
-            ]
-        start = pattern.find("{", start + 1)
-    return [pattern]
-
-
-def find_token_files(pattern: str | Path) -> list[Path]:
-    """What a glob pattern names, without folders and the `.docs` files beside token files."""
-    found = expand_pattern(pattern)
-    return [path for path in found if path.suffix != SUFFIX and not path.is_dir()]
 
 
 def open_token_files(
@@ -134,9 +86,20 @@ class TokenFile:
     """One checked token file. Not shared between threads: the read position is state.
 
     path; version; num_tokens; vocab_size (0 = unknown); has_masks; num_bytes (of the whole file).
+    checksums: of its pieces, None where no file beside it has them. Pieces are compared with them
+    when something in them is read for the first time in this process.
     """
 
-    __slots__ = ("_file", "has_masks", "num_bytes", "num_tokens", "path", "version", "vocab_size")
+    __slots__ = (
+        "_file",
+        "checksums",
+        "has_masks",
+        "num_bytes",
+        "num_tokens",
+        "path",
+        "version",
+        "vocab_size",
+    )
 
     def __init__(self, path: str | Path) -> None:
         """Check the header against the format and the file's length; DataError where it is off."""
@@ -162,6 +125,7 @@ class TokenFile:
         self.vocab_size = vocab_size if self.version == VERSION else 0
         self.has_masks = masks == 1
         self._check(width)
+        self.checksums = Checksums.of(self.path)
 
     def _check(self, width: int) -> None:
         if self.version not in (1, VERSION):
@@ -210,12 +174,24 @@ class TokenFile:
         bits = np.unpackbits(packed, bitorder="little")
         return bits[start - 8 * first :][:count].astype(bool)
 
+    def sample(self) -> int:
+        """CRC-32 of a few pieces at equal distances: of another file of this size another one."""
+        size = min(_SAMPLE_BYTES, self.num_bytes)
+        piece, checksum = np.empty(size, np.uint8), 0
+        for number in range(_SAMPLES):
+            self._read_into((self.num_bytes - size) * number // (_SAMPLES - 1), piece)
+            checksum = zlib.crc32(piece, checksum)
+        self.close()
+        return checksum
+
     def _read_into(self, offset: int, out: np.ndarray) -> None:
         # Plain reads instead of a memory map: a file that shrinks or a network disk that fails
         # then raises here, where a map would kill the process with SIGBUS.
         try:
             if self._file is None:
                 self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            if self.checksums is not None:
+                self.checksums.verify(self._file, offset, offset + out.nbytes)
             self._file.seek(offset)
             got = self._file.readinto(out)
         except OSError as error:
@@ -251,17 +227,19 @@ class TokenWriter:
         *,
         with_masks: bool = False,
         with_documents: bool = False,
+        with_checksums: bool = False,
         keep_tokens: int = 0,
     ) -> None:
         """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
 
-        with_documents: write the `.docs` file too. Without it one of an earlier file is removed.
+        with_documents, with_checksums: write the `.docs` and the `.sums` file too. Without them
+        those of an earlier file are removed.
         """
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
         self.vocab_size = vocab_size
-        self.with_masks = with_masks
+        self.with_masks, self.with_checksums = with_masks, with_checksums
         self.num_tokens = keep_tokens
         partial = partial_path(self.path)
         if with_masks:
@@ -376,8 +354,11 @@ class TokenWriter:
             complete.close()
         else:
             documents_path(self.path).unlink(missing_ok=True)
+        checksums_path(self.path).unlink(missing_ok=True)  # never those of another content
         os.replace(partial_path(self.path), self.path)
         sync_directory(self.path.parent)
+        if self.with_checksums:
+            write_checksums(self.path)
         if self._masks is not None:
             self._masks.discard()
 

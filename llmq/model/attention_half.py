@@ -19,6 +19,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
+from llmq.model.attention_choice import directions
 from llmq.model.linear import Linear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
@@ -80,13 +81,14 @@ class AttentionHalf:
         backend: str,
         starts: Tensor | None,
     ):
-        """backend: "native" or "cudnn". starts: I32 (B,T), of documents; None: all are 0."""
+        """backend: as directions takes it. starts: I32 (B,T), of documents; None: all are 0."""
         self.dev, self.operands, self.linear = dev, operands, linear
         self.B, self.T = options.batch_size, options.seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps = config.head_dim, config.norm_eps
-        self.backend, self.chunks = backend, options.attn_bwd_chunks
-        windows = map(config.window_of, range(config.num_layers))
+        self.chunks = options.attn_bwd_chunks
+        windows = [config.window_of(layer) for layer in range(config.num_layers)]
+        self.backends = [directions(backend, self.Hd, self.T, window) for window in windows]
         self.starts, self.sights = starts, [attention.Sight(starts, window) for window in windows]
         self.rope_tables = alloc_rope_tables(dev, config, self.T)
         self.qk_norm, self.qk_norm_backward = qk_normalization(config)
@@ -131,10 +133,8 @@ class AttentionHalf:
 
     def _attend(self, layer: Layer, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
-        sight = self.sights[layer.index]
-        attention.forward(
-            self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, sight, backend=self.backend
-        )
+        sight, (backend, _) = self.sights[layer.index], self.backends[layer.index]
+        attention.forward(self.dev, out, layer.lse, qkv, self.Hq, self.Hkv, sight, backend=backend)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class AttentionHalf:
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
                     self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
-                    backend=self.backend,
+                    backend=self.backends[layer.index][1],
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(d_x, d_product, w.qkv)

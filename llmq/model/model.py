@@ -38,7 +38,7 @@ class Model:
         *,
         trains: bool = True,
     ):
-        """backend: "native" or "cudnn" attention. starts: I32 (B,T), see Batch; None: all are 0.
+        """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
 
         trains: False without backward passes.
         """

@@ -20,7 +20,7 @@ class Scorer:
     """Forward passes and losses. One shape (B, T) has memory at a time, that of the last batch."""
 
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, backend: str):
-        """weights: as placement.resident has them. backend: "native" or "cudnn" attention."""
+        """weights: as placement.resident has them. backend: see directions."""
         self.dev, self.config, self.weights, self.backend = dev, config, weights, backend
         self._dtype = weights.placement["embed"].work.dtype
         self._shape = (0, 0)

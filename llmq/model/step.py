@@ -124,7 +124,7 @@ class Step:
         placement: Placement,
         backend: str = "native",
     ):
-        """options: normalized. placement: of them. backend: "native" or "cudnn" attention."""
+        """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
         self.table = weight_table(config, dev.world_size)
         words = self._open_inbox()

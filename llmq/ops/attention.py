@@ -71,19 +71,23 @@ class Tiles:
     split_keys: bool = False
 
 
-def forward_tiles(dtype: DType, head_dim: int) -> Tiles:
-    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values."""
+def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
+    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
+
+    masked: as compile_consts.
+    """
     large = head_dim > 128
     if dtype == F32:
         own, step = (32, 16) if large else (64, 32)
         return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
     # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger
     # heads leave registers for fewer scores, and then for fewer queries.
-    own, step = 64 if large else 128, 64 if head_dim <= 96 else 32
+    own = 64 if large or (masked and head_dim > 96) else 128
+    step = 64 if head_dim <= (64 if masked else 96) else 32
     return Tiles(own, step, 128, (own + 2 * step) * (head_dim + 8) * 2)
 
 
-def backward_tiles(dtype: DType, head_dim: int) -> Tiles:
+def backward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
     """Tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and two of
     each step, for BF16 with the step's statistics."""
     large = head_dim > 128
@@ -92,7 +96,8 @@ def backward_tiles(dtype: DType, head_dim: int) -> Tiles:
         rows = 2 * own + 2 * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
-    own = 128 if head_dim <= 64 else 64  # as registers allow for two sums of own rows, or for one
+    # As registers allow for two sums of own rows, or for one.
+    own = 128 if head_dim <= 64 and not masked else 64
     step, stages = (16, 1) if large else (32, 2)
     rows = 2 * own + 2 * stages * step
     shared = rows * (head_dim + 8) * 2 + 2 * stages * step * 4
@@ -104,14 +109,17 @@ def compile_consts(dtype: DType, head_dim: int, masked: bool = False) -> dict[st
 
     masked: queries see less than all that is before them.
     """
-    backward = backward_tiles(dtype, head_dim)
+    backward = backward_tiles(dtype, head_dim, masked)
     consts = {
         "HEAD_DIM": head_dim,
         "MASKED": int(masked),
         "BACKWARD_STAGES": backward.stages,
         "SPLIT_KEYS": int(backward.split_keys),
     }
-    for name, tiles in (("FORWARD", forward_tiles(dtype, head_dim)), ("BACKWARD", backward)):
+    for name, tiles in (
+        ("FORWARD", forward_tiles(dtype, head_dim, masked)),
+        ("BACKWARD", backward),
+    ):
         consts[f"{name}_OWN"] = tiles.own
         consts[f"{name}_STEP"] = tiles.step
         consts[f"{name}_THREADS"] = tiles.threads
@@ -219,7 +227,7 @@ def forward(
             args = (out, lse, qkv, *sizes, workspace)
             dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
         return
-    tiles = forward_tiles(qkv.dtype, head_dim)
+    tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
     dev.launch(
         FORWARD,
         (ceil_div(seq_len, tiles.own), num_heads, batch),
@@ -295,7 +303,7 @@ def _backward_native(
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    tiles = backward_tiles(qkv.dtype, head_dim)
+    tiles = backward_tiles(qkv.dtype, head_dim, sight.masked)
     consts = compile_consts(qkv.dtype, head_dim, sight.masked)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     sizes = (seq_len, num_heads, num_kv_heads, *sight.args(seq_len))

@@ -9,6 +9,7 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.model.attention_choice import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import MAX_COLUMNS
 from llmq.runtime import cudnn
@@ -88,12 +89,11 @@ def _cudnn_refuses(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) ->
 
 def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str:
     """As attention_backend on a GPU where cuDNN is taken to be installed."""
-    native = config.attention == "native" or _cudnn_refuses(config, model, spec) is not None
-    return "native" if native else "cudnn"
+    return "native" if _cudnn_refuses(config, model, spec) is not None else config.attention
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
-    """ "native" or "cudnn": what --attention means here.
+    """What --attention means here: "native" or "cudnn" for all, or "auto", see directions.
 
     Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
     """
@@ -111,14 +111,15 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
             for window in model.windows:
+                chosen = directions(config.attention, model.head_dim, config.seq_len, window)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    library.check(*sizes, parts, window)
+                    library.check(*sizes, parts, window, backward=chosen[1] == "cudnn")
     except LlmqError as error:
         if required:
             raise ConfigError(f"--attention cudnn: {error}") from error
         _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
         return "native"
-    return "cudnn"
+    return config.attention
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
+from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.plan.plan import Plan
 from llmq.runtime.device import Event
 from llmq.runtime.plan_device import Trace, Work
@@ -35,15 +36,53 @@ HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 
-# The library's attention (deterministic backward): the part of the bf16 peak that it would reach
-# with infinite T and head size. At the diagonal it computes scores for nothing, as many as for
-# this many further positions. The softmax of a score costs as much as SOFTMAX further channels, on
-# an H100: it is not done by tensor cores, of which other cards have less.
-ATTENTION = {"attention_forward": (1.2, 416), "attention_backward": (0.89, 725)}
-WINDOW = {"attention_forward": -2, "attention_backward": -1}  # among the arguments
-SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
-NATIVE_ATTENTION = 1.5e12  # FLOP/s of a multiprocessor in our own attention
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
+SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
+
+
+class Attention(NamedTuple):
+    """How fast a kernel of attention is.
+
+    rate: of what it computes. causal: so many positions a query costs beside those that it sees, at
+    the diagonal, where scores are computed for nothing, and at the start of its block. edge: as
+    many where a window begins; None: all that the window hides is computed.
+    """
+
+    rate: float
+    causal: int
+    edge: int | None
+
+    def computed(self, seq_len: int, window: float) -> float:
+        """Twice the pairs of query and key that are computed, or what takes as long."""
+        edge = seq_len - window if self.edge is None else self.edge  # T^2 is all
+        return _seen(seq_len, window) + self.causal * seq_len + edge * (seq_len - window)
+
+
+def _seen(seq_len: int, window: float) -> float:
+    """Twice the pairs of query and key, as FLOPs go."""
+    return window * (2 * seq_len - window)
+
+
+# The library's (deterministic backward). Their rate is the part of the bf16 peak that they would
+# reach with infinite head size: the softmax of a score costs as much as SOFTMAX further channels,
+# on an H100. It is not done by tensor cores, of which other cards have less. Edges are from
+# benchmarks/h100_attention.txt, as is all of ours.
+CUDNN_ATTENTION = {
+    "attention_forward": Attention(1.2, 416, 230),
+    "attention_backward": Attention(0.89, 725, None),
+}
+# Ours, by the largest head size: FLOP/s of a multiprocessor. Others than 64 and 128 have not been
+# measured.
+NATIVE_ATTENTION = {
+    "attention_forward": {
+        64: Attention(1.86e12, 370, 140),
+        MAX_HEAD_DIM: Attention(2.45e12, 415, 140),
+    },
+    "attention_backward_tiles": {
+        64: Attention(3.44e12, 423, 256),
+        MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +108,19 @@ class Rates:
     """What a card takes for each piece of work."""
 
     def __init__(
-        self, card: Card, gpus: int = 1, *, nccl: bool = False, network: Network = ONE_MACHINE
+        self,
+        card: Card,
+        gpus: int = 1,
+        *,
+        nccl: bool = False,
+        visible_share: float = 1.0,
+        network: Network = ONE_MACHINE,
     ):
-        """gpus: how many of this card share the host's memory. nccl: whether it exchanges."""
-        self.card, self._network = card, network
+        """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
+
+        visible_share: what documents leave of the causal pairs of query and key.
+        """
+        self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
@@ -139,17 +187,20 @@ class Rates:
         x = work.args[0]  # (B, T, heads, head_dim)
         if x.dtype == F32:
             return work.flops / (F32_RATE * self.card.num_sms)
-        head_dim = x.shape[3]
-        if work.entry not in ATTENTION or work.file != "attention":
-            rate = min(NATIVE_ATTENTION * self.card.num_sms, self._products["matmul"])
-            return work.flops / rate
-        # Twice the pairs of query and key are window * (2 seq_len - window), and there are
-        # 2 seq_len - window queries at an edge of what is seen, the diagonal or the window's.
-        window = work.args[WINDOW[work.entry]]
-        share, causal = ATTENTION[work.entry]
-        softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
-        rate = share * 1e12 * self.card.bf16
-        return work.flops / rate * (1 + causal / window) * (1 + softmax / head_dim)
+        seq_len, head_dim = x.shape[1], x.shape[3]
+        if work.file == "attention":
+            kernel = CUDNN_ATTENTION[work.entry]
+            softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
+            rate = kernel.rate * 1e12 * self.card.bf16 / (1 + softmax / head_dim)
+            window = narrow = work.args[-2 if work.entry == "attention_forward" else -1]
+        else:
+            sizes = NATIVE_ATTENTION[work.entry]
+            kernel = next(sizes[size] for size in sizes if head_dim <= size)
+            rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
+            window = work.args[-1]
+            # Documents take as long as a window that hides as much.
+            narrow = min(window, seq_len * (1 - math.sqrt(1 - self._visible)))
+        return work.flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
@@ -210,18 +261,27 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def step_time(plan: Plan, card: Card, network: Network = ONE_MACHINE) -> StepTime:
-    """The time of a step. All streams meet between micro-steps, and before the update."""
+def step_time(
+    plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> StepTime:
+    """The time of a step. All streams meet between micro-steps, and before the update.
+
+    visible_share: as Rates has it.
+    """
     reached = card if plan.peer_access else replace(card, link=0.0)
     gpus = plan.world_size // network.machines
-    return _step_time(plan, Rates(reached, gpus, nccl=plan.nccl, network=network))
+    how = {"nccl": plan.nccl, "visible_share": visible_share}
+    return _step_time(plan, Rates(reached, gpus, network=network, **how))
 
 
-def exposed_seconds(plan: Plan, card: Card, network: Network = ONE_MACHINE) -> float:
+def exposed_seconds(
+    plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> float:
     """Of a step, how much longer it takes because GPUs and machines exchange data."""
     gpus = plan.world_size // network.machines
-    at_once = Rates(replace(card, link=math.inf), gpus, nccl=plan.nccl)
-    return step_time(plan, card, network).total - _step_time(plan, at_once).total
+    how = {"nccl": plan.nccl, "visible_share": visible_share}
+    at_once = _step_time(plan, Rates(replace(card, link=math.inf), gpus, **how))
+    return step_time(plan, card, visible_share, network).total - at_once.total
 
 
 def _step_time(plan: Plan, rates: Rates) -> StepTime:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.dataset import DataSet, Layout
+from llmq.data.reader import documents_of
 from llmq.data.split import Split
+
+SAMPLE = 256  # sequences whose documents are looked at
 
 
 def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, Any] | None:
     """Of an epoch, for programs. None where files are read as they are: then it is not opened.
 
-    problem: why nothing is known, such as files that are not there yet.
+    problem: why nothing is known, such as files that are not there yet. visible_share: None
+    without document masks, else what they leave of the causal pairs of query and key.
     """
     layout = Layout.of(config)
     if not layout.needs_documents and layout.weights is None:
@@ -36,19 +44,37 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
         "tokens_per_epoch": data.plan.tokens(),
         "sequences": data.sequences,
         "padding": data.padding,
+        "visible_share": _visible_share(data, config.train_seed) if layout.document_mask else None,
         "steps_per_epoch": batches // config.grad_accumulation,
         "lines": data.lines("train"),
     }
+
+
+def _visible_share(data: DataSet, seed: int) -> float:
+    """The mean of some sequences, evenly spread over the first epoch."""
+    of_places = [data.plan.counts[part] for part in data.plan.parts(seed, 0)]
+    edges = list(accumulate(of_places, initial=0))
+    chosen = np.unique(np.linspace(0, edges[-1] - 1, SAMPLE).astype(int))
+    pairs = 0
+    for number in chosen.tolist():
+        place = bisect_right(edges, number) - 1
+        spans = data.plan.spans(seed, 0, place, number - edges[place])
+        starts, _ = documents_of(spans, data.seq_len)
+        lengths = np.diff([*np.unique(starts), data.seq_len])
+        pairs += int((lengths**2).sum())
+    return pairs / (len(chosen) * data.seq_len**2)
 
 
 def data_report(record: dict[str, Any]) -> list[str]:
     """The same for people."""
     if "problem" in record:
         return ["[Data]", f"  not known: {record['problem']}"]
+    share = record["visible_share"]
     return [
         "[Data]",
         *(f"  {line}" for line in record["lines"]),
         f"  Tokens per epoch: {record['tokens_per_epoch']:,}, {100 * record['padding']:.2f} % "
         "padding beside them",
         f"  Steps per epoch:  {record['steps_per_epoch']:,}",
+        *(() if share is None else (f"  Attention sees:   {100 * share:.1f} % of unmasked",)),
     ]

@@ -20,6 +20,7 @@ class DiskUse:
     checkpoint: of one. kept: checkpoints that are there in the end. every: None, or that kept grows
     by one after so many steps, the number of which only the data tells. deletes: whether older ones
     are deleted, each of which is there until the next one is complete. model: of the exported one.
+    at_most: with --keep-best, where the numbers decide how often there is a better one.
     """
 
     checkpoint: int
@@ -27,6 +28,7 @@ class DiskUse:
     every: int | None
     deletes: bool
     model: int
+    at_most: bool
 
     @property
     def total(self) -> int | None:
@@ -44,8 +46,9 @@ class DiskUse:
 
     def lines(self) -> list[str]:
         """For people."""
-        kept = [f"{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
-        grows = [f"one checkpoint every {self.every} steps"] if self.every else []
+        most = "at most " if self.at_most else ""
+        kept = [f"{most}{self.kept} checkpoint{'s' * (self.kept != 1)}"] if self.kept else []
+        grows = [f"{most}one checkpoint every {self.every} steps"] if self.every else []
         parts = ", ".join([*kept, *grows, f"the model ({_mib(self.model)})"])
         total = "" if self.total is None else f"{_mib(self.total)}: "
         peak = "; one more checkpoint while it is written" if self.deletes else ""
@@ -66,6 +69,7 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
         every=every,
         deletes=deletes,
         model=parameter_count(model) * parse_dtype(config.model_dtype).itemsize,
+        at_most=config.keep_best is not None,
     )
 
 
@@ -89,21 +93,32 @@ def checkpoint_bytes(model: ModelConfig, placement: Placement) -> int:
 
 
 def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
-    """How many stay, DiskUse.every, and whether older ones go.
+    """How many stay, DiskUse.every, and whether older ones go; at most, where the best is kept.
 
-    They are written at multiples of the interval before the last step, and (training state) there.
+    They are written at multiples of the interval before the last step, where what --keep-best names
+    is measured, and (training state) at the last step.
     """
-    keep, interval = config.ckpt_keep_n, config.ckpt_interval
+    keep, best = config.ckpt_keep_n, config.keep_best
+    periods = [config.ckpt_interval]
+    if best is not None:
+        periods.append(config.eval_every_n_steps if best.endswith("loss") else config.task_every)
+    periods = [period for period in periods if period > 0]
     major = config.ckpt_major if config.ckpt_major > 0 else 0
-    last = int(config.save_training_state)
-    if config.steps < 0 and interval > 0:
+    of_majors = [math.lcm(period, major) for period in periods] if major else []
+    stay = keep + (best is not None)
+    if config.steps < 0 and periods:
         if keep <= 0:
-            return 0, interval, False
-        return keep, math.lcm(interval, major) if major else None, True
+            return 0, math.gcd(*periods), False
+        return stay, math.gcd(*of_majors) if major else None, True
     steps = max(config.steps, 1)
-    written, majors = last, last * (major > 0 and steps % major == 0)
-    if interval > 0:
-        written += (steps - 1) // interval
-        majors += (steps - 1) // math.lcm(interval, major) if major else 0
-    gone = max(written - majors - keep, 0) if keep > 0 else 0
+    last = int(config.save_training_state or best is not None)
+    written = last + _multiples(steps - 1, periods)
+    majors = last * (major > 0 and steps % major == 0) + _multiples(steps - 1, of_majors)
+    gone = max(written - majors - stay, 0) if keep > 0 else 0
     return written - gone, None, gone > 0
+
+
+def _multiples(last: int, periods: list[int]) -> int:
+    """How many of the steps 1 to last are multiples of one or two periods."""
+    both = last // math.lcm(*periods) if len(periods) == 2 else 0
+    return sum(last // period for period in periods) - both

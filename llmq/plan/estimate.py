@@ -60,12 +60,14 @@ class Planner:
         backend: str,
         card: Card,
         world_size: int = 1,
+        visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
     ):
-        """world_size: GPUs of all machines that the network joins."""
+        """world_size: GPUs of all machines that the network joins. visible_share: as step_time
+        takes it."""
         self.network = network
         self.model, self.spec, self.backend = model, spec, backend
-        self.card, self.world_size = card, world_size
+        self.card, self.world_size, self.visible_share = card, world_size, visible_share
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
@@ -76,8 +78,8 @@ class Planner:
 
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
-        rest = (self.backend, self.card, self.world_size, self.network)
-        return Planner(model, self.spec, *rest)
+        shared = (self.spec, self.backend, self.card, self.world_size, self.visible_share)
+        return Planner(model, *shared, self.network)
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
@@ -136,7 +138,7 @@ class Planner:
         stack = plan.usage.sizes.stack
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
-        time = step_time(plan, self.card, self.network)
+        time = step_time(plan, self.card, self.visible_share, self.network)
         return np.array([*memory, *(time.parts[name] for name in TIMES)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:

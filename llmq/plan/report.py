@@ -66,12 +66,13 @@ def run_plan(
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     search = fit is not None
     given = (gpu_memory, host_memory, card, reserve)
-    joined = {"machines": machines, "network": network}
-    where = target(config, model, *given, search=search, **joined)
+    where = target(config, model, *given, search=search, machines=machines, network=network)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
     warn(rank_warnings(config, where.world_size))
+    data = data_record(config, model, where.world_size)
+    where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
         if where.limits.device is None:
@@ -84,8 +85,8 @@ def run_plan(
         return found.candidates[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
-    time = step_time(plan, where.card, where.network) if where.named else None
-    data = data_record(config, model, where.world_size)
+    speed = (where.card, where.visible_share, where.network)
+    time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(plan, model, where, time) | disk.record()
     record |= {} if data is None else {"data": data}
@@ -183,7 +184,9 @@ def plan_record(
 def _predicted(plan: Plan, time: StepTime, where: Target) -> dict[str, Any]:
     exposed = {}
     if plan.world_size > 1:
-        exposed = {"exposed_seconds": exposed_seconds(plan, where.card, where.network)}
+        exposed = {
+            "exposed_seconds": exposed_seconds(plan, where.card, where.visible_share, where.network)
+        }
     return {
         "tokens_per_second": plan.tokens / time.total,
         "step_seconds": time.total,

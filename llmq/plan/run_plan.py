@@ -30,7 +30,8 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
     backend, spec = attention_backend(config, model, machine), machine.spec
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
-    planner = Planner(model, spec, backend, card_of(spec), machine.world_size, network)
+    shared = (spec, backend, card_of(spec), machine.world_size)
+    planner = Planner(model, *shared, network=network)
     plan = planner.plan(planned)
     check_fits(config, planner, plan, memory_limit(config, machine))
     return RunPlan(plan, planned, backend)

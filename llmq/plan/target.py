@@ -24,7 +24,8 @@ class Target:
 
     reserve: bytes of each device that are to stay free, which the limits leave out. card: whose
     speed is predicted, or None. named: whether that card is what was asked for, and not only one
-    with as much memory. world_size: GPUs of all machines, which the network joins.
+    with as much memory. world_size: GPUs of all machines, which the network joins. visible_share:
+    what documents leave of attention, as far as it is known.
     """
 
     spec: DeviceSpec
@@ -35,11 +36,13 @@ class Target:
     reserve: int = 0
     card: Card | None = None
     named: bool = False
+    visible_share: float = 1.0
 
     def planner(self, model: ModelConfig) -> Planner:
         """For this machine."""
         card = self.card or card_of(self.spec)
-        return Planner(model, self.spec, self.backend, card, self.world_size, self.network)
+        shared = (self.spec, self.backend, card, self.world_size, self.visible_share)
+        return Planner(model, *shared, self.network)
 
 
 def target(

@@ -7,13 +7,14 @@ import fcntl
 import json
 import os
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from llmq.base.errors import warn
 from llmq.base.files import write_shared
 
-FORMAT = 2
+FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
 CHOICE_BYTES = ALGORITHM_BYTES + 1  # and whether FP8 products accumulate fast: 0 or 1
 
@@ -72,15 +73,21 @@ class AlgorithmFile:
             content = json.loads(self.path.read_bytes())
             if content["format"] != FORMAT:
                 return {}
-            known = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
-        return {k: v for k, v in known.items() if len(v) == CHOICE_BYTES}
+        known = {key: entry[:CHOICE_BYTES] for key, entry in found.items()}
+        return {key: v for key, v in known.items() if _entry(key, v) == found[key]}
 
     def _write(self, known: dict[str, bytes]) -> None:
-        algorithms = {k: v.hex() for k, v in sorted(known.items())}
+        algorithms = {k: _entry(k, v).hex() for k, v in sorted(known.items())}
         text = json.dumps({"format": FORMAT, "algorithms": algorithms}, indent=1)
         write_shared(self.path, text.encode() + b"\n")
+
+
+def _entry(key: str, algorithm: bytes) -> bytes:
+    """What the file holds of a key: damaged bytes could be another algorithm that runs, too."""
+    return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(4, "little")
 
 
 @contextlib.contextmanager

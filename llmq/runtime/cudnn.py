@@ -120,17 +120,20 @@ class CudnnAttention:
         head_dim: int,
         chunks: int = 1,
         window: int | None = None,
+        backward: bool = True,
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU.
 
         chunks: pieces of the batch in the backward. window: keys up to its own that a query sees.
+        backward: False where it is not needed.
         """
         sizes = (seq_len, num_heads, num_kv_heads, head_dim)
         part, window = (batch // chunks, *sizes), window or seq_len
         forward = self._plan("forward", (batch, *sizes), False, window)
-        backward = self._plan("backward", part, True, window)
         _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
-        _expect_workspace(backward.workspace, backward_workspace_bytes(*part))
+        if backward:
+            needed = self._plan("backward", part, True, window).workspace
+            _expect_workspace(needed, backward_workspace_bytes(*part))
 
     def forward(
         self,

@@ -35,7 +35,7 @@ from llmq.train.evaluate import check_ids
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
-from llmq.train.sampling import choose_token
+from llmq.train.sampling import choose_token, prompt_ids
 from llmq.train.trainer import Trainer
 from llmq.train.views import EvaluationProgress
 
@@ -85,24 +85,9 @@ def read_material(trainer: Trainer) -> Material:
     check_ids(asked, model)
     warn([line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
     metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
-    prompts = [(text, _prompt(text, tokenizer, trainer)) for text in config.sample_prompt]
+    of_run = {"flag": "--sample-prompt", "seq_len": config.seq_len}
+    prompts = [(t, prompt_ids(tokenizer, model, t, **of_run)) for t in config.sample_prompt]
     return Material(sets, asked, prompts, tokenizer, metrics)
-
-
-def _prompt(text: str, tokenizer: Tokenizer, trainer: Trainer) -> list[int]:
-    """The ids of a --sample-prompt."""
-    ids = [*tokenizer.added[0], *tokenizer.encode(text)]
-    if len(ids) >= trainer.config.seq_len:
-        raise ConfigError(
-            f"--sample-prompt: {text[:20]!r} has {len(ids)} tokens, --seq-len is "
-            f"{trainer.config.seq_len}: use a shorter one"
-        )
-    if max(ids) >= trainer.model.vocab_size:
-        raise ConfigError(
-            f"--sample-prompt: token {max(ids)} is outside the model's vocabulary of "
-            f"{trainer.model.vocab_size}: the tokenizer does not belong to the model"
-        )
-    return ids
 
 
 def _tokenizer(trainer: Trainer) -> Tokenizer:
@@ -298,7 +283,7 @@ class Evaluations:
         if texts is None:
             return
         for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
-            text = continuation(tokenizer, ids, new)
+            text = continuation(tokenizer, ids if prompt else [], new)
             shown = printable(prompt + text).replace("\n", "\n    ")
             self.reporter.line("S", step, shown)
             self.reporter.log.write("sample", step, prompt=prompt, text=text)

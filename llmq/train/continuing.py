@@ -9,14 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from llmq.base.batch import Batch
+from llmq.base.errors import LlmqError
+from llmq.config.model import ModelConfig
+from llmq.data.detokenize import continuation
+from llmq.data.tokenizer import load_tokenizer
 from llmq.data.tokens import MASKED_TARGET
 from llmq.runtime.processes import processes
 from llmq.train.rank import Rank
 from llmq.train.ranks import Ranks
+from llmq.train.sampling import Choice, choose_token, prompt_ids
+
+
+def continue_text(
+    ranks: Ranks,
+    shape: tuple[int, int],
+    model: ModelConfig,
+    source: Path | str | None,
+    prompt: str,
+    how: Choice,
+) -> str:
+    """The prompt and its continuation, which ends at T tokens. source: of the tokenizer.
+
+    LlmqError where the prompt does not go, or the tokenizer is not known.
+    """
+    if source is None:
+        raise LlmqError(
+            "it is not known which tokenizer made the training data, so there is no text of its "
+            "ids: `llmq tokenize` notes it beside the token files"
+        )
+    tokenizer = load_tokenizer(source)
+    ids = prompt_ids(tokenizer, model, prompt, seq_len=shape[1])
+    rng = np.random.default_rng([how.seed, 0])  # as the first of `llmq sample`
+    rule = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
+    (new,) = continue_texts(
+        *(ranks, shape, [ids], how.max_new_tokens),
+        lambda _, logits: choose_token(logits, rng, **rule),
+        {tokenizer.eos_id, *model.eos_token_ids},
+    )
+    return prompt + continuation(tokenizer, ids if prompt else [], new)
 
 
 def continue_texts(

@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError, LlmqError, warn
-from llmq.base.files import disk_errors
+from llmq.base.files import disk_errors, free_name
 from llmq.base.records import elements
 from llmq.base.run_id import RunId
 
@@ -51,7 +52,9 @@ def _utc_now() -> str:
 class JsonLog:
     """A JSON array on disk, one record a line. Each record is written with the array's end behind
     it, in one call of the system, so that the file is valid whenever the process stops. What the
-    disk refuses waits in memory, with one warning, and is written with a later record.
+    disk refuses waits in memory, with one warning, and is written with a later record. A file that
+    vanishes or is cut meanwhile is begun anew, with a warning, and so is one that another file has
+    taken the place of, beside that.
     """
 
     def __init__(self, path: Path, *, append: bool = False):
@@ -63,6 +66,7 @@ class JsonLog:
         """
         self.path = path
         self._waiting: list[bytes] = []
+        self._first = b""  # record of this process, which says whose log it is
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             keep = append and path.exists() and path.stat().st_size > 0
@@ -116,6 +120,7 @@ class JsonLog:
         """Add one record; every record has `log`, `time` (UTC) and `step`."""
         record = {"log": log, "time": _utc_now(), "step": step} | _json_value(fields)
         self._waiting.append(json.dumps(record, allow_nan=False).encode())
+        self._first = self._first or self._waiting[-1]
         problem = self._write_waiting()
         if problem is not None and len(self._waiting) == 1:
             warn(
@@ -127,14 +132,45 @@ class JsonLog:
 
     def _write_waiting(self) -> str | None:
         """Write all records that wait; why they go on waiting, if they do."""
-        first = self._end == len(_EMPTY_LOG)
-        lines = (b"\n  " if first else b",\n  ") + b",\n  ".join(self._waiting)
         try:
+            self._check_place()
+            first = self._end == len(_EMPTY_LOG)
+            lines = (b"\n  " if first else b",\n  ") + b",\n  ".join(self._waiting)
             self._replace_end(lines + _LOG_END)
         except OSError as error:
             return error.strerror
         self._waiting.clear()
         return None
+
+    def _check_place(self) -> None:
+        """Begin anew where the file is no longer what was written. Raises OSError."""
+        mine = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(mine.st_mode):
+            return
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin_anew(self.path, "vanished")
+            return
+        if not os.path.samestat(there, mine):
+            free = free_name(self.path, "new") if there.st_size else self.path
+            self._begin_anew(free, "has been replaced by another file")
+        elif there.st_size < self._end:
+            self._end = there.st_size
+            try:
+                self._mend()
+            except LlmqError:  # nothing of it is whole
+                self._begin_anew(self.path, "has been cut by somebody else")
+
+    def _begin_anew(self, path: Path, problem: str) -> None:
+        file = open(path, "w+b", buffering=0)  # noqa: SIM115 (kept open)
+        self._file.close()
+        self._file, self._end = file, file.write(_EMPTY_LOG)
+        if self._first not in self._waiting:
+            self._waiting.insert(0, self._first)
+        warn([f"the log '{self.path}' {problem}: begun anew in '{path}'"])
+        self.path = path
 
     def _replace_end(self, data: bytes) -> None:
         start = self._end - len(_LOG_END)

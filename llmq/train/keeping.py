@@ -78,10 +78,9 @@ class Keeping:
 
     def _clean(self) -> None:
         config, step = self.config, self.trainer.steps_done
-        if config.ckpt_keep_n > 0:
-            keep = (config.ckpt_keep_n, config.ckpt_major)
-            own = (self.trainer.run, self.best.step)
-            where = config.checkpoint_dir
-            removed = processes().on_first(lambda: clean_old(where, *keep, step, *own))
-            if removed:
-                self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
+        keep = (config.ckpt_keep_n, config.ckpt_major)
+        own = (self.trainer.run, self.best.step)
+        where = config.checkpoint_dir
+        removed = processes().on_first(lambda: clean_old(where, *keep, step, *own))
+        if removed:
+            self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)

@@ -17,6 +17,7 @@ from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import FirstSignal, Interrupted
 from llmq.checkpoint.best import Best
+from llmq.checkpoint.folder import delete, leftovers
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Result
@@ -108,6 +109,7 @@ def _run_locked(
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
         moved = them.on_first(lambda: move_aside(strangers))
+        them.on_first(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)

@@ -68,6 +68,7 @@ def _vocab_size_of_data(config: TrainConfig) -> int:
 def _known_sizes(config: TrainConfig) -> set[int]:
     """Vocabularies of a run's token files; DataError for one that is missing or damaged."""
     own = [config.eval_pattern] if config.validates and not config.splits else []
+    own += config.eval_sets.values()
     files = open_token_files([*config.train_patterns, *own])
     return {file.vocab_size for file in files} - {0}
 

@@ -6,7 +6,6 @@ with --overwrite; nothing of it is ever deleted.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import disk_errors, locked
+from llmq.base.files import disk_errors, free_name, make_directory, sync_directory
+from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.hf import export_owner, exported_files
@@ -34,11 +34,11 @@ from llmq.train.json_log import has_records, log_owner
 def locked_places(config: TrainConfig) -> Iterator[None]:
     """Keep other runs from writing to the same checkpoints, model and log during the block."""
     # Its folder may be a mount point that several machines share, so its lock lies inside.
-    locks = [(config.checkpoint_dir / ".lock", "--checkpoint-dir", config.checkpoint_dir)]
+    locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
     for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
             whole = path.resolve()
-            locks.append((whole.with_name(whole.name + ".lock"), flag, path))
+            locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(locked(*lock))
@@ -146,21 +146,17 @@ def move_aside(strangers: list[Found]) -> list[str]:
         for path in paths:
             whole = path.absolute()
             if flag == "--log-file":
-                target = _free_name(whole.resolve())
+                target = free_name(whole.resolve(), "old")
             else:  # the folder stays: it may be a mount point, and holds our lock or other things
                 folder = whole.parent.resolve()
                 if folder not in targets:
-                    targets[folder] = _free_name(folder)
+                    targets[folder] = free_name(folder, "old")
                 target = targets[folder] / path.name
             with disk_errors(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(target.parent)
                 os.rename(whole, target)
+                sync_directory(target.parent)
+                sync_directory(whole.parent)
             place = target if flag == "--log-file" else target.parent
             lines.setdefault(place, f"Moved aside: {what}, to '{place}'")
     return list(lines.values())
-
-
-def _free_name(path: Path) -> Path:
-    """path.old-1, or with the first higher number that is free."""
-    names = (path.with_name(f"{path.name}.old-{n}") for n in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(name))

@@ -71,10 +71,8 @@ class Sampler:
         fill: Callable[[Weights], None],
         positions: int,
         dtype: DType = F32,
-        tune: bool = True,
     ):
-        """fill: loads or initializes the weights. dtype: of weights and activations. tune: time the
-        candidates for products that the device does not know yet.
+        """fill: loads or initializes the weights. dtype: of weights and activations.
 
         LlmqError where the memory is too small.
         """
@@ -84,7 +82,7 @@ class Sampler:
         plan = PlanDevice(machine.spec)
         decoder = Decoder(plan, config, Weights(plan, table, placement), positions)
         decoder.forward(np.zeros(positions, np.int32), 0)
-        self.dev = machine.open(plan.sizes(), tune=tune)
+        self.dev = machine.open(plan.sizes())
         weights = Weights(self.dev, table, placement)
         self.decoder = Decoder(self.dev, config, weights, positions)
         fill(weights)
@@ -204,34 +202,26 @@ class Choice:
         return streamed(tokenizer, ids if prompt else [], new)
 
 
-def prompt_ids(tokenizer: Tokenizer, config: ModelConfig, prompt: str) -> list[int]:
-    """What the model is given of a text, at least one id. ConfigError if that does not go."""
-    ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config)]
-    check_prompt(ids, config)
-    return ids
-
-
-def sample_once(
-    machine: Machine,
+def prompt_ids(
+    tokenizer: Tokenizer,
     config: ModelConfig,
-    read: Callable[[Param], np.ndarray],
-    source: Path | str | None,
-    dtype: DType,
     prompt: str,
-    how: Choice,
-) -> str:
-    """The prompt and one continuation. read: a parameter of the model; source: its tokenizer."""
-    if source is None:
-        raise LlmqError(
-            "it is not known which tokenizer made the training data, so there is no text of its "
-            "ids: `llmq tokenize` notes it beside the token files"
+    *,
+    flag: str = "--prompt",
+    seq_len: int | None = None,
+) -> list[int]:
+    """What the model is given of a text, at least one id. ConfigError if that does not go.
+
+    flag: that gave the text. seq_len: of the run whose memory is used; None: no run.
+    """
+    ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config, flag)]
+    if seq_len is not None and len(ids) >= seq_len:
+        raise ConfigError(
+            f"{flag}: {prompt[:20]!r} has {len(ids)} tokens, --seq-len is {seq_len}: use a shorter "
+            "one"
         )
-    tokenizer = load_tokenizer(source)
-    positions = min(
-        len(prompt_ids(tokenizer, config, prompt)) + how.max_new_tokens, config.max_positions
-    )
-    with Sampler(machine, config, lambda w: w.load(read), positions, dtype, tune=False) as sampler:
-        return prompt + "".join(how.texts(sampler, tokenizer, prompt))
+    check_prompt(ids, config, flag)
+    return ids
 
 
 def run_sample(
@@ -294,24 +284,24 @@ def idle_options(temperature: float, top_k: int, top_p: float, num_samples: int)
     return [f"{flag} {reason}" for flag, given in idle.items() if given and temperature == 0]
 
 
-def check_prompt(ids: list[int], config: ModelConfig) -> None:
+def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
     """ConfigError for a prompt that is too long, or of another tokenizer than the model's."""
     if len(ids) >= config.max_positions:
         raise ConfigError(
-            f"--prompt: it has {len(ids)} tokens, but the model has {config.max_positions} "
+            f"{flag}: it has {len(ids)} tokens, but the model has {config.max_positions} "
             "positions: use a shorter one"
         )
     if max(ids) >= config.vocab_size:
         raise ConfigError(
-            f"--prompt: its token {max(ids)} is outside the model's vocabulary of "
+            f"{flag}: its token {max(ids)} is outside the model's vocabulary of "
             f"{config.vocab_size}: the tokenizer does not belong to the model"
         )
 
 
-def first_token(config: ModelConfig) -> int:
+def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
     """What an empty prompt begins with."""
     config = config.without_foreign_tokens()
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:
             return token
-    raise ConfigError("--prompt: this model has no token that begins a text, give a prompt")
+    raise ConfigError(f"{flag}: this model has no token that begins a text, give a prompt")

@@ -17,9 +17,10 @@ from llmq.data.identity import (
     tokenizer_of_folder,
     tokenizers_of_files,
 )
+from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
-from llmq.data.tokens import TokenFile, find_token_files
+from llmq.data.tokens import TokenFile
 
 SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.processes import processes, refuse_several
-from llmq.runtime.world import World
 from llmq.state.params import Param, weight_table
 from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
+from llmq.train.continuing import continue_text
 from llmq.train.loaders import mean_loss, open_loaders, set_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.ranks import Ranks
-from llmq.train.sampling import Choice, sample_once
+from llmq.train.sampling import Choice
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -355,22 +355,15 @@ class Trainer:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
     def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the weights of this moment, in --model-dtype.
+        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens.
 
-        how: fields of `sampling.Choice`; the text is that of `llmq sample` of an export. A copy of
-        the weights goes to the CPU or GPU 0, and nothing of the training changes. LlmqError where
-        there is no room for it, the prompt is too long, or the run's tokenizer is not known.
+        how: fields of `sampling.Choice`. Each token is a validation's pass, in the run's formats:
+        in fp32 the text is that of `llmq sample` of an export. Nothing of the training changes.
+        LlmqError where the prompt is too long, or the run's tokenizer is not known.
         """
-        refuse_several("Trainer.sample")
-        return sample_once(
-            replace(self.machine, world=World()),
-            self.model,
-            self._read_weight,
-            self.tokenizer,
-            parse_dtype(self.config.model_dtype),
-            prompt,
-            Choice(**how),
-        )
+        shape = (self.config.batch_size, self.config.seq_len)
+        choice = Choice(**how)
+        return continue_text(self.ranks, shape, self.model, self.tokenizer, prompt, choice)
 
     def _read_weight(self, param: Param) -> np.ndarray:
         return self.ranks.read_param("weights", param)

@@ -327,7 +327,8 @@ def run_watch(
     records = list(reader.new_records())  # before anything is made
     if interval == 0 and not records:
         raise DataError(f"'{log}' has no records yet")
-    while until is not None and not records and not until(interval):
+    wait = until or (lambda seconds: time.sleep(seconds) or False)
+    while not records and interval > 0 and not wait(interval):  # the first says whose log it is
         records = list(reader.new_records())
     run, first = _identity(records)
     with ExitStack() as stack:
@@ -347,10 +348,7 @@ def run_watch(
                 replay.send(record)
             if interval == 0 or ended or (replay.done and until is None):
                 break
-            if until is None:
-                time.sleep(interval)
-            else:
-                ended = until(interval)
+            ended = wait(interval)
             records = reader.new_records()
     if until is None:
         print(f"sent {reader.count} records of '{log}'")

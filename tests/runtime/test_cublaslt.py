@@ -11,7 +11,12 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
 from llmq.ref.matmul import CASES, FP8_CASES, matmul, matmul_fp8
 from llmq.runtime import algorithm_file as files
-from llmq.runtime.algorithm_file import ALGORITHM_BYTES, AlgorithmFile, algorithm_file
+from llmq.runtime.algorithm_file import (
+    ALGORITHM_BYTES,
+    AlgorithmFile,
+    _entry,
+    algorithm_file,
+)
 from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES, CublasLt
 from tests.harness import dtype_of, host_device
 from tests.runtime.fake_cublaslt import RESULT, STREAM, WORKSPACE, FakeCublasLt, FakeCuda
@@ -319,15 +324,18 @@ def test_a_remembered_algorithm_that_is_refused_is_replaced(tmp_path):
     assert tuned(path, (3, 2))[-1] == 1
     assert tuned(path, (1, 2)) == [1]
     # Algorithm 9 of the stand-in asks for more workspace than there is when it is checked.
-    path.write_text(path.read_text().replace("01" * 64, "09" * 64))
+    content = json.loads(path.read_text())
+    (key,) = content["algorithms"]
+    content["algorithms"][key] = _entry(key, b"\x09" * 64 + b"\0").hex()
+    path.write_text(json.dumps(content))
     assert tuned(path, (3, 2, *[5] * 8))[-1] == 1
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"format": 2, "algorithms": []}'),
-        *(b'{"format": 2, "algorithms": {"k": 5}}', b'{"format": 1, "algorithms": {"k": "00"}}'),
+        *(b"", b"{", b"[]", b"\xff\xfe", b'{"format": 3}', b'{"format": 3, "algorithms": []}'),
+        *(b'{"format": 3, "algorithms": {"k": 5}}', b'{"format": 1, "algorithms": {"k": "00"}}'),
     ],
 )
 def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
@@ -339,10 +347,21 @@ def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
 
 def test_algorithms_of_the_wrong_size_are_ignored(tmp_path):
     path = tmp_path / "m.json"
-    path.write_text(json.dumps({"format": 2, "algorithms": {"a": "00" * 64, "b": "00" * 65}}))
+    algorithms = {key: _entry(key, bytes(size)).hex() for key, size in (("a", 64), ("b", 65))}
+    path.write_text(json.dumps({"format": 3, "algorithms": algorithms}))
     file = AlgorithmFile(path)
     assert file.get("a") is None
     assert file.get("b") == bytes(65)
+
+
+def test_a_damaged_algorithm_is_not_run(tmp_path):
+    """Any character of the file is another one: what is read is what was written, or nothing."""
+    path = tmp_path / "m.json"
+    AlgorithmFile(path).publish("key", bytes(range(65)), instead_of=None)
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert AlgorithmFile(path)._known in ({}, {"key": bytes(range(65))})
 
 
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path, capsys):

@@ -124,6 +124,21 @@ def test_windows_are_the_left_bound_of_a_graph(rng, fake):
     assert fake.built == 4
 
 
+def test_our_backward_takes_the_librarys_statistics(rng, fake):
+    def mixed(dev, d_qkv, d_out, out, lse, qkv):
+        sight, library = attention.Sight(window=4), LibraryDevice(CudnnAttention(0))
+        library.scratch = dev.scratch
+        attention.forward(library, out, lse, qkv, 4, 2, sight, backend="cudnn")
+        attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, sight=sight)
+
+    arrays = _arrays(rng)
+    got = run(host_device(), mixed, arrays)
+    want = run(host_device(), partial(_forward_backward, window=4, backend="native"), arrays)
+    for name in arrays:
+        np.testing.assert_array_equal(got[name], want[name])
+    assert fake.built == 1
+
+
 def test_graphs_are_built_once(rng, fake):
     library = CudnnAttention(0)
     dev = LibraryDevice(library)

@@ -1,0 +1,132 @@
+"""Locks that keep processes from writing to the same place."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llmq.base.errors import LlmqError
+from llmq.base.files import make_directory
+
+LOCK = ".llmq-lock"
+"""The lock file inside a directory."""
+
+_MARK = b"llmq: "  # by which a lock file is known for ours; an empty one holds nothing to lose
+_OWNER_BYTES = 1000
+_TRIES = 1000
+
+
+def lock_beside(path: Path) -> Path:
+    """The lock file of what may be replaced itself, or is no directory."""
+    return path.with_name(f".{path.name}{LOCK}")
+
+
+@contextmanager
+def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
+    """Hold the lock file `path` during the block; LlmqError where another process does.
+
+    flag, target: what is locked, for the message. The system ends the lock together with the
+    process, however that ends: a file that is left behind means nothing. Where the lock file cannot
+    be made, as beside a directory in a read-only one, the target itself is locked if it is there.
+    Where the file system has no locks, the block runs without one. LlmqError also if something else
+    than a lock has that name: it is neither read nor changed.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    descriptor = _lock_file(path, flag, target)
+    is_ours = descriptor is not None
+    if descriptor is None:
+        descriptor = _lock_target(flag, target)
+    try:
+        yield
+    finally:
+        if is_ours:
+            with suppress(OSError):
+                path.unlink()
+        if descriptor is not None:
+            os.close(descriptor)
+        for folder in made:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock_file(path: Path, flag: str, target: Path) -> int | None:
+    """The descriptor that holds the lock; None where there are no locks, or no such file."""
+    for _ in range(_TRIES):
+        try:
+            make_directory(path.parent)  # what is written there must not vanish with it
+            descriptor = _open(path, flag)
+        except FileNotFoundError:  # the last holder has just removed the folder, too
+            continue
+        except OSError:
+            return None
+        try:
+            _take(descriptor, flag, target)
+        except OSError:  # as network file systems may say
+            os.close(descriptor)
+            with suppress(OSError):
+                path.unlink()
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if os.fstat(descriptor).st_nlink > 0:  # else its last holder has just removed it
+            with suppress(OSError):  # the disk is full
+                os.ftruncate(descriptor, 0)
+                owner = f"process {os.getpid()} on {socket.gethostname()}\n"
+                os.pwrite(descriptor, _MARK + owner.encode(), 0)
+            return descriptor
+        os.close(descriptor)
+    return None  # as in /proc, which takes no files
+
+
+def _open(path: Path, flag: str) -> int:
+    """A descriptor of the lock file, new or old. LlmqError if something else has its name."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    stranger = f"{flag}: '{path}' is no lock of llmq's: move it away"
+    if path.is_symlink():
+        raise LlmqError(stranger)
+    descriptor = os.open(path, flags, 0o666)
+    head = b""
+    if is_file := stat.S_ISREG(os.fstat(descriptor).st_mode):
+        head = os.pread(descriptor, len(_MARK), 0)
+    if not is_file or not _MARK.startswith(head):
+        os.close(descriptor)
+        raise LlmqError(stranger)
+    return descriptor
+
+
+def _lock_target(flag: str, target: Path) -> int | None:
+    """The descriptor that locks what is there itself; None if nothing is, or it takes no lock."""
+    try:
+        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        _take(descriptor, flag, target)
+    except OSError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _take(descriptor: int, flag: str, target: Path) -> None:
+    """LlmqError where another process has the lock; OSError where there are none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = b""
+        with suppress(OSError):  # a directory
+            owner = os.pread(descriptor, _OWNER_BYTES, 0)
+        owner = owner.removeprefix(_MARK) if owner.startswith(_MARK) else b""
+        who = owner.decode(errors="replace").strip() or "another process"
+        raise LlmqError(
+            f"{flag}: '{target}' is in use by {who}: wait for it to end, or choose another one"
+        ) from None

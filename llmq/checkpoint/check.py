@@ -1,0 +1,184 @@
+"""`llmq check`: whether files are what they were when they were written.
+
+Every byte of checkpoints, of token files that have a `.sums` file, and of the weights that llmq has
+exported is compared with checksums. Of others it is said what can be told without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.folder import is_complete
+from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
+from llmq.checkpoint.safetensors_file import SafetensorsFile
+from llmq.checkpoint.store import list_checkpoints
+from llmq.config.presets import resolve_model
+from llmq.data import checksums, document_file
+from llmq.data.checksums import checksums_path
+from llmq.data.document_file import documents_path
+from llmq.data.document_index import DocumentIndex
+from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME, read_manifest
+from llmq.data.patterns import expand_pattern
+from llmq.data.tokens import TokenFile
+from llmq.state.params import weight_table
+
+_BLOCK = 1 << 22  # tokens that are read at once
+
+Check = Callable[[Path], str]
+"""What is right of a path, in a few words. LlmqError says what is wrong."""
+
+
+class Target(NamedTuple):
+    """Something that can be checked on its own."""
+
+    path: Path
+    check: Check
+
+
+def run_check(names: Sequence[str]) -> None:
+    """Print a line for each thing that the names stand for; LlmqError if any of them is damaged.
+
+    names: token files, `.docs` files, safetensors files, checkpoints, models, folders of several of
+    these, or patterns. All are looked at, whatever is wrong with one.
+    """
+    damaged, count = [], 0
+    for name in names:
+        try:
+            targets = [target for path in _named(name) for target in _targets(path)]
+        except LlmqError as error:
+            damaged.append(str(error))
+            continue
+        for path, check in dict.fromkeys(targets):
+            count += 1
+            try:
+                print(f"'{path}': {check(path)}", flush=True)
+            except LlmqError as error:
+                damaged.append(error.headline)
+                print(f"'{path}': DAMAGED", flush=True)
+    if damaged:
+        raise LlmqError(f"{damaged[0]}", damaged[1:])
+
+
+def _named(name: str) -> list[Path]:
+    paths = expand_pattern(name)
+    if not paths:
+        raise LlmqError(f"there is no '{name}'")
+    return paths
+
+
+def _targets(path: Path) -> Iterator[Target]:
+    """What a path stands for. LlmqError if it is nothing that llmq reads."""
+    if not path.is_dir():
+        yield _file(path)
+    elif is_complete(path):
+        yield Target(path, _checkpoint)
+    elif any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        yield Target(path, _model)
+    elif steps := list_checkpoints(path):
+        yield from (Target(step, _checkpoint) for step in steps.values())
+    elif (path / MANIFEST).exists():
+        yield Target(path, _tokenized)
+        for file in sorted(path.iterdir()):
+            shard = SHARD_NAME.fullmatch(file.name)
+            if shard and shard[3] == "bin" and not shard[4]:
+                yield Target(file, _token_file)
+    else:
+        raise LlmqError(
+            f"'{path}' holds no checkpoint, no model and no token files: name the files themselves"
+        )
+
+
+def _file(path: Path) -> Target:
+    if path.suffix == ".safetensors":
+        return Target(path, _safetensors)
+    if path.suffix in (document_file.SUFFIX, checksums.SUFFIX):
+        return Target(path.with_suffix(".bin"), _token_file)
+    return Target(path, _token_file)
+
+
+# ------------------------------------------------------------------------------------------------
+# Token files
+
+
+def _token_file(path: Path) -> str:
+    file = TokenFile(path)
+    limit = file.vocab_size or np.iinfo(np.int32).max
+    for start in range(0, file.num_tokens, _BLOCK):
+        ids = file.read_tokens(start, min(_BLOCK, file.num_tokens - start))
+        bad = ids.view(np.uint32) >= limit
+        if bad.any():
+            at = int(bad.argmax())
+            raise LlmqError(
+                f"'{path}' has token id {ids[at]} at position {start + at}, outside its vocabulary "
+                f"of {limit}: tokenize the data again"
+            )
+        file.read_mask(start, len(ids))
+    file.close()
+    said = [f"{file.num_tokens} tokens"]
+    if documents_path(path).exists():
+        said.append(f"{len(DocumentIndex.read(path))} documents")
+    agree = f"checksums of '{checksums_path(path).name}' agree"
+    said.append("no checksums" if file.checksums is None else agree)
+    return ", ".join(said)
+
+
+def _tokenized(path: Path) -> str:
+    manifest = read_manifest(path)
+    if not manifest:
+        raise LlmqError(f"'{path / MANIFEST}' is damaged: tokenize the data again")
+    return "complete" if manifest["complete"] else "unfinished: the same tokenize command goes on"
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights
+
+
+def _checkpoint(path: Path) -> str:
+    with CheckpointReader(path) as reader:
+        for param in (p for slab in weight_table(reader.manifest.model) for p in slab.params):
+            if not np.isfinite(reader.read("weights", param).astype(np.float32)).all():
+                raise LlmqError(f"checkpoint '{path}': {param.name} holds NaN or infinity")
+        return f"step {reader.step}, checksums agree, all weights are finite"
+
+
+def _model(path: Path) -> str:
+    config, directory = resolve_model(str(path), from_scratch=False)
+    recorded = _recorded(path)
+    for name, digest in recorded.items():
+        try:
+            with open(path / name, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise LlmqError(f"cannot read '{path / name}': {error.strerror}") from error
+        if found != digest:
+            raise LlmqError(f"'{path / name}' is damaged: wrong checksum; export the model again")
+    with HfWeights(directory) as weights:
+        table = weight_table(config)
+        weights.check(table)
+        for param in (p for slab in table for p in slab.params):
+            weights.read(param)
+    summed = "checksums agree" if recorded else f"no checksums in {RUN_FILE}"
+    return f"{config.architecture}, {summed}, all weights are finite"
+
+
+def _recorded(directory: Path) -> dict[str, str]:
+    """SHA-256 by name of the files of weights, where the model's run has noted them."""
+    try:
+        found = json.loads((directory / RUN_FILE).read_bytes()).get("sha256", {})
+        return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def _safetensors(path: Path) -> str:
+    file = SafetensorsFile(path)
+    file.close()
+    return f"{len(file.tensors)} tensors, header and length agree"

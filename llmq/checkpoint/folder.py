@@ -1,0 +1,95 @@
+"""The folder of a run's checkpoints: what is in it, and how something in it goes.
+
+Links are the user's: what they point to is read, but neither changed nor deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmq.base.errors import LlmqError, warn
+from llmq.base.files import retired_path
+from llmq.checkpoint.manifest import MANIFEST
+
+_UNFINISHED = re.compile(r"step_\d{8,}\.tmp")
+_OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
+
+
+def entries(directory: Path) -> list[Path]:
+    """What is in a directory, sorted; nothing where there is none.
+
+    LlmqError if it cannot be listed: what is in it must not pass for missing.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise LlmqError(f"cannot list '{directory}': {error.strerror}") from error
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a directory is a complete checkpoint. LlmqError if that cannot be found out."""
+    try:
+        return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise LlmqError(f"cannot look into '{path}': {error.strerror}") from error
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What saves that were interrupted, or deletions, have left; so none may be under way.
+
+    That is known by its name and by what is in it.
+    """
+    found = [path for path in entries(directory) if _is_unfinished(path)]
+    complete = [path for path in entries(directory) if re.fullmatch(r"step_\d{8,}", path.name)]
+    replaced = [retired_path(path) for path in complete if is_complete(path)]
+    return sorted(found + [path for path in replaced if is_complete(path) and _is_own(path)])
+
+
+def _is_unfinished(path: Path) -> bool:
+    return _UNFINISHED.fullmatch(path.name) is not None and _is_own(path)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a directory, and no link to one, with nothing but files of a checkpoint."""
+    try:
+        with os.scandir(path) as found:
+            return not path.is_symlink() and all(
+                entry.is_file(follow_symlinks=False) and _OWN_FILE.fullmatch(entry.name)
+                for entry in found
+            )
+    except OSError:
+        return False
+
+
+def delete(paths: Iterable[Path]) -> list[Path]:
+    """Delete directories of checkpoints; returns those that are gone.
+
+    The others are warned of: no run needs to end because it cannot delete. Each is renamed first,
+    so that half a checkpoint is never taken for a whole one.
+    """
+    gone = []
+    for path in paths:
+        try:
+            if path.is_symlink():
+                raise OSError(0, "it is a link")
+            unfinished = path
+            if not _UNFINISHED.fullmatch(path.name):
+                unfinished = path.with_name(f"{path.name.partition('.')[0]}.tmp")
+                os.rename(path, unfinished)
+            shutil.rmtree(unfinished)
+        except FileNotFoundError:  # somebody else was faster
+            continue
+        except OSError as error:
+            warn([f"cannot delete '{path}' ({error.strerror or error}): it stays"])
+        else:
+            gone.append(path)
+    return gone

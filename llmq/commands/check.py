@@ -1,0 +1,18 @@
+"""`llmq check`: whether token files, checkpoints and models are damaged."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def check(
+    files: Annotated[
+        list[str], typer.Argument(help="Token files, checkpoints, models, folders or patterns.")
+    ],
+) -> None:
+    """Compare files with their checksums, and say which are damaged: exit status 0 if none."""
+    from llmq.checkpoint.check import run_check
+
+    run_check(files)

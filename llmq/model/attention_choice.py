@@ -1,0 +1,26 @@
+"""Which kernels compute a layer's attention, in each direction."""
+
+from __future__ import annotations
+
+from llmq.ops.attention import Sight
+
+# By the largest head size that it is for: the share of the causal pairs of query and key below
+# which our backward is the faster one. cuDNN's takes as long with a window as without, ours
+# a + b * share (docs/decisions.md; measured in benchmarks/h100_attention.txt at T = 1024). Both
+# also compute at the edges of what is seen, which costs cuDNN more and counts less in longer
+# sequences: the shares are those where the two meet at T = 8192, below those at T = 1024.
+NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
+
+
+def directions(backend: str, head_dim: int, seq_len: int, window: int | None) -> tuple[str, str]:
+    """The backends of forward and backward. What one leaves to the other is the same for both.
+
+    backend: "native" or "cudnn" in both directions, or "auto" where cuDNN computes the case: it
+    does so forward, and backward unless the layer's window hides so much that ours is faster.
+    window: positions that a query sees, its own included; None: all.
+    """
+    if backend != "auto":
+        return backend, backend
+    limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)
+    seen = Sight(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2
+    return "cudnn", "native" if seen < limit else "cudnn"

@@ -1,0 +1,85 @@
+"""`--attention auto`: cuDNN, and our own backward where windows make it the faster one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from llmq.base.dtypes import BF16, F32
+from llmq.config.cards import CARDS, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.model.attention_choice import directions
+from llmq.ops import attention
+from llmq.plan.cost import Rates, replay
+from llmq.plan.plan import make_plan
+from llmq.ref.attention import CASES
+from llmq.runtime.plan_device import PlanDevice, Work
+from tests.test_cost import measured_attention
+
+H100 = CARDS["NVIDIA H100 80GB HBM3"]
+
+
+def test_what_is_asked_for_is_taken():
+    for backend in attention.BACKENDS:
+        assert directions(backend, 128, 1024, 1) == (backend, backend)
+
+
+def test_windows_that_hide_enough():
+    for head_dim, window in ((64, 700), (80, 264), (128, 264)):
+        assert directions("auto", head_dim, 1024, window) == ("cudnn", "native")
+    for head_dim, window in ((64, 701), (64, None), (128, 265), (128, 5000), (256, 1)):
+        assert directions("auto", head_dim, 1024, window) == ("cudnn", "cudnn")
+
+
+@pytest.mark.parametrize("case", ["qwen05b", "qwen15b", "qwen7b"])
+def test_the_choice_is_the_faster_one_where_it_was_measured(case):
+    _, T, _, _, head_dim = CASES[case]
+    measured = measured_attention()
+    for name, window in (("", None), (" window", T // 8)):
+        for number, direction in enumerate(("forward", "backward")):
+            took = {b: measured[f"{direction} {b}{name}", case] for b in attention.BACKENDS}
+            chosen = took[directions("auto", head_dim, T, window)[number]]
+            # Without a window ours is 8 % faster in one case, at this T and this head size alone.
+            assert chosen <= min(took.values()) * (1.0 if window else 1.09)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_choice_is_the_faster_one_by_prediction(head_dim):
+    """Of sequences and windows that were not measured."""
+    for T in (1024, 2048, 4096, 8192, 32768):
+        for eighths in range(1, 9):
+            window, took = T * eighths // 8, {}
+            for backend in attention.BACKENDS:
+                dev = PlanDevice(spec_of(H100))
+                qkv = dev.alloc("qkv", (8, T, 20, head_dim), BF16, "Activations")
+                out = dev.alloc("out", (8, T, 16, head_dim), BF16, "Activations")
+                lse = dev.alloc("lse", (8, 16, T), F32, "Activations")
+                options = {"sight": attention.Sight(window=window), "backend": backend}
+                tensors = (qkv, out, out, lse, qkv)
+                run = partial(attention.backward, dev, *tensors, 16, 2, **options)
+                dev.graph(("backward",), run)
+                took[backend] = replay(dev.graphs[-1][1], Rates(H100)).wall
+            chosen = took[directions("auto", head_dim, T, window)[1]]
+            # One share for all lengths: near it the two are about as fast.
+            assert chosen <= 1.12 * min(took.values()), (T, window)
+
+
+def launches(backend: str) -> Counter[tuple[str, str]]:
+    """Of attention in a micro-step of a model whose every other layer has a window."""
+    model = replace(preset("tiny"), sliding_window=16, windowed_layers=(True, False) * 3)
+    options = {"model": "tiny", "from-scratch": True, "device": "cuda", "seq-len": 64}
+    plan = make_plan(make_config(options), model, spec_of(H100), backend)
+    found = (item for item in plan.micro_steps[0][0] if isinstance(item, Work))
+    return Counter((w.file, w.entry) for w in found if w.file.startswith("attention") and w.flops)
+
+
+def test_a_step_follows_it_layer_by_layer():
+    library = [("attention", f"attention_{way}") for way in ("forward", "backward")]
+    ours = [("attention.cu", f"attention_{way}") for way in ("forward", "backward_tiles")]
+    assert launches("cudnn") == dict.fromkeys(library, 6)
+    assert launches("native") == dict.fromkeys(ours, 6)
+    assert launches("auto") == {library[0]: 6, library[1]: 3, ours[1]: 3}

@@ -1,0 +1,109 @@
+"""`llmq check`: nothing that is damaged passes, and what is whole does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmq.commands.cli import _run
+from tests.runs import make_workplace, train
+from tests.text_data import run, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with what `tokenize` and `train` write."""
+    folder = make_workplace(tmp_path_factory.mktemp("check"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_jsonl(folder / "a.jsonl", ["some text", "more of it"] * 100)
+        run(folder / "a.jsonl", out=folder / "made", eval_fraction=0.1)
+        assert train(steps=2, ckpt_interval=1, save_training_state=True) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def check(capsys, *names):
+    status = _run(["check", *map(str, names)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_what_is_whole(capsys):
+    status, out, err = check(capsys, "made", "ckpt", "out", "data/*.bin", "model.none*")
+    assert (status, err) == (2, "error: there is no 'model.none*'\n")
+    lines = out.splitlines()
+    assert lines[:3] == [
+        "'made': complete",
+        "'made/eval-000.bin': 207 tokens, 20 documents, checksums of 'eval-000.sums' agree",
+        "'made/train-000.bin': 1893 tokens, 180 documents, checksums of 'train-000.sums' agree",
+    ]
+    finite = "checksums agree, all weights are finite"
+    assert lines[3:5] == [f"'ckpt/step_0000000{n}': step {n}, {finite}" for n in (1, 2)]
+    assert lines[5] == f"'out': Qwen3ForCausalLM, {finite}"
+    assert "'data/eval.bin': 113 tokens, no checksums" in lines
+    assert not any("DAMAGED" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "arguments"),
+    [
+        ("made/train-000.bin", 5000, ["made"]),
+        ("made/train-000.bin", 20, ["made/train-000.docs"]),
+        ("made/eval-000.docs", 100, ["made/eval-000.bin"]),
+        ("made/eval-000.sums", 45, ["made/*.bin"]),
+        ("ckpt/step_00000001/checkpoint.json", 900, ["ckpt"]),
+        ("ckpt/step_00000001/adam.v.shard_000_of_001.safetensors", -4, ["ckpt/step_00000001"]),
+        ("out/model.safetensors", -4, ["out"]),
+        ("out/model.safetensors", 3, ["out/model.safetensors"]),
+        ("out/config.json", 0, ["out"]),
+        ("data/train-0.bin", -1, ["data/train-0.bin"]),  # an id outside the vocabulary
+    ],
+)
+def test_what_is_damaged(capsys, name, at, arguments):
+    content = Path(name).read_bytes()
+    changed = bytearray(content)
+    changed[at] ^= 64
+    Path(name).write_bytes(changed)
+    try:
+        status, out, err = check(capsys, *arguments, "data/eval.bin")
+    finally:
+        Path(name).write_bytes(content)
+    assert status == 2
+    assert "error: " in err and err.count("\n") == 1
+    assert Path(name).parent.name in err
+    assert "'data/eval.bin': 113 tokens, no checksums\n" in out, "the others are looked at, too"
+
+
+def test_weights_that_are_not_numbers(capsys):
+    """Their checksums agree: they were written so."""
+    from llmq.checkpoint.manifest import digest_of
+
+    path = Path("ckpt/step_00000002")
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    file = next(f for f in manifest["files"] if f["group"] == "weights")
+    content = (path / file["name"]).read_bytes()
+    before = (path / "checkpoint.json").read_text()
+    import hashlib
+
+    bad = content[:-4] + b"\xff\xff\xff\xff"
+    file["sha256"] = hashlib.sha256(bad).hexdigest()
+    (path / file["name"]).write_bytes(bad)
+    (path / "checkpoint.json").write_text(json.dumps(manifest | {"sha256": digest_of(manifest)}))
+    status, _, err = check(capsys, path)
+    (path / file["name"]).write_bytes(content)
+    (path / "checkpoint.json").write_text(before)
+    assert status == 2
+    assert "holds NaN or infinity" in err
+
+
+def test_nothing_to_check(capsys):
+    status, _, err = check(capsys, "data")
+    assert status == 2
+    assert "error: 'data' holds no checkpoint, no model and no token files" in err
