@@ -121,7 +121,8 @@ class Trainer:
         planning = processes().each(lambda: plan_run(config, model, self.machine))
         self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
-        self._hf = None if config.from_scratch else HfWeights(model_dir)
+        scratch = config.from_scratch
+        self._hf = None if scratch else processes().each(lambda: HfWeights(model_dir))
         if self._hf is not None:
             self._hf.check(weight_table(model))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
