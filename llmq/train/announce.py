@@ -128,13 +128,13 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
     """Of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    base = trainer.machine.world.base
-    own = [system_record(base + i, *p) for i, p in enumerate(zip(infos, monitors, strict=True))]
-    if len(trainer.machine.world.counts) == 1:
-        return own
-    machine = processes().machines[processes().index]
-    of_all = processes().gather([record | {"machine": machine} for record in own])
-    return [record for of_process in of_all for record in of_process]
+    them, pairs = processes(), list(zip(infos, monitors, strict=True))
+    if them.count == 1:
+        return [system_record(rank, *pair) for rank, pair in enumerate(pairs)]
+    machine = {"machine": them.machines[them.index]}
+    first = trainer.machine.world.base
+    own = [system_record(first + i, *pair) | machine for i, pair in enumerate(pairs)]
+    return [record for of_process in them.gather(own) for record in of_process]
 
 
 def announce_data(
