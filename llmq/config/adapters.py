@@ -26,7 +26,7 @@ from llmq.config.sizes import SizeFields
 _GROUP = "Adapters (LoRA)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
 class AdapterFields(SizeFields):
     """Fields, and those of adapters."""
 
@@ -74,7 +74,8 @@ class AdapterFields(SizeFields):
         return self.lora_alpha / root
 
 
-_OWN = tuple(f.name for f in fields(AdapterFields) if f.metadata["group"] == _GROUP)
+_OWN = {f.name: f.default for f in fields(AdapterFields) if f.metadata["group"] == _GROUP}
+"""Options of adapters, and their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +175,8 @@ def check_adapters(config: AdapterFields) -> None:
     if config.adapter is not None and config.from_scratch:
         raise ConfigError("--adapter: needs the model that it adapts, not --from-scratch")
     if not config.lora_rank and config.adapter is None:
-        for name in _OWN:
-            if getattr(config, name) != getattr(AdapterFields(), name):
+        for name, default in _OWN.items():
+            if getattr(config, name) != default:
                 raise ConfigError(f"--{name.replace('_', '-')}: needs --lora-rank")
         return
     if config.lora_dropout is not None and config.lora_dropout >= 1:

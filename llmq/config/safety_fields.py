@@ -10,7 +10,7 @@ from llmq.config.option_types import option, switch
 _GROUP = "Keeping a run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
 class SafetyFields(Fields):
     """Fields, and those that keep what a run has reached."""
 

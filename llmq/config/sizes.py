@@ -20,7 +20,7 @@ from llmq.config.safety_fields import SafetyFields
 _GROUP = "Own sizes of a new model, instead of those of --model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
 class SizeFields(SafetyFields):
     """SafetyFields, and the sizes that replace those of --model; None: as they are there."""
 
