@@ -1,7 +1,7 @@
 """What each process of tests/mpi.py runs: `llmq train` once for each of some cases.
 
-A case has "flags", "own" (further flags by process) and a "fault" or null: "process", the "step"
-before which it happens, and "what" happens. The first process prints each status.
+A case has "flags", "own" (further flags by process) and a "fault" or null: "process" (null: all),
+the "step" before which it happens, and "what" happens. The first process prints each status.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
 from llmq.train.loop import _Run
+from llmq.train.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
@@ -44,9 +45,21 @@ def end_soon(signum: int) -> Callable[[], None]:
     return lambda: threading.Timer(pause, os.kill, [os.getpid(), signum]).start()
 
 
+def explode() -> None:
+    """Three steps of a far too high learning rate."""
+    real, left = Trainer.enqueue_step, iter(range(3))
+
+    def enqueue_step(self: Trainer, *args: Any, lr: float, **more: Any) -> int:
+        return real(self, *args, lr=lr if next(left, None) is None else 3000 * lr, **more)
+
+    Trainer.enqueue_step = enqueue_step
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "kill": end_soon(signal.SIGKILL),
     "stop": end_soon(signal.SIGSTOP),
+    "save": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "explode": explode,
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": lambda: setattr(Step, "update", fail_in_a_rank),
     "disk full": lambda: setattr(os, "fsync", refuse_to_write),
@@ -61,9 +74,12 @@ def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     """Within the block it happens, if it is one of this process."""
     real, real_batch, real_fsync = _Run._step, DataLoader.next_batch, os.fsync
 
+    happened = []
+
     def step(self: _Run) -> None:
-        here = fault is not None and fault["process"] == INDEX
-        if here and self.trainer.steps_done == fault["step"]:
+        here = fault is not None and fault["process"] in (INDEX, None)
+        if here and self.trainer.steps_done == fault["step"] and not happened:
+            happened.append(fault)
             FAULTS[fault["what"]]()
         real(self)
 

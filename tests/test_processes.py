@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.errors import LlmqError
+from llmq.base.signals import OutOfTime
 from llmq.checkpoint.manifest import read_manifest
 from llmq.commands.cli import _run
 from llmq.train.trainer import Trainer
@@ -19,6 +20,7 @@ from tests.covering import covering
 from tests.mpi import ENVIRONMENT, case, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens
 from tests.test_between_steps import EVERYTHING, OPTIONS, write_questions
+from tests.test_guard import ROLLBACK
 from tests.test_training import digests, measured
 
 pytest.importorskip("mpi4py")
@@ -124,6 +126,28 @@ def test_an_interrupted_run_goes_on_in_another_number_of_processes():
     assert re.findall("warning: process 1 on machine '.*': this process is unwell\n", err)
     same_bits("whole", "parts", 8)
     assert train(gpus=4, **options | places("parts") | {"steps": 9}, **{"continue": ""}) == 0
+
+
+def test_several_processes_agree_on_rollbacks_and_checkpoints():
+    """A signal of one process, the first one's clock, and a guard that goes back."""
+    guarded = ROLLBACK | {"steps": 30, "ckpt_interval": 5, "ckpt_keep_n": 3}
+    bad = {"process": None, "step": 24, "what": "explode"}
+    asked = {"steps": 4, "batch_size": 1, "ckpt_interval": 0, "eval_file": "none"}
+    _, out, err = run(
+        2,
+        case({"process": 1, "step": 1, "what": "save"}, gpus=1, **asked, **places("asked")),
+        case(gpus=1, max_hours=0.0001, **asked, **places("late")),
+        case(bad, gpus=1, **guarded, **places("two")),
+    )
+    ends = [int(line.split()[-1]) for line in out if line.startswith("status of process 0")]
+    assert ends == [0, OutOfTime.STATUS, 0] and "error" not in err, err
+    assert os.listdir("asked-ckpt") == ["step_00000002"]
+    assert any("A checkpoint, as SIGUSR1 asks for" in line for line in out)
+    assert os.listdir("late-ckpt") == ["step_00000000"]
+    assert run(1, case(bad, gpus=2, **guarded, **places("one")))[0] == 0
+    assert [r["action"] for r in records("guard", "two.json")].count("rollback") == 1
+    assert sorted(os.listdir("one-ckpt")) == sorted(os.listdir("two-ckpt"))
+    same_bits("one", "two", 30)
 
 
 def test_what_differs_is_found_before_the_first_step():

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 
 from llmq.base.errors import LlmqError, keep_warnings, taken_warnings
-from llmq.base.signals import Interrupted
+from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands.message import one_line
 from llmq.runtime.processes import ALONE, Processes, launched, processes, set_processes
 
@@ -38,7 +38,7 @@ def joined() -> Iterator[Processes]:
         try:
             yield group
             group.gather(None)  # no process ends before all have done their work
-        except Interrupted:
+        except (Interrupted, OutOfTime):
             group.gather(None)
             raise
         except SystemExit:

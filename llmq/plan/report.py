@@ -64,8 +64,7 @@ def run_plan(
     """
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
-    search = fit is not None
-    given = (gpu_memory, host_memory, card, reserve)
+    given, search = (gpu_memory, host_memory, card, reserve), fit is not None
     where = target(config, model, *given, search=search, machines=machines, network=network)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
