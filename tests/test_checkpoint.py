@@ -517,7 +517,9 @@ def fake(directory, *names):
         (directory / name).mkdir(parents=True)
         file = "weights.shard_000_of_001.safetensors"
         entry = FileEntry(file, "weights", 0, 0, hashlib.sha256().hexdigest())
-        write_manifest(directory / name, {"version": 1, "files": [entry._asdict()]})
+        parts = {"data-loader": {}, "model": {}, "options": {}, "distributed": {"world": 1}}
+        parts |= {"version": 1, "run": {"step": 0, "state": {}}, "files": [entry._asdict()]}
+        write_manifest(directory / name, parts)
         (directory / name / entry.name).touch()
 
 

@@ -17,6 +17,7 @@ from llmq.checkpoint.verdict import PROVEN, read_verdict
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.model.step import Result
+from llmq.plan.idle_options import option_warnings
 from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
 from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
@@ -460,3 +461,9 @@ def test_signals_save_what_is_not_known_yet(monkeypatch):
     assert verdicts() == {5: None}
     assert train(**SHORT, steps=30, **{"continue": ""}) == 0
     assert verdicts()[5] is True
+
+
+def test_a_recovery_of_nothing_is_said():
+    lines = option_warnings(make_config({"guard-recovery": 5}))
+    assert "--guard-recovery=5 has no effect without --guard rollback" in lines
+    assert not option_warnings(make_config({"guard-recovery": 5, "guard": "rollback"}))

@@ -190,7 +190,8 @@ def test_auto_takes_the_vocabulary_of_the_data(tmp_path):
     assert model_of_run(of_options("tiny", **data))[0] == replace(preset("tiny"), vocab_size=VOCAB)
     more = write_data(tmp_path / "data", VOCAB + 50, "more")
     named = {"eval-file": [data["train-file"], f"more={more}"]}
-    assert model_of_run(of_options("tiny", **data, **named))[0].vocab_size == VOCAB + 50
+    with pytest.raises(DataError, match=r"more.bin' has 350: use one tokenizer for all files"):
+        model_of_run(of_options("tiny", **data, **named))
     missing = data | {"train-file": str(tmp_path / "none.bin")}
     with pytest.raises(DataError, match=r"^--vocab-size: auto reads --train-file: no token file"):
         model_of_run(of_options("tiny", **missing))
