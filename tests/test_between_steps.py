@@ -41,6 +41,11 @@ OPTIONS = {"seq_len": 32, "batch_size": 1, "eval_every_n_steps": 2, "steps": 4, 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(make_workplace(tmp_path))
+    write_questions()
+
+
+def write_questions():
+    """What EVERYTHING asks about, in the current folder."""
     write_tokens(Path("data/other.bin"), 5, seed=7)
     lines = [
         {"question": q, "choices": {"text": [one, two], "label": ["A", "B"]}, "answerKey": key}

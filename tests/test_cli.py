@@ -84,7 +84,7 @@ def test_plan_has_the_flags_of_train():
         flags.get(command, set()).add(spellings)
     assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
     own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
-    assert flags["plan"] - flags["train"] == own
+    assert flags["plan"] - flags["train"] == own | {"--machines", "--network"}
 
 
 def python(code, *args):
@@ -196,6 +196,7 @@ def test_plan(stub, capsys):
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
     others = {"card": None, "reserve": None, "fit": None, "placement": False, "json": True}
+    others |= {"machines": 1, "network": None}
     assert planning.kwargs == sizes | others
     for flag in ("--gpu-memory", "--host-memory"):
         assert _run(["plan", *TINY, flag, "big"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -22,10 +23,13 @@ from llmq.plan.cost import (
     HOST_SHARE,
     LAUNCH,
     PARTS,
+    Network,
     Rates,
+    exposed_seconds,
     replay,
     step_time,
 )
+from llmq.plan.estimate import Planner
 from llmq.plan.plan import make_plan
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
@@ -393,3 +397,26 @@ def test_published_runs_with_offloading(words, gpus, model, batch, accumulation,
     time = step_time(plan, card)
     # The aim; and this is another program, which is up to a tenth slower where they were compared.
     assert plan.tokens / time.total == pytest.approx(speed, rel=0.15)
+
+
+def test_what_machines_exchange_passes_their_network():
+    """In a ring through all GPUs each machine passes on what one of them receives."""
+    received = [work("main", "all_gather", received=10**9)]
+    network = Network(machines=2, rate=25e9)
+    assert replay(received, Rates(H100, network=network)).wall == pytest.approx(1 / 25)
+    fast = Network(machines=2, rate=1e12)
+    assert replay(received, Rates(H100, network=fast)).wall == pytest.approx(1 / H100.link)
+
+
+def test_exposed_communication_of_machines():
+    planner = Planner(preset("Qwen2.5-0.5B"), spec_of(H100), "cudnn", H100, 16)
+    plan = planner.plan(make_config({"gpus": 8, "zero_level": 3, "batch_size": 1}))
+    exposed = [
+        exposed_seconds(plan, H100, 1.0, Network(2, rate)) for rate in (1e9, 100e9, math.inf)
+    ]
+    assert exposed[0] > 10 * exposed[1] and exposed[1] > exposed[2] >= 0
+    total = step_time(plan, H100, 1.0, Network(2, 1e9)).total
+    moved = sum(
+        w.received for trace, n in plan.micro_steps for w in trace * n if hasattr(w, "sent")
+    )
+    assert total == pytest.approx(moved / 1e9, rel=0.2), "the network is what it waits for"

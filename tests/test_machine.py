@@ -15,7 +15,9 @@ from llmq.plan import checks
 from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_memory, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
-from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.machine import Machine, choose_machine, divide_gpus
+from llmq.runtime.processes import launched
+from llmq.runtime.world import World
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
 
 GPU = DeviceSpec(name="GPU", capability=90, num_sms=132, memory=80 << 30, library_workspace=0)
@@ -102,13 +104,38 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
         cuda_device, "CudaDevice", lambda *args, **kwargs: calls.append((args, kwargs))
     )
     sizes = MemorySizes(device=1, stack=2, pinned=3)
-    two = machine.Machine(kind="cuda", spec=GPU, note=None, world_size=2)
+    two = machine.Machine(kind="cuda", spec=GPU, note=None, world=World.of(2))
     two.open(sizes, rank=1, tune=False)
     options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2}
     assert calls == ["bus 1", ((1, sizes), options)]
     calls.clear()
     machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)
     assert len(calls) == 1, "a single rank is the caller's thread"
+
+
+def test_the_world_counts_ranks_through():
+    world = World((2, 1, 3), ("a", "a", "b"), 2)
+    assert (world.size, world.base, world.count, list(world.local)) == (6, 3, 3, [3, 4, 5])
+    assert world.processes == (0, 0, 1, 2, 2, 2)
+    assert (world.ranks_here, world.num_machines) == (3, 2)
+    assert World((2, 1, 3), ("a", "a", "b"), 0).ranks_here == 3
+    assert world.name(2) == "rank 2 on machine 'a'" and World.of(4).name(2) == "rank 2"
+
+
+def test_gpus_are_divided_among_the_processes_of_a_machine():
+    four = ["0", "1", "2", "3"]
+    two_each = divide_gpus("aab", [(2, four), (2, four), (4, four)])
+    assert two_each == [(0, 1), (2, 3), (0, 1, 2, 3)]
+    assert divide_gpus("aab", [(0, four)] * 3) == [(0, 1), (2, 3), (0, 1, 2, 3)]
+    own = [(1, ["2"]), (1, ["3"])]  # CUDA_VISIBLE_DEVICES of each its own
+    assert divide_gpus("aa", own) == [(0,), (0,)]
+    with pytest.raises(ConfigError, match=r"process 1 on machine 'a' needs 3 GPUs, .* 3 belong"):
+        divide_gpus("aa", [(3, four), (3, four)])
+
+
+def test_which_launcher_has_started_how_many():
+    assert launched({}) == launched({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == 1
+    assert launched({"OMPI_COMM_WORLD_SIZE": "2"}) == launched({"SLURM_STEP_NUM_TASKS": "2"}) == 2
 
 
 # -- attention -----------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     )
     sensors, asked = [Sensors(), Sensors()], []
 
-    def connect(devices, options, workers):
+    def connect(devices, options, workers, world):
         connect_host(devices, workers)
         return table
 

@@ -24,7 +24,8 @@ from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
 from llmq.state.weights import Weights
-from llmq.train.ranks import Rank, Ranks
+from llmq.train.rank import Rank
+from llmq.train.ranks import Ranks
 from llmq.train.scaling import time_alone
 from tests.runs import VOCAB, B, T, make_workplace, options, write_tokens
 
@@ -240,8 +241,8 @@ def test_only_one_parameter_is_in_memory_while_a_model_is_exported(monkeypatch):
     live = []
     real = Ranks.read_param
 
-    def read_param(self, group, param):
-        array = real(self, group, param)
+    def read_param(self, group, param, **how):
+        array = real(self, group, param, **how)
         live.append(array.nbytes)
         return array
 
@@ -337,7 +338,7 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
             failed.set()
             time.sleep(0.3)  # in which the other rank writes on
 
-    monkeypatch.setattr("llmq.train.ranks.write_group", write)
+    monkeypatch.setattr("llmq.train.rank.write_group", write)
     with trainer(2) as t:
         t.step()
         with pytest.raises(LlmqError, match=r"^rank 1: the disk is full$"):
@@ -520,7 +521,7 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
         monkeypatch.setattr(Step, "micro_step", slow)
         t.step()  # 1.5 s
         monkeypatch.setattr(
-            "llmq.train.ranks.write_group",
+            "llmq.train.rank.write_group",
             lambda dev, writer, group, pieces, beat: (
                 [(time.sleep(0.25), beat()) for _ in range(2)]
                 and write_group(dev, writer, group, pieces, beat)

@@ -8,7 +8,7 @@ from llmq.base.dtypes import F32
 from llmq.comm.collectives import SilentComm
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.train.ranks import Rank
+from llmq.train.rank import Rank
 from llmq.train.scaling import COMPARED, Scaling, alone, time_alone
 from tests.runs import make_workplace, options
 

@@ -30,7 +30,7 @@ from llmq.train import announce, live
 from llmq.train import loop as training
 from llmq.train.diagnose import MAX_SKIPPED
 from llmq.train.json_log import JsonLog
-from llmq.train.ranks import Rounds
+from llmq.train.rounds import Rounds
 from llmq.train.trainer import Trainer
 from tests.runs import (
     T,

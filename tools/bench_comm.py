@@ -66,7 +66,7 @@ def seconds(dev: Device, workers: Workers, key: tuple, call: Callable[[], None])
             for _ in range(CALLS):
                 call()
 
-    with silenced(dev), dev.without_graphs():  # as llmq.train.ranks.Rank.warm_up does it
+    with silenced(dev), dev.without_graphs():  # as llmq.train.rank.Rank.warm_up does it
         several()
         dev.synchronize()
     with dev.capture_only():

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
@@ -39,7 +40,26 @@ class DiskFull(DiskError):
 def warn(lines: Iterable[str]) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
     for line in lines:
-        print(f"warning: {line}", file=sys.stderr)
+        _warnings.append(line)
+        if not _kept:
+            print(f"warning: {line}", file=sys.stderr)
+
+
+_warnings: deque[str] = deque(maxlen=1000)
+_kept = False
+
+
+def keep_warnings() -> None:
+    """From now on `warn` prints nothing: another process asks `taken_warnings` for them."""
+    global _kept
+    _kept = True
+
+
+def taken_warnings() -> list[str]:
+    """What was warned of since this was last called."""
+    lines = list(_warnings)
+    _warnings.clear()
+    return lines
 
 
 def discard(stream: TextIO) -> None:

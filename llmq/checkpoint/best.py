@@ -10,6 +10,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import write_file
 from llmq.base.run_id import RunId
 from llmq.checkpoint.store import checkpoints_by_name
+from llmq.runtime.processes import processes
 
 NOTE = "best.json"
 _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
@@ -71,7 +72,8 @@ class Best:
             "step": step,
             "run": run.record(),
         }
-        write_file(self.directory / NOTE, json.dumps(note, indent=2) + "\n")
+        text = json.dumps(note, indent=2) + "\n"
+        processes().on_first(lambda: write_file(self.directory / NOTE, text))
 
 
 def best_owner(directory: Path) -> RunId | None:

@@ -217,8 +217,11 @@ class CheckpointReader:
     path; step; world: ranks that wrote it; manifest.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Check every file's size and checksum; LlmqError names the one that is damaged."""
+    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
+        """Check every file's size and checksum; LlmqError names the one that is damaged.
+
+        share: (i, n) checks the i-th, the i + n-th and so on, where n processes check it together.
+        """
         self.path = path
         document = read_manifest(path / MANIFEST)
         self.step: int = document["run"]["step"]
@@ -234,7 +237,7 @@ class CheckpointReader:
             base=document.get("base"),
         )
         entries = [FileEntry(**entry) for entry in document["files"]]
-        _verify(path, entries)
+        _verify(path, entries[share[0] :: share[1]])
         self._files: list[SafetensorsFile] = []
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
         for entry in entries:

@@ -33,9 +33,11 @@ class Comm(ABC):
     """One rank's end of the collectives.
 
     exchange_stream: on which gradients are reduced, "comm" where gathers are, or "exchange".
+    waits_for: whom the rank's thread is waiting for now, for diagnosis; None: for nobody.
     """
 
     exchange_stream = "comm"
+    waits_for: str | None = None
 
     def __init__(self, dev: Device):
         self._dev = dev

@@ -9,16 +9,21 @@ from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
 from llmq.comm.plan import PlanComm
 from llmq.runtime.device import Device
+from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 
 def connect(
-    devices: Sequence[Device], options: CommOptions, workers: Workers | None = None
+    devices: Sequence[Device],
+    options: CommOptions,
+    workers: Workers | None = None,
+    world: World | None = None,
 ) -> LinkTable | None:
     """Give each device its `comm`; returns the measured links between GPUs, None without any.
 
-    Called once, in one thread, with the devices of all ranks, directly after they are made: it
-    allocates. With rank threads:
+    Called once, in one thread, with the devices of all ranks of the process, directly after they
+    are made: it allocates. With rank threads:
 
         devices[rank] = open_device(rank)         # a list that the ranks share
         workers.barrier()
@@ -30,7 +35,7 @@ def connect(
     they are stopped, everything that waits for a peer, on the host or on a GPU, stops waiting.
     Close the devices when the threads of all ranks have ended, or after `dev.synchronize()` and a
     barrier: until then peers may use their flags and staging buffers. A plan needs one device, of
-    any rank.
+    any rank. world: where the ranks are, if they are of several processes, which all call this.
     Raises LlmqError where GPUs cannot talk to each other as the options demand.
     """
     if devices[0].world_size == 1:
@@ -41,6 +46,12 @@ def connect(
         for dev in devices:
             dev.comm = PlanComm(dev, options)
         return None
+    several = world is not None and len(world.counts) > 1
+    if kind == "host" and several:
+        from llmq.comm.host_processes import connect_processes
+
+        connect_processes(devices, workers, world, processes())
+        return None
     if kind == "host":
         from llmq.comm.host import connect_host
 
@@ -48,4 +59,4 @@ def connect(
         return None
     from llmq.comm.cuda import connect_cuda
 
-    return connect_cuda(devices, options, workers)
+    return connect_cuda(devices, options, workers, world)

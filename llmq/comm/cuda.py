@@ -20,17 +20,25 @@ from llmq.comm.staged import Rings
 from llmq.comm.stream_memory import CudaQueue
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event
+from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
 RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
 
 
 def connect_cuda(
-    devices: Sequence[CudaDevice], options: CommOptions, workers: Workers
-) -> LinkTable:
-    """Probe all pairs, make the communicators, and give each device its CudaComm."""
-    api = devices[0].api
+    devices: Sequence[CudaDevice],
+    options: CommOptions,
+    workers: Workers,
+    world: World | None = None,
+) -> LinkTable | None:
+    """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
+
+    With several processes everything goes by NCCL: copies reach no memory of another process.
+    """
+    api, several = devices[0].api, world is not None and len(world.counts) > 1
     gpus = [dev.index for dev in devices]
     memory = [allocate(dev, options) for dev in devices]
     current = api.getDevice()
@@ -39,20 +47,22 @@ def connect_cuda(
         library, communicators = None, []
         if options.nccl:
             library = nccl.load()
-            peer_access = options.p2p != "off" and not links.damaged
-            communicators = nccl.open_communicators(library, gpus, peer_access)
-            nccl.establish(library, communicators, devices)
+            # Between two processes both decide, so all of them must do it alike.
+            peer_access = all(processes().gather(options.p2p != "off" and not links.damaged))
+            communicators = nccl.open_communicators(library, api, gpus, peer_access, world)
+            pairs = not several or options.all_to_all_reduce
+            nccl.establish(library, communicators, devices, pairs=pairs)
         memories = _memories(devices, memory, links) if options.copies else None
         flags = memories.flags if memories else None
-        watch = Watch(workers, len(devices), flags, communicators)
-        for dev in devices:
+        watch = Watch(workers, [dev.rank for dev in devices], flags, communicators)
+        for place, dev in enumerate(devices):
             api.setDevice(dev.index)  # events belong to the current GPU
             copies = Copies(dev, CudaQueue(dev), memories) if memories else None
-            own = Nccl(dev, library, communicators[dev.rank]) if communicators else None
+            own = Nccl(dev, library, communicators[place]) if communicators else None
             dev.comm = CudaComm(dev, options, copies, own, watch)
     finally:
         api.setDevice(current)
-    return links
+    return links if len(devices) > 1 else None
 
 
 def _memories(
@@ -118,12 +128,12 @@ class Watch:
     """
 
     def __init__(
-        self, workers: Workers, world_size: int, flags: Flags | None, communicators: list[Any]
+        self, workers: Workers, ranks: list[int], flags: Flags | None, communicators: list[Any]
     ):
         self.workers = workers
         self._flags = flags
         self._communicators = communicators
-        self._open = set(range(world_size))
+        self._open = set(ranks)
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="comm watch", daemon=True).start()
 

@@ -6,7 +6,7 @@ which raises Stopped in all of them when one fails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from llmq.runtime.workers import Workers
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
     """Give each device its HostComm, which needs no memory of its own."""
-    memories = [storages(dev) for dev in devices]
+    memories = {dev.rank: storages(dev) for dev in devices}
     for dev in devices:
         dev.comm = HostComm(dev, memories, workers)
 
@@ -27,7 +27,9 @@ def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
 class HostComm(Comm):
     """One rank's end. Sums are in rank order, in F32, rounded once."""
 
-    def __init__(self, dev: HostDevice, memories: list[dict[str, Storage]], workers: Workers):
+    def __init__(
+        self, dev: HostDevice, memories: Mapping[int, dict[str, Storage]], workers: Workers
+    ):
         """memories: all ranks' storages by place."""
         super().__init__(dev)
         self._memories = memories

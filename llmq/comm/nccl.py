@@ -1,4 +1,4 @@
-"""NCCL: one communicator per rank, all made by one thread."""
+"""NCCL: one communicator per rank, all of a process made by one thread."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
 from llmq.runtime.cuda_device import CudaDevice
+from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 BYTES = 0  # ncclInt8
 TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
@@ -33,11 +35,14 @@ def load() -> Any:
     return nccl
 
 
-def open_communicators(nccl: Any, indices: Sequence[int], peer_access: bool) -> list[Any]:
+def open_communicators(
+    nccl: Any, api: Any, indices: Sequence[int], peer_access: bool, world: World | None = None
+) -> list[Any]:
     """Communicators of these GPUs, by rank.
 
-    peer_access False: through host memory only. NCCL reads this and the number of channels from the
-    environment, once in the life of a process.
+    api: CuPy's CUDA runtime module. peer_access False: through host memory only. NCCL reads this
+    and the number of channels from the environment, once in the life of a process. world: where the
+    ranks are, if they are of several processes, which all call this.
     """
     if not peer_access:
         os.environ["NCCL_P2P_DISABLE"] = "1"
@@ -45,45 +50,61 @@ def open_communicators(nccl: Any, indices: Sequence[int], peer_access: bool) -> 
     else:
         os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
-    return nccl.NcclCommunicator.initAll(list(indices))
+    if world is None or len(world.counts) == 1:
+        return nccl.NcclCommunicator.initAll(list(indices))
+    them = processes()
+    unique = them.share(nccl.get_unique_id() if them.first else None)
+    made = []
+    nccl.groupStart()  # so that none of the calls waits for the others
+    for rank, index in zip(world.local, indices, strict=True):
+        api.setDevice(index)
+        made.append(nccl.NcclCommunicator(world.size, unique, rank))
+    nccl.groupEnd()
+    return made
 
 
-def establish(nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDevice]) -> None:
+def establish(
+    nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDevice], *, pairs: bool = True
+) -> None:
     """Make all connections between the ranks, by one call of each kind, from one thread.
 
+    pairs: also those of each rank to each other one, which all_to_all needs.
     NCCL would make them within the first calls: in the ranks' threads, waiting on the host for the
     other ranks, whose streams may be waiting for a flag that this rank has yet to write.
     """
-    api, count = devices[0].api, len(devices)
+    api, count = devices[0].api, devices[0].world_size
     buffers: list[int] = []
 
     def together(call: Callable[[int, Any, int], None]) -> None:
         nccl.groupStart()
-        for rank, (dev, communicator) in enumerate(zip(devices, communicators, strict=True)):
+        for dev, communicator in zip(devices, communicators, strict=True):
             api.setDevice(dev.index)
-            call(rank, communicator, dev.stream)
+            call(dev.rank, communicator, dev.stream)
         nccl.groupEnd()
 
     def exchange(rank: int, communicator: Any, stream: int) -> None:
+        buffer = buffers[rank - devices[0].rank]
         for peer in range(count):
             if peer != rank:
-                at = buffers[rank] + peer * WARM_UP_BYTES
-                communicator.send(buffers[rank], WARM_UP_BYTES, BYTES, peer, stream)
+                at = buffer + peer * WARM_UP_BYTES
+                communicator.send(buffer, WARM_UP_BYTES, BYTES, peer, stream)
                 communicator.recv(at, WARM_UP_BYTES, BYTES, peer, stream)
 
     def gather(rank: int, communicator: Any, stream: int) -> None:
-        at = buffers[rank] + rank * WARM_UP_BYTES
-        communicator.allGather(at, buffers[rank], WARM_UP_BYTES, BYTES, stream)
+        buffer = buffers[rank - devices[0].rank]
+        at = buffer + rank * WARM_UP_BYTES
+        communicator.allGather(at, buffer, WARM_UP_BYTES, BYTES, stream)
 
     def reduce(rank: int, communicator: Any, stream: int) -> None:
-        at, words = buffers[rank] + rank * WARM_UP_BYTES, WARM_UP_BYTES // F32.itemsize
-        communicator.reduceScatter(buffers[rank], at, words, TYPES[F32], SUM, stream)
+        buffer, words = buffers[rank - devices[0].rank], WARM_UP_BYTES // F32.itemsize
+        at = buffer + rank * WARM_UP_BYTES
+        communicator.reduceScatter(buffer, at, words, TYPES[F32], SUM, stream)
 
     try:
         for dev in devices:
             api.setDevice(dev.index)
             buffers.append(api.malloc(count * WARM_UP_BYTES))
-        for call in (gather, reduce, exchange):
+        for call in (gather, reduce, exchange) if pairs else (gather, reduce):
             together(call)
         for dev in devices:
             api.setDevice(dev.index)

@@ -5,7 +5,6 @@ A command imports its implementation when it runs, so that --help answers at onc
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -35,6 +34,8 @@ from llmq.commands import (
 from llmq.commands import eval as evaluation
 from llmq.commands.common import TrainCommand
 from llmq.commands.help import Command, Group
+from llmq.commands.message import UsageError, one_line
+from llmq.runtime.processes import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`
 
@@ -55,12 +56,14 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand not in (None, "train"):
+        refuse_several(f"llmq {context.invoked_subcommand}")
 
 
 app.command(cls=TrainCommand)(train.train)
@@ -78,10 +81,6 @@ app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
 app.command(cls=TrainCommand)(bench.bench)
-
-
-# The base of all errors of the command-line parser, whose own module is not public.
-_UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 def _command(prog_name: str) -> Any:
@@ -119,11 +118,11 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
     except BrokenPipeError:
         discard(sys.stdout)  # whoever read our output has gone
         return 1
-    except (_UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
+    except (UsageError, LlmqError, OSError, MemoryError, RecursionError) as error:
         if os.environ.get("LLMQ_DEBUG", "0") != "0":
             raise
         details = error.details if isinstance(error, LlmqError) else ()
-        print(f"error: {_one_line(error)}", *details, sep="\n", file=sys.stderr)
+        print(f"error: {one_line(error)}", *details, sep="\n", file=sys.stderr)
         return 2
     return status if isinstance(status, int) else 0
 
@@ -138,28 +137,6 @@ def _open_standard_streams() -> None:
             if stream.fileno() != number:
                 os.dup2(stream.fileno(), number)
             setattr(sys, name, stream)
-
-
-def _one_line(error: BaseException) -> str:
-    """What the user needs to know of an error."""
-    if isinstance(error, _UsageError):
-        text = error.format_message()
-        if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
-            text += " Put a pattern such as 'data/train*.bin' in quotes."
-    elif isinstance(error, MemoryError):
-        text = "out of host memory, lower --batch-size or --seq-len"
-        text += f": {error}" if str(error) else ""
-    elif isinstance(error, RecursionError):
-        text = "a JSON or YAML file is nested too deeply, mend it (LLMQ_DEBUG=1 shows where)"
-    elif isinstance(error, OSError) and error.strerror:
-        text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
-        if error.errno == errno.ENOSPC:
-            text += "; free some space or write to another disk"
-    else:
-        text = error.headline if isinstance(error, LlmqError) else str(error)
-        text = text or type(error).__name__
-    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
-    return " ".join([*text.split(), *([f"({notes})"] if notes else [])])
 
 
 def main() -> None:

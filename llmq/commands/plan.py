@@ -17,6 +17,15 @@ from llmq.commands.common import (
 )
 from llmq.config.options_io import given_fields
 
+Machines = Annotated[int, typer.Option(min=1, help="Machines with --gpus GPUs each.")]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes per second that a machine sends, and receives at once, such as 25GB/s.",
+    ),
+]
+
 
 @train_options
 def plan(
@@ -29,7 +38,7 @@ def plan(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Host memory to compare with, for all GPUs together."),
+        typer.Option(metavar="SIZE", help="Host memory of a machine to compare with."),
     ] = None,
     card: Annotated[
         str | None,
@@ -39,6 +48,8 @@ def plan(
         ),
     ] = None,
     reserve: Reserve = None,
+    machines: Machines = 1,
+    network: Network = None,
     fit: Annotated[
         bool,
         typer.Option(
@@ -63,9 +74,11 @@ def plan(
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),
         "reserve": size_of("--reserve", reserve, least=0),
+        "network": size_of("--network", network and network.removesuffix("/s")),
     }
     from llmq.plan.report import run_plan
 
     kept = given_fields(given, config_file) if fit else None
-    best = run_plan(config, model, **sizes, card=card, fit=kept, placement=placement, json=json)
+    how = {"card": card, "fit": kept, "placement": placement, "json": json}
+    best = run_plan(config, model, **sizes, machines=machines, **how)
     save_config(save, best)

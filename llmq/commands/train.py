@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +18,10 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
+from llmq.commands.several import joined
 from llmq.config.command_line import command_line
 from llmq.config.options_io import given_fields
+from llmq.runtime.processes import Processes, refuse_several
 
 
 @train_options
@@ -40,14 +43,34 @@ def train(
     reserve: Reserve = None,
 ) -> None:
     """Train a model, or continue to."""
+    if auto:
+        refuse_several("--auto", "let `llmq plan --fit` choose the options beforehand")
+    if dry_run:
+        refuse_several("--dry-run", "use `llmq plan`")
+    with joined() as processes:
+        _train(processes, given, config_file, save, dry_run, auto, reserve)
+
+
+def _train(
+    processes: Processes,
+    given: dict[str, Any],
+    config_file: Path | None,
+    save: Path | None,
+    dry_run: bool,
+    auto: bool,
+    reserve: str | None,
+) -> None:
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    config, model, model_dir = load_run(given, config_file, trains=True, weights=not dry_run)
+    config, model, model_dir = processes.each(
+        lambda: load_run(given, config_file, trains=True, weights=not dry_run)
+    )
     if config.lora_rank and config.from_scratch and not dry_run:
         raise ConfigError(
             "--lora-rank: adapters need a trained model, and --from-scratch has random weights: "
             "give the directory or the repository of one as --model"
         )
+    processes.start_heartbeat(config.watchdog)
     argv = sys.argv
     if auto:
         from llmq.plan.report import choose
@@ -55,7 +78,7 @@ def train(
         fields = given_fields(given, config_file)
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
         argv = command_line(config)
-    save_config(save, config)
+    processes.on_first(lambda: save_config(save, config))
     if dry_run:
         from llmq.plan.report import run_plan
 

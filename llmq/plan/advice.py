@@ -95,7 +95,7 @@ def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits
 def whole_command(config: TrainConfig, planner: Planner) -> str:
     """`llmq train` with all of these options and as many GPUs as were planned for."""
     if planner.spec != HOST_SPEC:  # the default is what a machine has
-        config = replace(config, gpus=planner.world_size)
+        config = replace(config, gpus=planner.gpus)
     return f"  {shlex.join(command_line(config))}"
 
 

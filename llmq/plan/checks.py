@@ -29,7 +29,24 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
             f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
             f"{capability / 10}: use bf16"
         )
+    check_processes(config, machine)
     check_sizes(model, machine)
+
+
+def check_processes(config: TrainConfig, machine: Machine) -> None:
+    """ConfigError for what GPUs of several processes cannot do together."""
+    if len(machine.world.counts) == 1 or machine.kind == "host":
+        return
+    copies = {
+        "--memcpy-all-gather": config.memcpy_all_gather,
+        "--memcpy-send-recv": config.memcpy_send_recv and config.all_to_all_reduce,
+    }
+    for flag, given in copies.items():
+        if given:
+            raise ConfigError(
+                f"{flag}: copies reach the GPUs of one process, and there are "
+                f"{len(machine.world.counts)}: leave it out, so that NCCL does this"
+            )
 
 
 def check_sizes(model: ModelConfig, machine: Machine) -> None:

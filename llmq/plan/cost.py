@@ -93,17 +93,34 @@ class Phase:
     wall: float
 
 
+class Network(NamedTuple):
+    """What joins machines of as many GPUs each. rate: bytes per second that one of them sends, and
+    receives at the same time."""
+
+    machines: int = 1
+    rate: float = math.inf
+
+
+ONE_MACHINE = Network()
+
+
 class Rates:
     """What a card takes for each piece of work."""
 
     def __init__(
-        self, card: Card, gpus: int = 1, *, nccl: bool = False, visible_share: float = 1.0
+        self,
+        card: Card,
+        gpus: int = 1,
+        *,
+        nccl: bool = False,
+        visible_share: float = 1.0,
+        network: Network = ONE_MACHINE,
     ):
         """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
 
         visible_share: what documents leave of the causal pairs of query and key.
         """
-        self.card, self._visible = card, visible_share
+        self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
@@ -124,9 +141,9 @@ class Rates:
         return LAUNCH + memory
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
-        """Seconds on the bus towards the card, on the bus away from it, on the link, and of host
-        memory, by name and without those that it does not need; and seconds of a bus that is busy
-        both ways.
+        """Seconds on the bus towards the card, on the bus away from it, on the link, of host memory
+        and on the network, by name and without those that it does not need; and seconds of a bus
+        that is busy both ways.
         """
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
         if sizes not in self._transfers:  # pieces of transfers are all alike
@@ -148,6 +165,9 @@ class Rates:
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
         carriers = {"load": load, "store": store, "link": link, "host": host}
+        if self._network.machines > 1:
+            # In a ring through all GPUs each machine passes on what one GPU receives.
+            carriers["network"] = (received + shared) / self._network.rate
         both_ways = (loaded + stored) / self._bus / BOTH_WAYS
         both_ways += max(staged_in, staged_out) / self._staged
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
@@ -241,13 +261,30 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def step_time(plan: Plan, card: Card, visible_share: float = 1.0) -> StepTime:
+def step_time(
+    plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> StepTime:
     """The time of a step. All streams meet between micro-steps, and before the update.
 
     visible_share: as Rates has it.
     """
     reached = card if plan.peer_access else replace(card, link=0.0)
-    rates = Rates(reached, plan.world_size, nccl=plan.nccl, visible_share=visible_share)
+    gpus = plan.world_size // network.machines
+    how = {"nccl": plan.nccl, "visible_share": visible_share}
+    return _step_time(plan, Rates(reached, gpus, network=network, **how))
+
+
+def exposed_seconds(
+    plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> float:
+    """Of a step, how much longer it takes because GPUs and machines exchange data."""
+    gpus = plan.world_size // network.machines
+    how = {"nccl": plan.nccl, "visible_share": visible_share}
+    at_once = _step_time(plan, Rates(replace(card, link=math.inf), gpus, **how))
+    return step_time(plan, card, visible_share, network).total - at_once.total
+
+
+def _step_time(plan: Plan, rates: Rates) -> StepTime:
     parts = dict.fromkeys(PARTS, 0.0)
     for trace, count in plan.micro_steps:
         phase = replay(trace, rates)

@@ -16,8 +16,8 @@ from llmq.config.cards import Card
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Recompute
+from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES
-from llmq.plan.cost import StepTime, step_time
 from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
 from llmq.runtime.device import DeviceSpec
@@ -61,21 +61,30 @@ class Planner:
         card: Card,
         world_size: int = 1,
         visible_share: float = 1.0,
+        network: Network = ONE_MACHINE,
     ):
-        """visible_share: as step_time takes it."""
+        """world_size: GPUs of all machines that the network joins. visible_share: as step_time
+        takes it."""
+        self.network = network
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size, self.visible_share = card, world_size, visible_share
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
 
+    @property
+    def gpus(self) -> int:
+        """Of one machine: --gpus."""
+        return self.world_size // self.network.machines
+
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
         shared = (self.spec, self.backend, self.card, self.world_size, self.visible_share)
-        return Planner(model, *shared)
+        return Planner(model, *shared, self.network)
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
-        return make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
+        made = make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
+        return replace(made, machines=self.network.machines)
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""
@@ -129,7 +138,7 @@ class Planner:
         stack = plan.usage.sizes.stack
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
-        time = step_time(plan, self.card, self.visible_share)
+        time = step_time(plan, self.card, self.visible_share, self.network)
         return np.array([*memory, *(time.parts[name] for name in TIMES)])
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:

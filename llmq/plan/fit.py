@@ -40,7 +40,7 @@ class Fit:
     def __init__(self, base: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]):
         """base: options as given. fixed: names of those that keep their values."""
         if planner.spec != HOST_SPEC:  # the default is what a machine has, not what was planned for
-            base = replace(base, gpus=planner.world_size)
+            base = replace(base, gpus=planner.gpus)
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed = fixed - PRODUCT
         self.shrinker = Shrinker(planner, limits.less(MARGIN), self.fixed)

@@ -34,7 +34,7 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
 
 
 def page_tables(pinned: int, spec: DeviceSpec) -> int:
-    """Bytes in which each GPU keeps where the pinned memory of all ranks lies: 8 per 4 KiB."""
+    """Bytes in which each GPU keeps where the pinned memory of its machine lies: 8 per 4 KiB."""
     return 0 if spec == HOST_SPEC else pinned // 512
 
 
@@ -61,7 +61,7 @@ def kept_free(name: str, available: int, asked: int | None, *, drives_display: b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes that a run may take: of each rank's device memory, and of host memory for all ranks.
+    """Bytes that a run may take: of each rank's device memory, and of a machine's host memory.
 
     None: there is nothing to compare with. On the CPU device holds everything.
     """
@@ -89,9 +89,9 @@ PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
     """What a run may take on this machine."""
     if machine.kind == "host":
-        available, host = available_host_memory() // machine.world_size, None
+        available, host = available_host_memory() // machine.world.ranks_here, None
     else:
         available = machine.spec.memory
-        others = PROCESS_BYTES + DRIVER_BYTES * machine.world_size
+        others = PROCESS_BYTES + DRIVER_BYTES * machine.world.ranks_here
         host = max(available_host_memory() - others, 0)
     return Limits(device=min(available, config.memory_limit or available), host=host)

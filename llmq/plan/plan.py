@@ -54,7 +54,7 @@ class Plan:
 
     placement: where weights, gradients and moments are. sources: what its kernels, and those of an
     evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
-    update: what follows them.
+    update: what follows them. machines: among which the ranks are divided equally.
     """
 
     usage: Usage
@@ -69,11 +69,12 @@ class Plan:
     sources: frozenset[Source]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
+    machines: int = 1
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all ranks together that the GPUs work with."""
-        return self.usage.sizes.host * self.world_size
+        """Host memory of all ranks of a machine together that the GPUs work with."""
+        return self.usage.sizes.host * self.world_size // self.machines
 
 
 def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:

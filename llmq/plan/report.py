@@ -18,7 +18,7 @@ from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.coarser import Coarser, coarser
-from llmq.plan.cost import StepTime, step_time
+from llmq.plan.cost import StepTime, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.plan.fit import SHOWN, Candidate, Fit
@@ -29,6 +29,7 @@ from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.plan.target import Target, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.world import World
 from llmq.state.params import parameter_count
 from llmq.state.placement import place, table_of, trained_count
 
@@ -47,6 +48,8 @@ def run_plan(
     host_memory: int | None = None,
     card: str | None = None,
     reserve: int | None = None,
+    machines: int = 1,
+    network: int | None = None,
     fit: frozenset[str] | None = None,
     placement: bool = False,
     json: bool = False,
@@ -54,16 +57,18 @@ def run_plan(
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
-    reserve: bytes of its memory that are to stay free, None for what --reserve says.
+    reserve: bytes of its memory that are to stay free, None for what --reserve says. machines: of
+    so many GPUs each, and bytes per second of what joins them.
     fit: options that keep their values in a search. placement: print, too, where everything lies.
     Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does.
     """
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
-    search = fit is not None
-    where = target(config, model, gpu_memory, host_memory, card, reserve, search=search)
+    given, search = (gpu_memory, host_memory, card, reserve), fit is not None
+    where = target(config, model, *given, search=search, machines=machines, network=network)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
-    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None))
+    world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
+    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
     warn(rank_warnings(config, where.world_size))
     data = data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
@@ -79,7 +84,8 @@ def run_plan(
         return found.candidates[0].config
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
-    time = step_time(plan, where.card, where.visible_share) if where.named else None
+    speed = (where.card, where.visible_share, where.network)
+    time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
     record = plan_record(plan, model, where, time) | disk.record()
     record |= {"trained_parameters": trained_count(config, model)}
@@ -128,6 +134,9 @@ def plan_report(
             f"  Of which:        {', '.join(shares)}",
             f"  Card's speed:    {predicted['source']}",
         ]
+        if "exposed_seconds" in predicted:
+            exposed = predicted["exposed_seconds"]
+            lines.insert(-1, f"  Communication:   {exposed / seconds:.1%} of the step")
     if record["fits"] is None:
         return [*lines, "  Fits:            compare with the card, or give --gpu-memory"]
     rooms = [] if limit is None else [room(limit)]
@@ -170,15 +179,22 @@ def plan_record(
         "host_limit_bytes": limits.host,
         "reserve_bytes": where.reserve,
         "fits": None if limits.device is None and not excess else not excess,
-        "predicted": time and _predicted(plan.tokens, time) | {"source": where.card.source},
+        "predicted": time and _predicted(plan, time, where),
     }
 
 
-def _predicted(tokens: int, time: StepTime) -> dict[str, Any]:
+def _predicted(plan: Plan, time: StepTime, where: Target) -> dict[str, Any]:
+    exposed = {}
+    if plan.world_size > 1:
+        exposed = {
+            "exposed_seconds": exposed_seconds(plan, where.card, where.visible_share, where.network)
+        }
     return {
-        "tokens_per_second": tokens / time.total,
+        "tokens_per_second": plan.tokens / time.total,
         "step_seconds": time.total,
+        **exposed,
         "parts_seconds": time.parts,
+        "source": where.card.source,
     }
 
 

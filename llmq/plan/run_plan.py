@@ -9,6 +9,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
+from llmq.plan.cost import Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import memory_limit
 from llmq.plan.plan import Plan, fewest_attention_parts
@@ -28,7 +29,9 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
-    planner = Planner(model, spec, backend, card_of(spec), machine.world_size)
+    network = Network(machine.world.num_machines)
+    shared = (spec, backend, card_of(spec), machine.world_size)
+    planner = Planner(model, *shared, network=network)
     plan = planner.plan(planned)
     check_fits(config, planner, plan, memory_limit(config, machine))
     return RunPlan(plan, planned, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmq.base.errors import ConfigError
@@ -9,6 +10,7 @@ from llmq.config.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.plan.checks import installed_attention
+from llmq.plan.cost import ONE_MACHINE, Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, kept_free
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
@@ -22,13 +24,15 @@ class Target:
 
     reserve: bytes of each device that are to stay free, which the limits leave out. card: whose
     speed is predicted, or None. named: whether that card is what was asked for, and not only one
-    with as much memory. visible_share: what documents leave of attention, as far as it is known.
+    with as much memory. world_size: GPUs of all machines, which the network joins. visible_share:
+    what documents leave of attention, as far as it is known.
     """
 
     spec: DeviceSpec
     backend: str
     limits: Limits
     world_size: int
+    network: Network = ONE_MACHINE
     reserve: int = 0
     card: Card | None = None
     named: bool = False
@@ -38,7 +42,7 @@ class Target:
         """For this machine."""
         card = self.card or card_of(self.spec)
         shared = (self.spec, self.backend, card, self.world_size, self.visible_share)
-        return Planner(model, *shared)
+        return Planner(model, *shared, self.network)
 
 
 def target(
@@ -50,20 +54,25 @@ def target(
     reserve: int | None,
     *,
     search: bool,
+    machines: int = 1,
+    network: int | None = None,
 ) -> Target:
     """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
 
     search: --fit, which leaves room for a desktop on a card where nobody has said how much is free.
     """
-    world_size = max(config.gpus, 1)
+    joined = _network(machines, network, predicts=search or card_words is not None)
+    world_size = max(config.gpus, 1) * machines
     if config.device == "cpu":
         of_gpus = {"--gpu-memory": gpu_memory, "--card": card_words, "--reserve": reserve}
         for flag, given in of_gpus.items():
             if given is not None:
                 raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
-        least = min(filter(None, (host_memory, available_host_memory()))) // world_size
+        here = world_size // machines
+        least = min(filter(None, (host_memory, available_host_memory()))) // here
         limits = Limits(device=min(least, config.memory_limit or least))
-        return Target(spec=HOST_SPEC, backend="native", limits=limits, world_size=world_size)
+        rest = {"world_size": world_size, "network": joined}
+        return Target(spec=HOST_SPEC, backend="native", limits=limits, **rest)
     card = None if card_words is None else find_card(card_words)
     if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
         raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: use bf16")
@@ -81,7 +90,17 @@ def target(
         backend=installed_attention(config, model, spec),
         limits=Limits(device=device, host=host_memory),
         world_size=world_size,
+        network=joined,
         reserve=reserve or 0,
         card=card or (None if device is None else card_with(device)),
         named=card is not None,
     )
+
+
+def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:
+    """Of --machines and --network."""
+    if machines == 1 and rate is not None:
+        raise ConfigError("--network: joins several machines: give --machines")
+    if machines > 1 and rate is None and predicts:
+        raise ConfigError("--machines: how fast is what joins them? Give --network, as 25GB/s")
+    return Network(machines, float(rate or math.inf))

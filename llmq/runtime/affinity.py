@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 DEVICES = Path("/sys/bus/pci/devices")
@@ -16,6 +17,17 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
+
+
+def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
+    """Let a process that Open MPI's mpirun has started, and what it starts, run on all CPUs.
+
+    mpirun lets a process run on a single core, if nobody says otherwise, where all ranks' threads
+    and the readers of data would have to share it. What the system itself forbids stays forbidden.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def stay_near(bus_id: str, devices: Path = DEVICES) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, LlmqError
@@ -12,6 +12,8 @@ from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.kernel import Source
+from llmq.runtime.processes import Processes, processes
+from llmq.runtime.world import World
 
 # A card that `llmq plan` assumes where none is named: enough multiprocessors that no real card
 # needs larger workspaces (an RTX PRO 6000 has 188), and the largest workspace for the library.
@@ -25,13 +27,25 @@ class Machine:
     """A chosen kind of device, and how many of them.
 
     kind: "host" or "cuda". spec: of every device; where GPUs differ, what fits all of them. note:
-    one line for the user on what was chosen, or None. world_size: ranks, one device each.
+    one line for the user on what was chosen, or None. world: its ranks, one device each, and those
+    of other processes. indices: which GPUs this process has, by rank; empty: from the first one on.
     """
 
     kind: str
     spec: DeviceSpec
     note: str | None
-    world_size: int = 1
+    world: World = field(default_factory=World)
+    indices: tuple[int, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all processes."""
+        return self.world.size
+
+    def index(self, rank: int) -> int:
+        """Which of the GPUs that this process sees is the one of a rank of its own."""
+        place = rank - self.world.base
+        return self.indices[place] if self.indices else place
 
     def compile_ahead(self, sources: Iterable[Source]) -> None:
         """Start to compile kernels that will be launched; on the CPU there is nothing to do."""
@@ -43,7 +57,8 @@ class Machine:
     def open(
         self, sizes: MemorySizes, *, rank: int = 0, graphs: bool = True, tune: bool = True
     ) -> Device:
-        """The device of a rank with the sizes of a plan; LlmqError if it has too little memory.
+        """The device of a rank of this process, with the sizes of a plan; LlmqError if it has too
+        little memory.
 
         Must be called in the thread that will use it. With several ranks the thread moves to the
         CPUs near its GPU. graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the
@@ -51,12 +66,14 @@ class Machine:
         """
         ranks = {"rank": rank, "world_size": self.world_size}
         if self.kind == "host":
+            _check_host_memory(sizes, self.world.ranks_here)
             return _open_host(sizes, **ranks)
         from llmq.runtime.cuda_device import CudaDevice
 
+        index = self.index(rank)
         if self.world_size > 1:
-            stay_near(bus_id(rank))
-        return CudaDevice(rank, sizes, graphs=graphs, tune=tune, **ranks)
+            stay_near(bus_id(index))
+        return CudaDevice(index, sizes, graphs=graphs, tune=tune, **ranks)
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
@@ -65,6 +82,7 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     For work that devices do beside each other without exchanging anything. As Machine.open.
     """
     if machine.kind == "host":
+        _check_host_memory(sizes, 1)
         return _open_host(sizes, rank=0, world_size=1)
     from llmq.runtime.cuda_device import CudaDevice
 
@@ -78,41 +96,114 @@ def choose_machine(device: str, gpus: int) -> Machine:
 
     Raises LlmqError when what is asked for is not there; the message says why and what to do.
     """
-    if device == "cpu":
-        return Machine(kind="host", spec=HOST_SPEC, note=None, world_size=max(gpus, 1))
-    from llmq.runtime import cuda_api
-
-    try:
-        first = cuda_api.device_spec(0)  # says why, if there is none
-    except LlmqError as error:
-        if device != "auto":
-            raise
-        note = f"Running on the CPU, meant for small models ({error})."
-        return Machine(kind="host", spec=HOST_SPEC, note=note, world_size=max(gpus, 1))
+    group = processes()
+    if group.count > 1:
+        return _choose_with_others(group, device, gpus)
+    kind, first, note = _kind_of(device)
+    if kind == "host":
+        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=World.of(max(gpus, 1)))
     if gpus == 1:
         return Machine(kind="cuda", spec=first, note=None)
-    return _choose_gpus(gpus)
-
-
-def _choose_gpus(gpus: int) -> Machine:
-    """The first `gpus` GPUs, or all of them."""
-    from llmq.runtime import cuda_api
-
     there = gpu_count()
     if gpus > there:
         raise ConfigError(
             f"--gpus: {gpus} are asked for, {there} can be seen; check CUDA_VISIBLE_DEVICES"
         )
+    specs = _specs(range(gpus or there))
+    note = difference([spec.name for spec in specs])
+    return Machine(kind="cuda", spec=common_spec(specs), note=note, world=World.of(len(specs)))
+
+
+def _kind_of(device: str) -> tuple[str, DeviceSpec, str | None]:
+    """ "host" or "cuda", what its first device is, and what to say of the choice."""
+    if device == "cpu":
+        return "host", HOST_SPEC, None
+    from llmq.runtime import cuda_api
+
     try:
-        specs = [cuda_api.device_spec(index) for index in range(gpus or there)]
+        return "cuda", cuda_api.device_spec(0), None  # says why, if there is none
+    except LlmqError as error:
+        if device != "auto":
+            raise
+        return "host", HOST_SPEC, f"Running on the CPU, meant for small models ({error})."
+
+
+def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
+    """Of the GPUs that this process sees under these numbers."""
+    from llmq.runtime import cuda_api
+
+    try:
+        return [cuda_api.device_spec(index) for index in indices]
     except LlmqError as error:
         raise LlmqError(
             f"{error}; to leave this GPU out use --gpus or CUDA_VISIBLE_DEVICES"
         ) from error
-    names, note = [spec.name for spec in specs], None
-    if len(set(names)) > 1:
-        note = f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
-    return Machine(kind="cuda", spec=common_spec(specs), note=note, world_size=len(specs))
+
+
+def difference(names: list[str]) -> str | None:
+    """What to say of GPUs with these names, if they are not alike."""
+    if len(set(names)) == 1:
+        return None
+    return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
+
+
+def _choose_with_others(group: Processes, device: str, gpus: int) -> Machine:
+    """The devices of this process, one of several, and the world that all of them make."""
+
+    def look() -> tuple[str, int, str | None, list[str]]:
+        kind, _, note = _kind_of(device)
+        ids = [bus_id(index) for index in range(gpu_count())] if kind == "cuda" else []
+        return kind, gpus, note, ids
+
+    found = group.together(look)
+    kind, _, note, _ = found[group.index]
+    for index, (other, *_) in enumerate(found):
+        if other != found[0][0]:
+            names = [f"process {i} on machine '{group.machines[i]}'" for i in (0, index)]
+            raise ConfigError(
+                f"--device {device}: {names[0]} runs on {found[0][0]}, {names[1]} on {other}: "
+                "give --device cuda or cpu"
+            )
+    if kind == "host":
+        counts = tuple(max(asked, 1) for _, asked, _, _ in found)
+        world = World(counts, group.machines, group.index)
+        return Machine(kind=kind, spec=HOST_SPEC, note=note, world=world)
+    divided = divide_gpus(group.machines, [(asked, ids) for _, asked, _, ids in found])
+    indices = divided[group.index]
+    specs = [spec for specs in group.together(lambda: _specs(indices)) for spec in specs]
+    return Machine(
+        kind=kind,
+        spec=common_spec(specs),
+        note=difference([spec.name for spec in specs]),
+        world=World(tuple(map(len, divided)), group.machines, group.index),
+        indices=indices,
+    )
+
+
+def divide_gpus(
+    machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
+) -> list[tuple[int, ...]]:
+    """Which GPUs each process takes, as numbers of those that it sees.
+
+    wishes: --gpus of each process, and where the GPUs that it sees are (bus ids). On a machine a
+    process takes those that no process before it has taken; with --gpus 0 processes that see the
+    same ones share them equally. ConfigError if there are too few.
+    """
+    taken: set[tuple[str, str]] = set()
+    divided = []
+    for index, (machine, (asked, ids)) in enumerate(zip(machines, wishes, strict=True)):
+        alike = sum(m == machine and w[1] == ids for m, w in zip(machines, wishes, strict=True))
+        count = asked or len(ids) // alike
+        free = [number for number, place in enumerate(ids) if (machine, place) not in taken]
+        if count == 0 or len(free) < count:
+            raise ConfigError(
+                f"--gpus: process {index} on machine '{machine}' needs {max(count, 1)} GPUs, and "
+                f"of the {len(ids)} that it sees {len(ids) - len(free)} belong to processes before "
+                "it: start fewer processes, or give a smaller --gpus"
+            )
+        divided.append(tuple(free[:count]))
+        taken.update((machine, ids[number]) for number in free[:count])
+    return divided
 
 
 def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
@@ -126,14 +217,18 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
     )
 
 
-def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
-    from llmq.runtime.host_device import HostDevice
-
-    needed = (sizes.device + sizes.stack + sizes.host) * world_size
+def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
+    """ranks_here: those that take as much of this machine's memory."""
+    needed = (sizes.device + sizes.stack + sizes.host) * ranks_here
     available = available_host_memory()
     if needed > available:  # the system would promise more than it has, and kill us later
         raise LlmqError(
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
         )
+
+
+def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
+    from llmq.runtime.host_device import HostDevice
+
     return HostDevice(sizes, rank=rank, world_size=world_size)

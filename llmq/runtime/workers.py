@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llmq.base.errors import LlmqError
+from llmq.runtime.world import World
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
 PATIENCE = 4.0  # seconds that ranks have to end what they do when they are stopped
@@ -71,7 +72,8 @@ class RankPool:
     """Runs commands on the ranks, on each in the order in which they were given.
 
     Every rank has a thread and goes at its own pace: `post` waits for none, `run` for all of them.
-    A single rank has no thread: its commands run in the calling one, at once.
+    A single rank has no thread: its commands run in the calling one, at once. But where ranks of
+    other processes can make it wait, it has one. Here ranks are counted from the process's first.
 
     The first exception that a command raises stops all ranks. Every further call raises it: it
     names the rank, in its message (an LlmqError) or in a note. So does an exception that a signal
@@ -87,11 +89,15 @@ class RankPool:
         *,
         watchdog: float = 0.0,
         describe: Callable[[int], str] | None = None,
+        world: World | None = None,
     ):
         """watchdog: seconds without `beat` or the end of a command after which commands that are
-        under way are taken to hang; 0: never. describe: more on what a rank is doing.
+        under way are taken to hang; 0: never, or somebody else looks. describe: more on what a rank
+        is doing. world: where these ranks are among those of other processes.
         """
         self.world_size = world_size
+        self.world = world or World.of(world_size)
+        self._alone = self.world.size == 1
         self.workers = Workers(world_size)
         self._watchdog, self._describe = watchdog, describe
         self._changed = threading.Condition()
@@ -103,7 +109,7 @@ class RankPool:
         self._behind = [0] * world_size
         self._progress = time.monotonic()
         self._threads: list[threading.Thread] = []
-        if world_size == 1:
+        if self._alone:
             return
         self._queues = [queue.SimpleQueue() for _ in range(world_size)]
         self._threads = [self._start(f"rank {r}", self._work, r) for r in range(world_size)]
@@ -127,7 +133,7 @@ class RankPool:
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed")
         command = Command(name, fn, range(self.world_size) if ranks is None else ranks)
-        if self.world_size == 1:
+        if self._alone:
             self._failed = True  # unless it returns
             command.results[0] = fn(0)
             self._failed, self._progress = False, time.monotonic()
@@ -169,6 +175,10 @@ class RankPool:
         except BaseException:
             self._settle()
             raise
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has stopped the ranks, if they are."""
         if self.workers.stopped.is_set():
             self._settle()
             raise self._error or Stopped("the ranks were stopped")
@@ -193,15 +203,23 @@ class RankPool:
                 command.waiting.discard(rank)
                 self._changed.notify_all()
 
+    def _name(self, rank: int) -> str:
+        return self.world.name(self.world.base + rank)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rank has something to do."""
+        return any(self._behind)
+
     # -- failures --------------------------------------------------------------------------------
 
     def _named(self, error: BaseException, rank: int) -> BaseException:
         """The error with its rank."""
         if isinstance(error, LlmqError):
-            named = type(error)(f"rank {rank}: {error}")
+            named = type(error)(f"{self._name(rank)}: {error}")
             named.__cause__ = error
             return named
-        error.add_note(f"raised by rank {rank} of {self.world_size}")
+        error.add_note(f"raised by {self._name(rank)} of {self.world.size}")
         return error
 
     def _fail(self, error: BaseException) -> None:
@@ -231,7 +249,7 @@ class RankPool:
             if idle < self._watchdog or not any(self._running) or self.workers.stopped.is_set():
                 continue
             for rank in range(self.world_size):
-                print(f"rank {rank}: {self._doing(rank)}", file=sys.stderr, flush=True)
+                print(f"{self._name(rank)}: {self.doing(rank)}", file=sys.stderr, flush=True)
             self._fail(
                 LlmqError(
                     f"no rank has made progress for {idle:.0f} seconds; what they wait for is "
@@ -239,7 +257,7 @@ class RankPool:
                 )
             )
 
-    def _doing(self, rank: int) -> str:
+    def doing(self, rank: int) -> str:
         """What a rank does, for how long, and where."""
         running = self._running[rank]
         parts = ["idle"]
@@ -267,7 +285,7 @@ class RankPool:
         """
         if self.closed:
             return
-        if self.world_size == 1:
+        if self._alone:
             self._closed.set()
             if cleanup is not None:
                 with contextlib.suppress(*([Exception] if self._failed else [])):

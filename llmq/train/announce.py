@@ -17,6 +17,8 @@ from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_memory import host_memory
+from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 from llmq.state.placement import why_no_mirrors
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import (
@@ -89,7 +91,7 @@ def announce_machine(
         available, total = (size // MIB for size in host_memory())
         lines = [f"  Device 0: {trainer.dev.spec.name}"]
         if trainer.world_size > 1:
-            lines.append(f"  Ranks: {trainer.world_size} threads")
+            lines.append(f"  Ranks: {_ranks_line(trainer.machine.world)}")
         reporter.block("System 0", [*lines, f"  Memory: {total - available} MiB / {total} MiB"])
     if trainer.machine.note:
         reporter.message(trainer.machine.note)
@@ -109,6 +111,12 @@ def announce_machine(
         )
 
 
+def _ranks_line(world: World) -> str:
+    if len(world.counts) == 1:
+        return f"{world.size} threads"
+    return f"{world.size}, in {len(world.counts)} processes on {world.num_machines} machines"
+
+
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
     """What the links say for or against --mirror-weights; None where it is as it should be."""
     if why_no_mirrors(config) is not None or config.mirror_weights == links.has_staged:
@@ -121,7 +129,13 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
     """Of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    return [system_record(i, *pair) for i, pair in enumerate(zip(infos, monitors, strict=True))]
+    them, pairs = processes(), list(zip(infos, monitors, strict=True))
+    if them.count == 1:
+        return [system_record(rank, *pair) for rank, pair in enumerate(pairs)]
+    machine = {"machine": them.machines[them.index]}
+    first = trainer.machine.world.base
+    own = [system_record(first + i, *pair) | machine for i, pair in enumerate(pairs)]
+    return [record for of_process in them.gather(own) for record in of_process]
 
 
 def announce_data(
@@ -178,7 +192,7 @@ def _other_memory(trainer: Trainer, monitors: Monitors, host_memory_before: int)
     """What is not ours of the device's memory, in bytes."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
-        available = host_memory_before // trainer.world_size
+        available = host_memory_before // trainer.machine.world.ranks_here
         return {"Free": min(available, trainer.config.memory_limit or available) - needed}
     record = _system_records(trainer, monitors)[0]
     free, reserved = record["free"], record["reserved"]

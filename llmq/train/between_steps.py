@@ -29,11 +29,12 @@ from llmq.data.scoring import Asked, Encoder, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.step import Result
+from llmq.runtime.processes import processes
 from llmq.train.continuing import continue_texts
 from llmq.train.evaluate import check_ids
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
-from llmq.train.ranks import Rank
+from llmq.train.rank import Rank
 from llmq.train.sampling import choose_token, prompt_ids
 from llmq.train.trainer import Trainer
 from llmq.train.views import EvaluationProgress
@@ -45,8 +46,8 @@ TEMPERATURE = 0.8  # of samples, as of `llmq sample`
 class Material:
     """What the options ask about, read and checked before the run writes anything.
 
-    sets: loaders of each rank, by name. prompts: texts and their ids. metrics: all that the run
-    will measure, as --keep-best names it.
+    sets: loaders of each rank of this process, by name. prompts: texts and their ids. metrics: all
+    that the run will measure, as --keep-best names it.
     """
 
     sets: dict[str, list[DataLoader]]
@@ -56,17 +57,21 @@ class Material:
 
     metrics: list[str]
 
+    @property
+    def loaders(self) -> list[DataLoader]:
+        """Of all sets."""
+        return [loader for loaders in self.sets.values() for loader in loaders]
+
     def close(self) -> None:
         """Close the token files."""
-        for loaders in self.sets.values():
-            for loader in loaders:
-                loader.close()
+        for loader in self.loaders:
+            loader.close()
 
 
 def read_material(trainer: Trainer) -> Material:
     """LlmqError names what cannot be read, or does not fit into the run."""
     config, model = trainer.config, trainer.model
-    shape = (config, model.vocab_size, trainer.world_size)
+    shape = (config, model.vocab_size, trainer.machine.world)
     sets = {
         name: open_loaders(*shape, held_out=True, pattern=pattern)
         for name, pattern in config.eval_sets.items()
@@ -170,7 +175,7 @@ class Evaluations:
         whole = loader.batches_per_epoch
         batches = whole if max_batches is None else min(max_batches, whole)
         start = time.perf_counter()
-        progress = EvaluationProgress(self.reporter.view, batches, trainer.world_size)
+        progress = EvaluationProgress(self.reporter.view, batches, trainer.machine.world.count)
         result = call(max_batches, progress.before_batch(self.stopped), seconds)
         progress.close()
         if result is None:
@@ -263,7 +268,11 @@ class Evaluations:
                 passes[index][0].add_up(out, passes[index][1], losses)
 
         made = [partial(make, *of_pass) for of_pass in passes]
-        return out if self.trainer.ranks.share("task", made, work, self.stopped) else None
+        if not self.trainer.ranks.share("task", made, work, self.stopped):
+            return None
+        for of_process in processes().gather(out):
+            np.copyto(out, of_process, where=np.isnan(out))
+        return out
 
     def samples(self) -> None:
         """Report how the model goes on with each prompt, [S]; after a signal nothing."""

@@ -19,7 +19,9 @@ from llmq.config.model import ModelConfig
 from llmq.data.detokenize import continuation
 from llmq.data.tokenizer import load_tokenizer
 from llmq.data.tokens import MASKED_TARGET
-from llmq.train.ranks import Rank, Ranks
+from llmq.runtime.processes import processes
+from llmq.train.rank import Rank
+from llmq.train.ranks import Ranks
 from llmq.train.sampling import Choice, choose_token, prompt_ids
 
 
@@ -73,7 +75,9 @@ def continue_texts(
         logits = _next_logits(ranks, shape, [texts[i] for i in left], stopped)
         if logits is None:
             return None
-        chosen = {i: choose(i, of_text) for i, of_text in zip(left, logits, strict=True)}
+        pairs = list(zip(left, logits, strict=True))
+        # All go on with the same ids, whatever their processors make of the logits.
+        chosen = processes().on_first(lambda pairs=pairs: {i: choose(i, x) for i, x in pairs})
         left = [i for i in left if chosen[i] not in ends]
         for i in left:
             texts[i].append(chosen[i])
@@ -105,4 +109,6 @@ def _next_logits(
 
     if not ranks.share("sample", [partial(make, group) for group in groups], work, stopped):
         return None
+    for of_process in processes().gather(found):
+        found |= of_process
     return [row for index in range(len(groups)) for row in found[index]]

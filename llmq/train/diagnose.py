@@ -23,7 +23,8 @@ from llmq.model.step import Result, Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
 from llmq.train.metrics import Reporter
-from llmq.train.ranks import Rank, Ranks
+from llmq.train.rank import Rank
+from llmq.train.ranks import Ranks
 
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack
@@ -65,15 +66,15 @@ class _Entry(NamedTuple):
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> Origin | None:
     """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite.
 
-    batches: of each rank. The weights stay as they are, gradients and losses of later steps get
-    lost. None where everything is finite.
+    batches: of each rank of this process. The weights stay as they are, gradients and losses of
+    later steps get lost. None where everything is finite.
     """
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return Origin(f"the weight {bad.name}", in_weights=True)
 
     def forward(rank: Rank, micro_step: int) -> list[_Entry]:
-        rank.step.evaluate_batch(batches[rank.dev.rank][micro_step])
+        rank.step.evaluate_batch(batches[rank.dev.rank - ranks.world.base][micro_step])
         return _activations(rank.step)
 
     for micro_step in range(len(batches[0])):
@@ -83,7 +84,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
     def backward(rank: Rank) -> list[_Entry]:
         rank.step.start()
-        for i, batch in enumerate(rank.counted(batches[rank.dev.rank])):
+        for i, batch in enumerate(rank.counted(batches[rank.dev.rank - ranks.world.base])):
             rank.step.micro_step(i, rank.step.scalars_of(step, i, 0.0, 0.0), batch)
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
@@ -150,7 +151,7 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
 
     Of its last micro-step, or with delayed scales of all of them.
     """
-    of_ranks = ranks.run("abs-maxes", lambda rank: rank.step.model.operands.largest())
+    of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
     largest = np.max(of_ranks, axis=0)
     return {
         _LOGGED[name].format(layer): value
@@ -221,9 +222,10 @@ def _first_bad(ranks: Ranks, entries: Callable[[Rank], list[_Entry]]) -> _Entry 
 
     def first(rank: Rank) -> _Entry | None:
         in_order = sorted(entries(rank), key=lambda entry: entry.order)
-        return next((e for e, value in _largest(rank, in_order) if not math.isfinite(value)), None)
+        found = ((e, value) for e, value in _largest(rank, in_order) if not math.isfinite(value))
+        return next((entry._replace(value=value) for entry, value in found), None)
 
-    found = [entry for entry in ranks.run("diagnosis", first) if entry is not None]
+    found = [entry for entry in ranks.everywhere("diagnosis", first) if entry is not None]
     return min(found, key=lambda entry: entry.order, default=None)
 
 

@@ -10,6 +10,7 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint.retention import newest_good
 from llmq.checkpoint.store import checkpoint_step, own_checkpoints
 from llmq.model.step import Result
+from llmq.runtime.processes import processes
 from llmq.train.diagnose import UpdateCheck
 from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
 from llmq.train.history import History
@@ -85,8 +86,12 @@ class Judging:
         """
         trainer, guard, config = self.trainer, self.guard, self.trainer.config
         bad, before = guard.trouble, trainer.steps_done
-        found = own_checkpoints(config.checkpoint_dir, trainer.run)
-        path = newest_good(found, lambda at: at <= bad and at % config.ckpt_interval == 0)
+
+        def newest() -> Path | None:
+            found = own_checkpoints(config.checkpoint_dir, trainer.run)
+            return newest_good(found, lambda at: at <= bad and at % config.ckpt_interval == 0)
+
+        path = processes().on_first(newest)
         if path is None and guard.origin is not None:
             path = Path(guard.origin)
         to = 0 if path is None else checkpoint_step(path)

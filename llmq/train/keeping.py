@@ -9,6 +9,7 @@ from llmq.checkpoint.best import Best, Found
 from llmq.checkpoint.retention import forget_pages, outdated, problem_of
 from llmq.checkpoint.store import checkpoint_owner, clean_old, own_checkpoints
 from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict, write_verdict
+from llmq.runtime.processes import processes
 from llmq.train.guard import PERSISTS, Guard, Judgement
 from llmq.train.history import History
 from llmq.train.metrics import Reporter
@@ -43,15 +44,17 @@ class Keeping:
     def went_to(self, step: int) -> None:
         """After loading the checkpoint of this step, of whatever directory."""
         self.saved_at, self.late, self._unread, self._followed = step, False, None, None
-        found = own_checkpoints(self.config.checkpoint_dir, self.trainer.run)
         self._open, self._bad = {}, {}
-        for at, path in found.items():
-            verdict = read_verdict(path)
+        for at, path, verdict in processes().on_first(self._known):
             if at <= step and (verdict is None or not verdict.good):
                 self._open[at] = path
                 if verdict is not None:
                     self._bad[at] = verdict.level
-        self.best.resume(self.trainer.run, step)
+        self.resume_best()
+
+    def _known(self) -> list[tuple[int, Path, Verdict | None]]:
+        found = own_checkpoints(self.config.checkpoint_dir, self.trainer.run)
+        return [(at, path, read_verdict(path)) for at, path in found.items()]
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
         """Write a checkpoint, if the newest is not of this step, and delete what is too old.
@@ -88,6 +91,15 @@ class Keeping:
             self._open[step] = path
             self._bad.pop(step, None)
         self._clean()
+
+    def resume_best(self) -> None:
+        """Take what an earlier part of the run has noted of the best checkpoint."""
+
+        def noted() -> Best:
+            self.best.resume(self.trainer.run, self.trainer.steps_done)
+            return self.best
+
+        self.best = processes().on_first(noted)
 
     def keep_best(self, found: Found) -> None:
         """Write a checkpoint of this step, too, if it is the best so far. found: what is known."""
@@ -127,6 +139,9 @@ class Keeping:
             self._clean()
 
     def _note(self, path: Path, verdict: Verdict) -> None:
+        """Write a verdict; all processes have come to the same."""
+        if not processes().first:
+            return
         try:
             mine = self.trainer.run.owns(checkpoint_owner(path))
             if mine and path.is_dir():  # else it was removed, or replaced
@@ -138,9 +153,25 @@ class Keeping:
 
     def _clean(self) -> None:
         """Delete what is too old, when the newest was read back from the disk."""
-        config, step = self.config, self.trainer.steps_done
-        if self.saved_at is None:
+        step, saved_at = self.trainer.steps_done, self.saved_at
+        if saved_at is None:
             return
+        problem, removed = processes().on_first(self._cleaned)
+        if removed:
+            self.reporter.message(f"Cleaned {removed} checkpoints", step)
+        if problem is not None:
+            self._open.pop(saved_at, None)
+            self._note(self._unread, Verdict(False, 0, f"it could not be read back: {problem}", -1))
+            self.saved_at, self._unread = None, None
+            self.reporter.message(
+                f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
+                f"stay: {problem}",
+                step,
+            )
+
+    def _cleaned(self) -> tuple[str | None, int]:
+        """Why the newest could not be read back, and how many others were deleted."""
+        config = self.config
         spared = [at for at in (self.best.step, self._followed) if at is not None]
         keep = (config.ckpt_keep_n, config.ckpt_major, self.saved_at)
         besides = {
@@ -149,27 +180,11 @@ class Keeping:
         }
         if config.ckpt_keep_n > 0:
             found = own_checkpoints(config.checkpoint_dir, self.trainer.run)
-            if outdated(found, *keep, **besides) and not self._read_back():
-                return
+            if outdated(found, *keep, **besides) and self._unread is not None:
+                forget_pages(self._unread)
+                problem = problem_of(self._unread)
+                if problem is not None:
+                    return problem, 0
+                self._unread = None
         removed = clean_old(config.checkpoint_dir, *keep, self.trainer.run, **besides)
-        if removed:
-            self.reporter.message(f"Cleaned {len(removed)} checkpoints", step)
-
-    def _read_back(self) -> bool:
-        """Whether the newest checkpoint is what was written. If not, older ones stay."""
-        path, self._unread = self._unread, None
-        if path is None:
-            return True
-        forget_pages(path)
-        problem = problem_of(path)
-        if problem is None:
-            return True
-        self._open.pop(self.saved_at, None)
-        self._note(path, Verdict(False, 0, f"it could not be read back: {problem}", -1))
-        step, self.saved_at = self.saved_at, None
-        self.reporter.message(
-            f"WARNING: the checkpoint of step {step} could not be read back, older ones stay: "
-            f"{problem}",
-            self.trainer.steps_done,
-        )
-        return False
+        return None, len(removed)

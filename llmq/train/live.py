@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmq.runtime.processes import processes
 from llmq.train.views import PlainView, View, optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -120,6 +121,8 @@ class LiveView:
 def view_of_run(steps_done: int, total_steps: int) -> View:
     """A live view on a terminal, if there is anything to see; else lines."""
     console = Console()
+    if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
+        return PlainView()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, steps_done, total_steps)
     return PlainView()

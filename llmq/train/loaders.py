@@ -12,18 +12,21 @@ from llmq.data.dataset import Layout
 from llmq.data.loader import DataLoader
 from llmq.data.split import Split
 from llmq.model.step import Result
-from llmq.train.ranks import Ranks, Rounds
+from llmq.runtime.world import World
+from llmq.train.ranks import Ranks
+from llmq.train.rounds import Rounds
 
 
 def open_loaders(
     config: TrainConfig,
     vocab_size: int,
-    world_size: int,
+    world: World,
     *,
     held_out: bool,
     pattern: str | None = None,
 ) -> list[DataLoader]:
-    """A loader for each rank, whose files are checked. held_out: for validation, else training.
+    """A loader for each rank of this process; their files are checked. held_out: for validation,
+    else training.
 
     Validation reads every sequence once, whatever the weights of its files are in training.
     pattern: files of a named validation.
@@ -36,12 +39,13 @@ def open_loaders(
         micro_batch=config.batch_size,
         seed=config.eval_seed if held_out else config.train_seed,
         vocab_size=vocab_size,
-        world_size=world_size,
+        rank=world.base,
+        world_size=world.size,
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if splits else None,
         layout=Layout.of(config, held_out=held_out),
     )
-    return [first, *(first.of_rank(rank) for rank in range(1, world_size))]
+    return [first, *(first.of_rank(rank) for rank in world.local[1:])]
 
 
 def mean_loss(
@@ -54,7 +58,7 @@ def mean_loss(
     """The loss on the loaders' files from their start. Arguments and result: Trainer.validate."""
     count = loaders[0].batches_per_epoch
     count = count if max_batches is None else min(count, max_batches)
-    rounds = Rounds(ranks.world_size, count, stopped or (lambda: False), seconds)
+    rounds = Rounds(ranks.world, count, stopped or (lambda: False), seconds)
 
     def taken(loader: DataLoader) -> Iterator[Batch]:
         loader.reset()

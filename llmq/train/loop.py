@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from contextlib import ExitStack, closing
@@ -13,7 +14,7 @@ from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
-from llmq.base.signals import FirstSignal, Interrupted, OutOfTime
+from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import delete, leftovers
 from llmq.config.model import ModelConfig
@@ -22,6 +23,8 @@ from llmq.model.step import Result
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.processes import processes
+from llmq.train.agreement import check_shared, check_token_files
 from llmq.train.announce import (
     announce_data,
     announce_machine,
@@ -33,6 +36,7 @@ from llmq.train.announce import (
 )
 from llmq.train.between_steps import Evaluations, Material, read_material
 from llmq.train.diagnose import abs_maxes
+from llmq.train.ending import Ending
 from llmq.train.guard import Guard
 from llmq.train.history import History
 from llmq.train.json_log import JsonLog
@@ -40,7 +44,7 @@ from llmq.train.judging import Judging
 from llmq.train.keeping import Keeping
 from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
-from llmq.train.monitor import monitor_line, open_monitor, speed_of_light
+from llmq.train.monitor import open_monitor, report_gpus, speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
     locked_places,
@@ -70,16 +74,19 @@ def run_training(
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the
-    last validation, which may end before it has seen all. What cannot work is found before the
-    first step: LlmqError for paths that cannot be written or belong to another run, a checkpoint
-    that is not there, data that does not fit, too little memory.
+    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the last
+    validation, which may end before it has seen all. LlmqError before the first step: paths that
+    cannot be written or belong to another run, a checkpoint that is not there, data that does not
+    fit, too little memory.
     """
-    check_writable("--out-dir", config.out_dir)
-    check_writable("--checkpoint-dir", config.checkpoint_dir)
-    with locked_places(config):
-        checkpoint = checkpoint_to_continue(config)
-        run = run or run_id(config, checkpoint)
+    first = processes().on_first
+    first(lambda: check_writable("--out-dir", config.out_dir))
+    first(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
+    with ExitStack() as stack:
+        first(lambda: stack.enter_context(locked_places(config)))
+        check_shared("--checkpoint-dir", config.checkpoint_dir)
+        checkpoint = first(lambda: checkpoint_to_continue(config))
+        run = run or first(lambda: run_id(config, checkpoint))
         _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
@@ -94,21 +101,24 @@ def _run_locked(
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
-    strangers = things_in_the_way(config, identity, model_dir, checkpoint)
+    them = processes()
+    strangers = them.on_first(lambda: things_in_the_way(config, identity, model_dir, checkpoint))
     host_memory_before = available_host_memory()
-    tokenizer = agreed_tokenizer(config, model_dir, checkpoint)
+    tokenizer = them.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
         trainer.run = identity
-        check_data(trainer)
-        material = run_end.enter_context(closing(read_material(trainer)))
-        best = Best(config.keep_best, config.checkpoint_dir, material.metrics)
+        them.each(lambda: check_data(trainer))
+        material = run_end.enter_context(closing(them.each(lambda: read_material(trainer))))
+        check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
+        best = them.each(lambda: Best(config.keep_best, config.checkpoint_dir, material.metrics))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
-        moved = move_aside(strangers)
-        delete(leftovers(config.checkpoint_dir))  # a killed run's, as large as a checkpoint
-        log = JsonLog(config.log_file, append=config.continue_from is not None)
+        moved = them.on_first(lambda: move_aside(strangers))
+        them.on_first(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
+        path = config.log_file if them.first else Path(os.devnull)
+        log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds)
         try:
@@ -120,7 +130,7 @@ def _run_locked(
             announce_start(trainer, reporter, time.perf_counter() - start)
             reporter.view = view_of_run(trainer.steps_done, trainer.total_steps)
             try:
-                with run.signals, run.requests.signal:
+                with run.ending.noted():
                     run.loop()
                     run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
@@ -157,8 +167,8 @@ class _Run:
     ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
-        self.requests = Requests(self.config, size)
-        self.evaluations = Evaluations(trainer, reporter, material, lambda: self.ends)
+        self.ending = Ending(Requests(self.config, size))
+        self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
         self.guard = Guard(self.config)
         history = History(reporter, self.evaluations, self.guard)
         self.keeping = Keeping(trainer, reporter, best, self.guard, history)
@@ -174,18 +184,7 @@ class _Run:
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None
-        self.signals = FirstSignal()
         self.watchers: list[Watcher] = []
-
-    @property
-    def signum(self) -> int | None:
-        """The signal that asks the run to end, if one came."""
-        return self.signals.signum
-
-    @property
-    def ends(self) -> bool:
-        """Whether the run is to end before its last step: by a signal or --max-hours."""
-        return self.signum is not None or self.requests.for_end()
 
     def close(self) -> None:
         """Stop the monitors and close the reports."""
@@ -203,7 +202,7 @@ class _Run:
         announce_options(self.trainer, self.reporter, argv, checkpoint)
         for line in notes:
             self.reporter.message(line)
-        self.watchers = start_watchers(self.config)
+        self.watchers = start_watchers(self.config) if processes().first else []
         announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
 
     def measure_scaling(self) -> None:
@@ -226,22 +225,24 @@ class _Run:
         trainer = self.trainer
         self.first = trainer.steps_done
         if self.first < trainer.total_steps:
-            undone = undone_checkpoints(self.config, trainer.run, self.first)
-            for line in move_aside(undone):
+            where = (self.config, trainer.run, self.first)
+            moved = processes().on_first(lambda: move_aside(undone_checkpoints(*where)))
+            for line in moved:
                 self.reporter.message(line, self.first)
         while trainer.steps_done < trainer.total_steps or self._goes_back():
             if self.guard.is_due(trainer.steps_done):
                 self._roll_back()
             self._between_steps()
-            if not self.ends:
+            if not self.ending.ends:
                 self._step()
-            if self.ends:
+            if self.ending.ends:
                 self._leave()
         if self.scaling is not None:
             self._report_scaling()
         if self.config.save_training_state:  # before the long evaluation at the end
             self.save()
-        if self.ends:
+        self.ending.agree()
+        if self.ending.ends:
             self._leave()
 
     def _goes_back(self) -> bool:
@@ -276,7 +277,7 @@ class _Run:
         self._judge()
         due = interval > 0 and step % interval == 0
         due |= self.keeping.late and self.guard.in_row == 0
-        asked = self.requests.for_checkpoint()
+        asked = self.ending.agree(asks=True)
         if asked is not None:
             self.reporter.message(f"A checkpoint, as {asked} asks for", step)
         if asked is not None or (step > self.first and due):
@@ -329,15 +330,13 @@ class _Run:
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
             self.reporter.fast_products(p.step, chosen)
-        for rank, monitor in enumerate(self.monitors):
-            if monitor is not None and p.step % self.config.log_gpu_util == 0:
-                sample = monitor.sample()
-                self.reporter.gpu(p.step, rank, sample, monitor_line(sample))
+        if self.config.log_gpu_util > 0 and p.step % self.config.log_gpu_util == 0:
+            report_gpus(self.reporter, self.monitors, p.step)
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:
             watcher.report(self.reporter, p.step)
-        self.requests.step_took(ms / 1000)
+        self.ending.requests.step_took(ms / 1000)
         self.judging.check(p.step, p.ticket, result, p.limits)
         return result
 
@@ -364,14 +363,15 @@ class _Run:
         self._pause()
         start = time.monotonic()
         self.keeping.save(required=required, asked=asked)
-        self.requests.save_took(time.monotonic() - start)
+        self.ending.requests.save_took(time.monotonic() - start)
 
     def finish(self) -> None:
         """The last evaluation, on all sequences, and the export, which one signal does not stop."""
         step = self.trainer.steps_done
         self.evaluate(None, self.final_seconds)
         self._judge(at_end=True)
-        if self.ends:
+        self.ending.agree()
+        if self.ending.ends:
             self._leave()
         self.reporter.message(self.evaluations.summary(), step)
         self.judging.check_model(self.evaluations.not_finite)
@@ -385,7 +385,7 @@ class _Run:
     def _leave(self) -> None:
         self.save(required=True)
         step, why = self.trainer.steps_done, "--max-hours"
-        if self.signum is not None:
-            why = signal.Signals(self.signum).name
+        if self.ending.signum is not None:
+            why = signal.Signals(self.ending.signum).name
         self.reporter.message(f"Stopped by {why} after {step} steps; go on with --continue", step)
-        raise OutOfTime if self.signum is None else Interrupted(self.signum)
+        raise OutOfTime if self.ending.signum is None else Interrupted(self.ending.signum)

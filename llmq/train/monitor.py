@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token,
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import GpuInfo, bus_id
+from llmq.runtime.processes import processes
+from llmq.train.metrics import Reporter
 
 INTERVAL = 0.5  # seconds between two rounds of readings
 UNSUPPORTED = -1
@@ -169,6 +171,15 @@ def open_monitor(dev: Device, interval: float = INTERVAL) -> GpuMonitor | None:
         print(f"warning: no readings of GPU {dev.index} at {place}: {error}", file=sys.stderr)
         return None
     return GpuMonitor(nvml, handle, dev.index, interval)
+
+
+def report_gpus(reporter: Reporter, monitors: Sequence[GpuMonitor | None], step: int) -> None:
+    """The `gpu` records of all processes. monitors: of this one's ranks."""
+    own = [monitor and monitor.sample() for monitor in monitors]
+    of_all = [sample for of_process in processes().gather(own) for sample in of_process]
+    for rank, sample in enumerate(of_all):
+        if sample is not None:
+            reporter.gpu(step, rank, sample, monitor_line(sample))
 
 
 def monitor_line(sample: dict[str, Any]) -> str:

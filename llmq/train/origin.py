@@ -64,13 +64,16 @@ def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
 
 
 class Origin:
-    """Of one run; everything is checked when it is made. base: what adapters are of, or None."""
+    """Of one run; everything is checked when it is made.
+
+    weights: of the model's directory, None with random ones. base: what adapters are of, or None.
+    """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
         self.config, self.model, self.adapters = config, model, adapters_of(config)
-        self._hf = None if config.from_scratch else HfWeights(model_dir)
-        if self._hf is not None:
-            self._hf.check(weight_table(model))
+        self.weights = None if config.from_scratch else HfWeights(model_dir)
+        if self.weights is not None:
+            self.weights.check(weight_table(model))
         self._files: AdapterFiles | None = None
         self.base: BaseId | None = None
         if self.adapters is not None:
@@ -83,9 +86,9 @@ class Origin:
             self._warn_of_name()
 
     def _base_id(self) -> BaseId:
-        if self._hf is None:
+        if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
-        return base_id(self.config.model, self._hf, weight_table(self.model))
+        return base_id(self.config.model, self.weights, weight_table(self.model))
 
     def _warn_of_name(self) -> None:
         """Of adapters made elsewhere nothing but the name of their model is known."""
@@ -100,14 +103,14 @@ class Origin:
 
     def load(self, ranks: Ranks) -> None:
         """Fill the weights."""
-        if self._hf is None:
+        if self.weights is None:
             self.init(ranks)
             return
 
         def read(param: Param) -> np.ndarray | None:
             if self._files is not None and self._files.has(param):
                 return self._files.read(param)
-            return None if param.of_adapter else self._hf.read(param)
+            return None if param.of_adapter else self.weights.read(param)
 
         ranks.load(read)
 

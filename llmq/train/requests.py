@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmq.base.signals import SaveSignal
 from llmq.config.options import TrainConfig
+from llmq.runtime.processes import processes
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
 LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away
@@ -20,7 +21,7 @@ class Requests:
     """Asked between two steps, in one thread. The clock runs from when this is made.
 
     Answers depend on this machine's clock and files: they decide when a checkpoint is written and
-    when a run ends, never what it computes.
+    when a run ends, never what it computes. Several processes agree on them between two steps.
     """
 
     def __init__(self, config: TrainConfig, checkpoint_bytes: int):
@@ -33,10 +34,12 @@ class Requests:
         self.signal = SaveSignal()
 
     def for_checkpoint(self) -> str | None:
-        """What asks for one now, if anything does."""
+        """What asks for one now, if anything does. Files and clock only ask the first process."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self.signal.taken():
             return "SIGUSR1"
+        if not processes().first:
+            return None
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             path = self._config.checkpoint_dir / SAVE_NOW

@@ -21,7 +21,7 @@ from llmq.base.batch import Batch
 from llmq.comm.collectives import silenced
 from llmq.runtime.device import Device
 from llmq.train.batches import random_batch
-from llmq.train.ranks import Rank
+from llmq.train.rank import Rank
 from llmq.train.trainer import Trainer
 
 WARM_UP = 2  # steps: launched one by one, captured
@@ -54,7 +54,7 @@ def time_alone(trainer: Trainer) -> float:
     # A step of all, so that what is gathered has real content: zeros would be faster. The learning
     # rate is 0: it stays so.
     ranks = trainer.ranks
-    ranks.result(ranks.train(0, 0.0, config.grad_clip, [batches] * trainer.world_size))
+    ranks.result(ranks.train(0, 0.0, config.grad_clip, [batches] * ranks.world.count))
     ranks.run("finishing", Rank.finish)
     seconds = ranks.run_first("timing one GPU alone", lambda rank: _timed(rank, batches))
     ranks.run("resetting", Rank.reset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -28,11 +27,13 @@ from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
-from llmq.plan.plan import Plan, Usage
+from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.processes import processes, refuse_several
 from llmq.state.params import Param
+from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
 from llmq.train.continuing import continue_text
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
@@ -70,6 +71,7 @@ class Trainer:
     """
 
     def __init__(self, **options: Any):
+        refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
         config = make_config(options)
         if config.continue_from is not None:
             raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
@@ -115,10 +117,12 @@ class Trainer:
         self.history: dict[str, Any] = {}
         self.machine: Machine = choose_machine(config.device, config.gpus)
         self.world_size = self.machine.world_size
-        self.plan: Plan
-        self.plan, planned, backend = plan_run(config, model, self.machine)
+        planning = processes().each(lambda: plan_run(config, model, self.machine))
+        self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
-        self._origin = Origin(config, model, model_dir)
+        self._origin = processes().each(lambda: Origin(config, model, model_dir))
+        chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
+        check_start(config, model, chosen, self._origin.weights)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)
 
     @property
@@ -133,15 +137,15 @@ class Trainer:
 
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
-        """Training batches of each rank; opened, and every file checked, at first use."""
-        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=False)
+        """Training batches of this process's ranks; files are opened and checked at first use."""
+        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
-        """Validation batches of each rank; opened, and every file checked, at first use."""
+        """Validation batches, as train_loaders."""
         if not self.config.validates:
             return []
-        return open_loaders(self.config, self.model.vocab_size, self.world_size, held_out=True)
+        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:
@@ -212,8 +216,10 @@ class Trainer:
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         if batches is not None:
             batches = checked_batches(batches, self.config, self.model, self.world_size)
+        world = self.machine.world
+        size, places = (world.size, world.local) if batches else (world.count, range(world.count))
         taken = self._next_batches() if batches is None else batches
-        of_ranks = [taken[rank :: self.world_size] for rank in range(self.world_size)]
+        of_ranks = [taken[place::size] for place in places]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks, limits)
         self.steps_done += 1
         return ticket
@@ -228,9 +234,10 @@ class Trainer:
         return self.config.grad_accumulation * self.world_size
 
     def _next_batches(self) -> list[Batch]:
+        """Of this process; DataError in all if one cannot read its own."""
         self.advance_epoch_if_needed()
-        loaders = itertools.cycle(self.train_loaders)
-        return [loader.next_batch() for loader in itertools.islice(loaders, self.micro_batches)]
+        turns = self.train_loaders * self.config.grad_accumulation
+        return processes().each(lambda: [loader.next_batch() for loader in turns])
 
     def advance_epoch_if_needed(self) -> bool:
         """Begin the next epoch if this one has less than a step left; returns whether it did."""
@@ -275,24 +282,20 @@ class Trainer:
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
-
-        It is looked for at first use.
-        """
+        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace."""
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
         """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
-        loaded = "train_loaders" in self.__dict__
-        loader = self.train_loader.state() if loaded else {}
+        loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
         own = {"validated_at": self.validated_at, "history": self.history}
         made = (self.tokenizer, self.tokenizer_id)
         state = self.ranks.extra_state() | own
         base = self._origin.base
         manifest = Manifest.of(self.model, self.config, loader, state, self.run, made, base)
-        return writer.commit(manifest, files)
+        return processes().on_first(lambda: writer.commit(manifest, files))
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
@@ -302,11 +305,12 @@ class Trainer:
         LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
         """
         passed: list[str] = []
-        found = checkpoint_at(Path(path), passed)
+        found = processes().on_first(lambda: checkpoint_at(Path(path), passed))
         warn(passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        with CheckpointReader(found) as reader:
+        share = (processes().index, processes().count)
+        with processes().each(lambda: CheckpointReader(found, share)) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
@@ -348,8 +352,12 @@ class Trainer:
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
         made = self.tokenizer_id
-        read = self._read_weight if self.config.force else finite(self._read_weight)
-        self._origin.export(directory, read, tokenizer, made, self.run)
+
+        def write(read: Callable[[Param], np.ndarray]) -> None:
+            read = read if self.config.force else finite(read)
+            self._origin.export(directory, read, tokenizer, made, self.run)
+
+        self.ranks.first_reads(write)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 

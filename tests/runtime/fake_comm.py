@@ -187,7 +187,7 @@ def connect_streams(
         beside_bus = [[kind == "beside" for kind in row] for row in kinds]
         places = [storages(dev) for dev in devices]
         memories = Memories(places, flags, direct, beside_bus, rings)
-    watch = Watch(workers, len(devices), flags, [])
+    watch = Watch(workers, list(range(len(devices))), flags, [])
     ranks, barrier = [], threading.Barrier(len(devices))
     for dev in devices:
         queue = StreamQueue(dev, devices, deaf, paced)

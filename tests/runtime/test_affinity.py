@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from llmq.runtime.affinity import parse_cpus, stay_near
+from llmq.runtime.affinity import parse_cpus, stay_near, use_all_cpus
 
 BUS_ID = "0000:C1:00.0"
 
@@ -48,3 +48,20 @@ def test_an_unknown_gpu_changes_nothing(tmp_path):
     before = os.sched_getaffinity(0)
     stay_near("0000:FF:00.0", tmp_path)
     assert os.sched_getaffinity(0) == before
+
+
+def test_mpirun_does_not_keep_a_process_on_one_core():
+    found = []
+
+    def run():
+        every = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(every)})
+        use_all_cpus({"SLURM_STEP_NUM_TASKS": "2"})  # which was asked for what it gives
+        found.append(os.sched_getaffinity(0) == {min(every)})
+        use_all_cpus({"OMPI_COMM_WORLD_SIZE": "2"})
+        found.append(os.sched_getaffinity(0) >= every)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [True, True]

@@ -11,18 +11,24 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.base.errors import LlmqError
-from llmq.comm import nccl, stream_memory
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.comm import cuda, nccl, stream_memory
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
 from llmq.comm.flags import EMPTY, FULL
 from llmq.comm.links import Link, LinkTable, Measured, choose
 from llmq.comm.options import CommOptions
 from llmq.comm.probe import ALREADY_ENABLED, probe
+from llmq.config.options_io import make_config
+from llmq.plan.checks import check_processes
 from llmq.runtime import cuda_api
+from llmq.runtime import machine as machines
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.processes import Processes
 from llmq.runtime.workers import Stopped, Workers
+from llmq.runtime.world import World
+from tests.harness import GPU_SPEC
 from tests.runtime.fake_cuda import CudaError, FakeApi, FakeStatus
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 18)
@@ -212,6 +218,20 @@ class FakeCommunicator:
         return lambda *args: self.log.append((self.rank, name, *args))
 
 
+class FakeCommunicators:
+    """The class of communicators."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def initAll(self, gpus):
+        return [FakeCommunicator(self.log, rank) for rank in range(len(gpus))]
+
+    def __call__(self, count, unique, rank):
+        self.log.append(("init", count, unique, rank))
+        return FakeCommunicator(self.log, rank)
+
+
 @pytest.fixture
 def library(monkeypatch):
     """A fake of cupy.cuda.nccl. log: all calls."""
@@ -221,9 +241,8 @@ def library(monkeypatch):
         available=True,
         groupStart=lambda: log.append("start"),
         groupEnd=lambda: log.append("end"),
-        NcclCommunicator=SimpleNamespace(
-            initAll=lambda gpus: [FakeCommunicator(log, rank) for rank in range(len(gpus))]
-        ),
+        NcclCommunicator=FakeCommunicators(log),
+        get_unique_id=lambda: (1, 2, 3),
     )
     monkeypatch.setattr(nccl, "load", lambda: fake)
     for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS"):
@@ -330,6 +349,50 @@ def test_nccl_calls(machine, library):
     for dev in devices:
         dev.close()
     assert library.log == [(rank, "destroy") for rank in range(3)]
+
+
+def test_nccl_of_several_processes(machine, library, monkeypatch):
+    """One grouped call of each process, with the first one's id; ranks count through."""
+
+    class Second(Processes):
+        index, count = 1, 2
+
+        def share(self, value):
+            assert value is None
+            return (7, 8)
+
+        def gather(self, value):
+            return [False, value]
+
+    monkeypatch.setattr(nccl, "processes", Second)
+    monkeypatch.setattr(cuda, "processes", Second)
+    world = World((1, 2), ("a", "b"), 1)
+    devices = [CudaDevice(i, SIZES, rank=1 + i, world_size=3) for i in range(2)]
+    assert connect(devices, CommOptions(), Workers(2), world) is not None
+    assert os.environ["NCCL_P2P_DISABLE"] == "1", "one process cannot, so none does"
+    assert library.log[:4] == ["start", ("init", 3, (7, 8), 1), ("init", 3, (7, 8), 2), "end"]
+    assert {e[1] for e in library.log[4:] if e[0] in (1, 2)} == {"allGather", "reduceScatter"}
+    library.log.clear()
+    buffer = make(devices[1], 3 * N)
+    devices[1].comm.reduce_scatter(buffer)
+    own = part(buffer, 2, 3)
+    assert library.log == [
+        (2, "reduceScatter", buffer.ptr, own.ptr, N, 7, 0, devices[1].stream),
+    ]  # fmt: skip
+    for dev in devices:
+        dev.close()
+    assert library.log[1:] == [(1, "destroy"), (2, "destroy")]
+
+
+def test_copies_do_not_reach_other_processes():
+    gpus = machines.Machine(
+        kind="cuda", spec=GPU_SPEC, note=None, world=World((1, 1), ("a", "b"), 0)
+    )
+    config = make_config({"memcpy_all_gather": True})
+    with pytest.raises(ConfigError, match="--memcpy-all-gather: copies reach the GPUs of one proc"):
+        check_processes(config, gpus)
+    check_processes(config, replace(gpus, world=World.of(2)))
+    check_processes(make_config({"all_to_all_reduce": True}), gpus)
 
 
 @pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])

@@ -1,0 +1,35 @@
+"""What the user is told of an error, in one line."""
+
+from __future__ import annotations
+
+import errno
+
+import typer
+
+from llmq.base.errors import LlmqError
+from llmq.commands.common import TrainCommand
+
+# The base of all errors of the command-line parser, whose own module is not public.
+UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def one_line(error: BaseException) -> str:
+    """What the user needs to know of an error."""
+    if isinstance(error, UsageError):
+        text = error.format_message()
+        if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
+            text += " Put a pattern such as 'data/train*.bin' in quotes."
+    elif isinstance(error, MemoryError):
+        text = "out of host memory, lower --batch-size or --seq-len"
+        text += f": {error}" if str(error) else ""
+    elif isinstance(error, RecursionError):
+        text = "a JSON or YAML file is nested too deeply, mend it (LLMQ_DEBUG=1 shows where)"
+    elif isinstance(error, OSError) and error.strerror:
+        text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
+        if error.errno == errno.ENOSPC:
+            text += "; free some space or write to another disk"
+    else:
+        text = error.headline if isinstance(error, LlmqError) else str(error)
+        text = text or type(error).__name__
+    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
+    return " ".join([*text.split(), *([f"({notes})"] if notes else [])])

@@ -1,0 +1,154 @@
+"""Whether the processes of a run still answer, and whether any of their ranks makes progress.
+
+A thread of each process tells the first one what its ranks do, and the first one answers, whatever
+the other threads are waiting for. Who is not heard of for so long, or a run in which no rank goes
+on, ends all processes on all machines.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from llmq.runtime.workers import RankPool
+
+LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
+STATUS = 2
+
+
+class Channel(Protocol):
+    """What of the processes is used here: llmq.runtime.mpi.MpiProcesses."""
+
+    first: bool
+    count: int
+    machines: tuple[str, ...]
+
+    def tell(self, to: int, value: Any) -> None: ...
+
+    def heard(self) -> list[tuple[int, Any]]: ...
+
+    def abort(self, status: int) -> NoReturn: ...
+
+
+class Doing(NamedTuple):
+    """What a rank does. waits: for others, so that it is not the one that hangs."""
+
+    rank: int
+    waits: bool
+    line: str
+
+
+class Beat(NamedTuple):
+    """What a process tells. idle: seconds since its ranks made progress. busy: they have work."""
+
+    idle: float
+    busy: bool
+    ranks: tuple[Doing, ...]
+    ended: bool = False
+
+
+class Heartbeat:
+    """The thread of one process."""
+
+    def __init__(self, processes: Channel, seconds: float):
+        """seconds: --watchdog, positive."""
+        self._processes = processes
+        self._pool: RankPool | None = None
+        self._waits: Callable[[int], bool] = lambda rank: False
+        self._seconds = seconds + (0.0 if processes.first else LATER)
+        self._beats: dict[int, tuple[float, Beat]] = {}  # when, and what
+        self._start = time.monotonic()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        """Tell what these ranks do. waits: whether one of them waits for others."""
+        self._waits, self._pool = waits, pool
+        self._tell()
+
+    def _own(self, *, ended: bool = False) -> Beat:
+        pool = self._pool
+        if pool is None or pool.closed:
+            return Beat(0.0, False, (), ended)
+        base = pool.world.base
+        ranks = tuple(
+            Doing(base + rank, self._waits(rank), pool.doing(rank))
+            for rank in range(pool.world_size)
+        )
+        return Beat(time.monotonic() - pool.progress, pool.busy, ranks, ended)
+
+    @property
+    def _others(self) -> range:
+        """The processes that are told: the first tells all others, these tell the first."""
+        return range(1, self._processes.count) if self._processes.first else range(1)
+
+    def _tell(self, *, ended: bool = False) -> Beat:
+        own = self._own(ended=ended)
+        for process in self._others:
+            self._processes.tell(process, own)
+        return own
+
+    def _run(self) -> None:
+        first, others = self._processes.first, self._others
+        while not self._closed.wait(min(1.0, self._seconds / 8)):
+            for process, beat in self._processes.heard():
+                self._beats[process] = (time.monotonic(), beat)
+            own = self._tell()
+            problem = self._silent(others) or (self._hanging(own) if first else None)
+            if problem is not None:
+                self._end(problem)
+
+    def _age(self, process: int) -> float:
+        """Seconds since a process was heard of."""
+        return time.monotonic() - self._beats.get(process, (self._start,))[0]
+
+    def _silent(self, others: range) -> str | None:
+        """What to say of a process that does not answer."""
+        for process in others:
+            _, last = self._beats.get(process, (0.0, None))
+            age = self._age(process)
+            if age < self._seconds or (last is not None and last.ended):
+                continue
+            ranks = [f"rank {doing.rank}: {doing.line}" for doing in last.ranks] if last else []
+            what = "; ".join(ranks) or "it has not begun to open its devices"
+            return f"{self._name(process)} has not answered for {age:.0f} seconds; before: {what}"
+        return None
+
+    def _name(self, process: int) -> str:
+        return f"process {process} on machine '{self._processes.machines[process]}'"
+
+    def _hanging(self, own: Beat) -> str | None:
+        """What to say if no rank of any process goes on."""
+        beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
+        ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
+        idle = min(beat.idle + ages[process] for process, beat in beats.items())
+        if idle < self._seconds or not any(beat.busy for beat in beats.values()):
+            return None
+        found = [(p, doing) for p, beat in sorted(beats.items()) for doing in beat.ranks]
+        for process, doing in found:
+            self._print(f"rank {doing.rank} of {self._name(process)}: {doing.line}")
+        process, culprit = next((pair for pair in found if not pair[1].waits), found[0])
+        return (
+            f"no rank has made progress for {idle:.0f} seconds; the first that waits for no other "
+            f"one is rank {culprit.rank} of {self._name(process)}: {culprit.line}; raise "
+            "--watchdog if this is not a hang, 0 switches it off"
+        )
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def _end(self, problem: str) -> None:
+        self._print(f"error: {problem}")
+        self._processes.abort(STATUS)
+
+    def close(self) -> None:
+        """Stop watching, and tell the others that this process has."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join(1.0)
+        self._tell(ended=True)

@@ -1,0 +1,263 @@
+"""The processes of a run that a launcher of MPI has started.
+
+No call into MPI waits: all are of the kind that begins something, and are looked after until they
+are done. So one lock is enough for all threads, a library without support for several threads at
+once serves too, signals and failures are seen while waiting, and no thread keeps the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+
+from llmq.base.errors import LlmqError
+from llmq.runtime.affinity import use_all_cpus
+from llmq.runtime.heartbeat import Heartbeat
+from llmq.runtime.processes import Outcome, Processes, launched
+
+if TYPE_CHECKING:
+    from llmq.runtime.workers import RankPool
+
+T = TypeVar("T")
+
+SPIN_SECONDS = 2e-4  # that a wait looks without a pause: small messages arrive in less
+LONGEST_PAUSE = 1e-3  # seconds between two looks later
+LARGEST = 1 << 30  # bytes of one message: MPI counts elements in 32 bits
+EXIT_SECONDS = 5.0  # after which a process ends itself where MPI does not end it
+CONTROL, WATCH = 0, 1  # tags beside those of data
+FIRST_DATA_TAG = 16
+
+
+def join() -> MpiProcesses:
+    """Initialize MPI; LlmqError where that is not possible, or sees other processes than there are.
+
+    Called once, by all processes.
+    """
+    expected = launched()
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "multiple"  # what there is may be less
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LlmqError(
+            f"{expected} processes were started, but MPI cannot be loaded ({error}): install "
+            "llmq's extra `mpi`, which brings mpi4py and Open MPI, or mpi4py for the cluster's own"
+        ) from None
+    if MPI.COMM_WORLD.Get_size() != expected:
+        raise LlmqError(
+            f"{expected} processes were started, but MPI sees {MPI.COMM_WORLD.Get_size()}: "
+            "the launcher does not belong to the MPI of mpi4py; start with that one's mpirun, or "
+            "with srun --mpi=pmix"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise LlmqError("this MPI allows a single thread: one with MPI_THREAD_SERIALIZED is needed")
+    use_all_cpus()
+    return MpiProcesses(MPI)
+
+
+class MpiProcesses(Processes):
+    """See Processes. `gather`, `share`, `together` and `on_first` go through the first process."""
+
+    def __init__(self, mpi: Any):
+        """mpi: the module mpi4py.MPI, initialized."""
+        self._mpi = mpi
+        self._world = mpi.COMM_WORLD
+        self._control, self._data = self._world.Dup(), self._world.Dup()
+        self._lock = threading.Lock()
+        self.index, self.count = self._world.Get_rank(), self._world.Get_size()
+        self.check: Callable[[], None] = lambda: None  # raises if there is no use in waiting
+        self._heartbeat: Heartbeat | None = None
+        self._told: list[Any] = []  # what `tell` has begun, which keeps its memory
+        self.machines = ("",) * self.count
+        self.machines = tuple(self.gather(os.environ.get("LLMQ_MACHINE") or socket.gethostname()))
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, done: Callable[[], T | None], check: Callable[[], None]) -> T:
+        """Call done() under the lock until it returns something, and that.
+
+        check: called between; raises if there is no use in waiting.
+        """
+        start, pause = time.perf_counter(), 0.0
+        while True:
+            with self._lock:
+                found = done()
+            if found:
+                return found
+            check()
+            if pause == 0.0 and time.perf_counter() - start < SPIN_SECONDS:
+                time.sleep(0)
+                continue
+            pause = min(pause + 2e-5, LONGEST_PAUSE)
+            time.sleep(pause)
+
+    # -- control ---------------------------------------------------------------------------------
+
+    def _send(self, data: bytes, to: int) -> Any:
+        with self._lock:
+            return self._control.Isend([data, self._mpi.BYTE], to, CONTROL)
+
+    def _receive(self, source: int) -> bytes:
+        def arrived() -> Any:
+            return self._control.Improbe(source, CONTROL, status)
+
+        status = self._mpi.Status()
+        message = self.wait(arrived, self.check)
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        with self._lock:
+            request = message.Irecv([data, self._mpi.BYTE])
+        self._finish([request])
+        return bytes(data)
+
+    def _finish(self, requests: list[Any]) -> None:
+        self.wait(lambda: self._mpi.Request.Testall(requests), self.check)
+
+    def gather(self, value: T) -> list[T]:
+        if self.first:
+            values = [value, *(pickle.loads(self._receive(i)) for i in range(1, self.count))]
+            data = pickle.dumps(values)
+            self._finish([self._send(data, i) for i in range(1, self.count)])
+            return values
+        data = pickle.dumps(value)
+        request = self._send(data, 0)
+        values = pickle.loads(self._receive(0))
+        self._finish([request])
+        return values
+
+    def share(self, value: T) -> T:
+        if self.first:
+            data = pickle.dumps(value)
+            self._finish([self._send(data, i) for i in range(1, self.count)])
+            return value
+        return pickle.loads(self._receive(0))
+
+    def together(self, fn: Callable[[], T]) -> list[T]:
+        outcomes = self.gather(_outcome(fn))
+        for index, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                alike = all(str(o.error) == str(outcome.error) for o in outcomes)
+                raise self._agreed(outcome.error, None if alike else index)
+        return [outcome.value for outcome in outcomes]
+
+    def each(self, fn: Callable[[], T]) -> T:
+        kept = []
+        self.together(lambda: kept.append(fn()))
+        return kept[0]
+
+    def on_first(self, fn: Callable[[], T]) -> T:
+        outcome = self.share(_outcome(fn) if self.first else None)
+        if outcome.error is not None:
+            raise self._agreed(outcome.error, None)
+        return outcome.value
+
+    def _agreed(self, error: BaseException, index: int | None) -> BaseException:
+        """The error, which all processes raise now. index: of the process that it comes from."""
+        if index is not None and isinstance(error, LlmqError):
+            where = f"process {index} on machine '{self.machines[index]}'"
+            error = type(error)(f"{where}: {error.headline}", error.details)
+        error.agreed = True
+        return error
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        sends: Sequence[tuple[int, int, np.ndarray]] = (),
+        receives: Sequence[tuple[int, int, np.ndarray]] = (),
+    ) -> list[Any]:
+        """Begin to send and to receive contiguous arrays; their memory is in use until `finish`.
+
+        Each: the other process, a number that says which data it is, and the array. Between two
+        processes, arrays of the same number arrive in the order in which they were sent.
+        """
+        requests = []
+        with self._lock:
+            for calls, begin in ((receives, self._data.Irecv), (sends, self._data.Isend)):
+                for process, number, array in calls:
+                    data = array.reshape(-1).view(np.uint8)
+                    for at in range(0, data.size, LARGEST):
+                        piece = [data[at : at + LARGEST], self._mpi.BYTE]
+                        requests.append(begin(piece, process, FIRST_DATA_TAG + number))
+        return requests
+
+    def finish(self, requests: list[Any], check: Callable[[], None]) -> None:
+        """Wait until they are done. check: raises if there is no use in waiting."""
+        if requests:
+            self.wait(lambda: self._mpi.Request.Testall(requests), check)
+
+    def gather_arrays(
+        self, parts: list[tuple[int, np.ndarray]], *, to_all: bool = True
+    ) -> list[tuple[int, np.ndarray]]:
+        headers = self.gather([(number, array.size, array.dtype) for number, array in parts])
+        others = [p for p in range(self.count) if p != self.index]
+        requests, found = [], []
+        for process, header in enumerate(headers):
+            if process == self.index:
+                found += parts
+            elif to_all or self.first:
+                arrays = [(number, np.empty(size, dtype)) for number, size, dtype in header]
+                requests += self.begin(receives=[(process, 0, array) for _, array in arrays])
+                found += arrays
+        for process in others if to_all else [] if self.first else [0]:
+            requests += self.begin(sends=[(process, 0, array) for _, array in parts])
+        self.finish(requests, self.check)
+        return found
+
+    # -- watching --------------------------------------------------------------------------------
+
+    def start_heartbeat(self, seconds: float) -> None:
+        """See from now on that all processes answer and go on. seconds: --watchdog; 0: never."""
+        if seconds > 0:
+            self._heartbeat = Heartbeat(self, seconds)
+
+    def watch(self, pool: RankPool, waits: Callable[[int], bool]) -> None:
+        self.check = pool.check
+        if self._heartbeat is not None:
+            self._heartbeat.watch(pool, waits)
+
+    def close(self) -> None:
+        """End the heartbeat."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def tell(self, to: int, value: Any) -> None:
+        """Send something small to a process's `heard`, without waiting for anything."""
+        with self._lock:
+            self._told = [request for request in self._told if not request.Test()]
+            self._told.append(self._data.isend(value, to, WATCH))
+
+    def heard(self) -> list[tuple[int, Any]]:
+        """What processes have told since this was last called."""
+        found, status = [], self._mpi.Status()
+        with self._lock:
+            while self._data.iprobe(self._mpi.ANY_SOURCE, WATCH, status):
+                found.append((status.source, self._data.recv(None, status.source, WATCH)))
+        return found
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def abort(self, status: int) -> NoReturn:
+        """End all processes, on all machines, with this status."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        timer = threading.Timer(EXIT_SECONDS, os._exit, [status])
+        timer.daemon = True
+        timer.start()
+        self._world.Abort(status)
+        os._exit(status)
+
+
+def _outcome(fn: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(fn(), None)
+    except LlmqError as error:
+        return Outcome(None, error)

@@ -1,0 +1,179 @@
+"""What must be the same in all processes of a run: compared before its first step, and agreed on
+between steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq import __version__
+from llmq.base.errors import ConfigError, DataError, taken_warnings
+from llmq.base.files import disk_errors
+from llmq.checkpoint.hf import HfWeights
+from llmq.config.model import ModelConfig
+from llmq.config.options import OPTIONS, TrainConfig
+from llmq.data.loader import DataLoader
+from llmq.runtime.processes import Processes, processes
+
+_OWN = ("gpus",)  # options that each process may have its own of
+_ENDS = 1 << 16  # bytes at both ends of a token file that are compared, beside its size
+
+
+def check_start(
+    config: TrainConfig, model: ModelConfig, plan: Any, weights: HfWeights | None
+) -> None:
+    """ConfigError names the first of versions, options, model and plan that is not the same.
+
+    plan: what the memory and the graphs of a rank follow from. weights: what the model begins with.
+    """
+    if processes().count == 1:
+        return
+    found: dict[str, Any] = {
+        "the version of llmq": __version__,
+        "the version of Python": platform.python_version(),
+        "the version of NumPy": np.__version__,
+    }
+    for name, value in asdict(config).items():
+        if name not in _OWN:
+            found[OPTIONS[name].flag] = str(value)
+    found |= {f"the model's {name}": str(value) for name, value in asdict(model).items()}
+    if weights is not None:
+        files = sorted(weights.directory.glob("*.safetensors"))
+        found |= {f"the weights '{path.name}'": _ends(path) for path in files}
+    found["the plan of a step"] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+    compare(found, ConfigError)
+
+
+def check_token_files(loaders: Sequence[DataLoader]) -> None:
+    """DataError names the first token file that is not the same in all processes.
+
+    Compared are name, size, and the bytes at both ends, the header among them.
+    """
+    if processes().count == 1:
+        return
+    paths = {file.path for loader in loaders for file in loader.files}
+    found = {f"token file '{path.name}'": _ends(path) for path in sorted(paths)}
+    compare({"the token files' names": " ".join(found)} | found, DataError)
+
+
+def _ends(path: Path) -> str:
+    with disk_errors(path), open(path, "rb") as file:
+        size = path.stat().st_size
+        digest = hashlib.sha256(file.read(_ENDS))
+        file.seek(max(size - _ENDS, 0))
+        digest.update(file.read())
+    return f"{size} bytes, {digest.hexdigest()[:16]}"
+
+
+def compare(found: dict[str, Any], error: type[Exception]) -> None:
+    """Raise the error, in all processes, for the first of these that differs between them."""
+    group = processes()
+    everyone = group.gather(found)
+
+    def differing() -> None:
+        for name in everyone[0]:
+            for index, other in enumerate(everyone):
+                if other.get(name) != everyone[0][name]:
+                    raise error(_sentence(group, name, index, everyone))
+
+    group.each(differing)
+
+
+def _sentence(group: Processes, name: str, index: int, everyone: list[dict[str, Any]]) -> str:
+    found = [
+        f"{_short(everyone[i].get(name))} in process {i} on machine '{group.machines[i]}'"
+        for i in (0, index)
+    ]
+    return f"{name} must be the same in all processes: {', '.join(found)}"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 100 else text[:100] + "…"
+
+
+def check_shared(flag: str, directory: Path) -> None:
+    """ConfigError if a process does not see what the first one writes into a directory.
+
+    Of a network's file system others may see it some seconds later.
+    """
+    group = processes()
+    if group.count == 1:
+        return
+    token = group.on_first(lambda: _leave_token(directory))
+
+    def see() -> None:
+        if not wait_for(directory, token):
+            raise ConfigError(
+                f"{flag}: '{directory}' of process 0 on machine '{group.machines[0]}' is not that "
+                "of this process: give a directory on a file system that all machines share"
+            )
+
+    try:
+        group.each(see)
+    finally:
+        if group.first:
+            (directory / token).unlink(missing_ok=True)
+
+
+def _leave_token(directory: Path) -> str:
+    name = f".llmq-{secrets.token_hex(8)}"
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+    return name
+
+
+def wait_for(directory: Path, name: str, seconds: float = 20.0) -> bool:
+    """Whether a file appears in a directory within this time."""
+    end = time.monotonic() + seconds
+    while True:
+        if directory.is_dir() and name in os.listdir(directory):  # which asks a network's server
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
+
+class Agreement:
+    """What a process alone sees between two steps, and all must act on.
+
+    signum: a signal that came to one of them and asks the run to end. over: whether the time of
+    one is over (--max-hours).
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.over = False
+        self._told: set[str] = set()
+
+    def exchange(self, signum: int | None, over: bool, asked: str | None) -> str | None:
+        """All processes call it. signum: the signal that came to this one. over: as for all.
+
+        asked: what asks this one for a checkpoint; returns what asks any. The first process prints
+        the others' warnings, as far as they are not its own.
+        """
+        group = processes()
+        answers = group.gather((signum, over, asked, taken_warnings()))
+        found = [number for number, *_ in answers if number is not None]
+        self.over |= any(late for _, late, *_ in answers)
+        self.signum = found[0] if self.signum is None and found else self.signum
+        for index, (*_, lines) in enumerate(answers):
+            new = [line for line in lines if line not in self._told]
+            self._told.update(new)
+            if group.first and index > 0:
+                for line in new:
+                    where = f"process {index} on machine '{group.machines[index]}'"
+                    print(f"warning: {where}: {line}", file=sys.stderr)
+        return next((why for *_, why, _ in answers if why is not None), None)

@@ -1,0 +1,99 @@
+"""One rank of a run: its device and the step over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.shards import read_group, write_group
+from llmq.comm.collectives import silenced
+from llmq.config.model import ModelConfig
+from llmq.model.step import Piece, Result, Step
+from llmq.runtime.device import Device
+from llmq.state.params import Param
+
+
+class Rank:
+    """What one rank's thread owns. Used in that thread only, except for metadata."""
+
+    def __init__(self, dev: Device, beat: Callable[[], None]):
+        """beat: called to show that a long command goes on."""
+        self.dev, self.beat = dev, beat
+        self.step: Step
+        self.micro_step = 0  # the one that is being enqueued, for diagnosis
+
+    def warm_up(self, model: ModelConfig, seed: int) -> None:
+        """Do everything once without the other ranks, whatever comes out; capture all graphs.
+
+        So all kernels get loaded, all products tuned, all graphs made. These wait until the GPU is
+        idle, some while holding a lock of the whole process, and a GPU whose stream waits for
+        another rank is not idle before that rank, which may want the same lock, has gone on.
+        """
+        with silenced(self.dev), self.dev.without_graphs():
+            self.step.weights.init(model, seed)
+            self.step.rehearse()
+            self.dev.synchronize()
+        with self.dev.capture_only():
+            self.step.rehearse()
+            self.reset()
+            self.step.rehearse_evaluation()  # as before the first step
+            self.dev.synchronize()
+
+    def reset(self) -> None:
+        """Undo what steps change and loading weights does not."""
+        histories = self.step.extra_state().items()
+        self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
+        self.step.load_extra_state({})  # as if there were none
+        for group, pieces in self.step.state().items():
+            for piece in pieces if group.startswith("adam") else []:
+                self.dev.zero(piece.tensor)
+
+    def finish(self) -> None:
+        """Wait until all that was enqueued is done."""
+        self.dev.synchronize()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Result:
+        """The mean loss over the batches of all ranks."""
+        return self.step.evaluate(self.counted(batches))
+
+    def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, each one noted when it is taken."""
+        for self.micro_step, batch in enumerate(batches):
+            self.beat()
+            yield batch
+
+    def pieces(self, group: str) -> list[Piece]:
+        """What this rank holds of a group of Step.state, or of the "gradients"."""
+        state = self.step.state()
+        if group != "gradients":
+            return state[group]
+        shards = self.step.grads.shard
+        return [
+            piece._replace(tensor=shards[piece.slab.name])
+            for piece in state["weights"]
+            if piece.slab.name in shards
+        ]
+
+    def write(self, writer: CheckpointWriter) -> list[FileEntry]:
+        """Write this rank's files of a checkpoint."""
+        groups = self.step.stored_state().items()
+        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+
+    def read(self, reader: CheckpointReader) -> None:
+        """Take this rank's part of a checkpoint; all ranks do."""
+        for group, pieces in self.step.stored_state().items():
+            read_group(self.dev, reader, group, pieces, self.beat)
+        self.step.load_extra_state(reader.manifest.state)
+        self.step.weights.refresh()
+
+    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one."""
+
+        def noted(param: Param) -> np.ndarray | None:
+            self.beat()
+            return read(param)
+
+        self.step.weights.load(noted, (self.step.config, self.step.options.seed))

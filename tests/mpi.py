@@ -1,0 +1,61 @@
+"""Several processes under Open MPI's mpirun, each of which runs the same list of commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.runs import flags
+
+SCRIPT = Path(__file__).with_name("mpi_script.py")
+# As root, and with more processes than cores, on a machine without other networks than its own.
+ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_btl": "self,sm",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+SECONDS = 100  # after which a test that hangs has failed
+
+
+def mpirun() -> str:
+    """Open MPI's launcher, which lies beside Python where pip has installed it."""
+    return str(Path(sys.executable).with_name("mpirun"))
+
+
+def start(
+    count: int, *cases: dict[str, Any], output: Path | None = None, **options: Any
+) -> subprocess.Popen:
+    """mpirun with so many processes, which all run the cases, see mpi_script.py. options: Popen's.
+
+    Its output is in the pipes, or in a file.
+    """
+    command = [mpirun(), "-n", str(count), sys.executable, str(SCRIPT), json.dumps(cases)]
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": root}
+    out = subprocess.PIPE if output is None else open(output, "w")  # noqa: SIM115 - the child's
+    return subprocess.Popen(
+        command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+def run(count: int, *cases: dict[str, Any]) -> tuple[int, list[str], str]:
+    """The status of mpirun, the lines of the first process, and all that went to standard error."""
+    process = start(count, *cases)
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out.splitlines(), err
+
+
+def case(fault: dict[str, Any] | None = None, own: Any = None, **changes: Any) -> dict[str, Any]:
+    """One `llmq train`. own: further flags of each process. fault: see mpi_script.py."""
+    return {"flags": flags(**changes), "own": own or [], "fault": fault}
