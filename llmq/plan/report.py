@@ -179,23 +179,25 @@ def plan_record(
         "host_limit_bytes": limits.host,
         "reserve_bytes": where.reserve,
         "fits": None if limits.device is None and not excess else not excess,
-        "predicted": time and _predicted(plan, time, where),
+        "predicted": time and _predicted(plan.tokens, time, where) | _exposed(plan, where),
     }
 
 
-def _predicted(plan: Plan, time: StepTime, where: Target) -> dict[str, Any]:
-    exposed = {}
-    if plan.world_size > 1:
-        exposed = {
-            "exposed_seconds": exposed_seconds(plan, where.card, where.visible_share, where.network)
-        }
+def _predicted(tokens: int, time: StepTime, where: Target) -> dict[str, Any]:
     return {
-        "tokens_per_second": plan.tokens / time.total,
+        "tokens_per_second": tokens / time.total,
         "step_seconds": time.total,
-        **exposed,
         "parts_seconds": time.parts,
         "source": where.card.source,
     }
+
+
+def _exposed(plan: Plan, where: Target) -> dict[str, float]:
+    """What a plan of several GPUs says besides."""
+    if plan.world_size == 1:
+        return {}
+    shares = (where.visible_share, where.network)
+    return {"exposed_seconds": exposed_seconds(plan, where.card, *shares)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -265,7 +267,8 @@ def fit_record(found: Found, where: Target) -> dict[str, Any]:
                 "command": command_line(candidate.config),
                 "needed_bytes": candidate.need.device,
                 "host_bytes": candidate.need.host,
-                "predicted": where.card and _predicted(candidate.need.tokens, candidate.need.time),
+                "predicted": where.card
+                and _predicted(candidate.need.tokens, candidate.need.time, where),
             }
             for candidate in found.candidates
         ],
