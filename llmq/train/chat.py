@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from llmq.base.console import printable
 from llmq.base.dtypes import parse_dtype
@@ -17,7 +16,7 @@ from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Sampler, check_prompt, idle_options, open_model
+from llmq.train.sampling import Choice, Sampler, check_prompt, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 
@@ -78,42 +77,34 @@ def run_chat(
     prompt: str,
     system: str | None,
     chat_template: str | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
     num_samples: int,
     device: str,
     model_dtype: str,
+    **how: Any,
 ) -> None:
     """Print replies to the prompt, separated by lines of three dashes.
 
     Without a prompt each line of standard input is a message of one conversation. adapter: as of
-    open_model.
+    open_model. how: fields of `Choice`.
     """
+    choice = Choice(**how)
     if num_samples > 1 and not prompt:
         raise ConfigError("--num-samples: with --chat it needs --prompt")
-    warn(idle_options(temperature, top_k, top_p, num_samples))
+    warn(choice.idle(num_samples))
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         talk = _begin(model, load_tokenizer(source), system, chat_template)
         ids = talk.ask(_clean(prompt)) if prompt else []
-        positions = min(len(ids) + max_new_tokens if ids else POSITIONS, config.max_positions)
+        positions = len(ids) + choice.max_new_tokens if ids else POSITIONS
+        positions = min(positions, config.max_positions)
         if ids:
             check_prompt(ids, config)
         dtype = parse_dtype(model_dtype)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
 
     def generate(ids: list[int], number: int) -> Iterator[int]:
-        return sampler.generate(
-            *(ids, max_new_tokens, np.random.default_rng([seed, number])),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=talk.stop.ids,
-        )
+        return choice.ids(sampler, ids, number, talk.stop.ids)
 
     with sampler:
         if prompt:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -199,19 +200,40 @@ class Choice:
     top_p: float = 1.0
     seed: int = 42
 
+    def ids(
+        self, sampler: Sampler, prompt: list[int], sample: int, stop: Collection[int | None]
+    ) -> Iterator[int]:
+        """New ids behind those of a prompt. sample: its number. stop: ids that end a text."""
+        rng = np.random.default_rng([self.seed, sample])
+        return sampler.generate(
+            prompt,
+            self.max_new_tokens,
+            rng,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stop=stop,
+        )
+
     def texts(
         self, sampler: Sampler, tokenizer: Tokenizer, prompt: str, sample: int = 0
     ) -> Iterator[str]:
         """The pieces of a continuation, as they come. sample: its number."""
         ids = prompt_ids(tokenizer, sampler.config, prompt)
-        new = sampler.generate(
-            *(ids, self.max_new_tokens, np.random.default_rng([self.seed, sample])),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            stop={tokenizer.eos_id},
-        )
+        new = self.ids(sampler, ids, sample, {tokenizer.eos_id})
         return streamed(tokenizer, ids if prompt else [], new)
+
+    def idle(self, num_samples: int) -> list[str]:
+        """One line for every option that has no effect beside the others."""
+        if self.temperature > 0:
+            return []
+        idle = {
+            f"--top-k {self.top_k}": self.top_k > 0,
+            f"--top-p {self.top_p}": self.top_p < 1,
+            f"--num-samples {num_samples}": num_samples > 1,
+        }
+        reason = "has no effect with --temperature 0: the likeliest token is always taken"
+        return [f"{flag} {reason}" for flag, given in idle.items() if given]
 
 
 def prompt_ids(
@@ -241,39 +263,29 @@ def run_sample(
     *,
     adapter: Path | None = None,
     prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
     num_samples: int,
     device: str,
     model_dtype: str,
+    **how: Any,
 ) -> None:
     """Print samples that continue the prompt as they come, separated by lines of three dashes.
 
-    adapter: as of open_model.
+    adapter: as of open_model. how: fields of `Choice`.
     """
-    warn(idle_options(temperature, top_k, top_p, num_samples))
+    choice = Choice(**how)
+    warn(choice.idle(num_samples))
     machine = choose_machine(device, 1)
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
-    how = Choice(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
-        positions = len(prompt_ids(tokenizer, config, prompt)) + max_new_tokens
+        positions = len(prompt_ids(tokenizer, config, prompt)) + choice.max_new_tokens
         dtype = parse_dtype(model_dtype)
         positions = min(positions, config.max_positions)
         sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
     with sampler:
         for sample in range(num_samples):
-            _show(prompt, how.texts(sampler, tokenizer, prompt, sample))
+            _show(prompt, choice.texts(sampler, tokenizer, prompt, sample))
             if sample + 1 < num_samples:
                 print("---")
 
@@ -287,17 +299,6 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
             print(shown(piece), end="", flush=True)
     finally:
         print(flush=True)
-
-
-def idle_options(temperature: float, top_k: int, top_p: float, num_samples: int) -> list[str]:
-    """One line for every option that has no effect beside the others."""
-    idle = {
-        f"--top-k {top_k}": top_k > 0,
-        f"--top-p {top_p}": top_p < 1,
-        f"--num-samples {num_samples}": num_samples > 1,
-    }
-    reason = "has no effect with --temperature 0: the likeliest token is always taken"
-    return [f"{flag} {reason}" for flag, given in idle.items() if given and temperature == 0]
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
