@@ -32,7 +32,7 @@ _RANKS = "Several GPUs"
 class Fields:
     """Values as given; `options.TrainConfig` is what everything else uses.
 
-    It alone is made, so it alone has an __init__ and the like: each costs a start 10 ms.
+    It alone is made, so it alone has an __init__ and the like: to build them takes time at a start.
     """
 
     model: str = option(
