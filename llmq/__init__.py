@@ -1,4 +1,4 @@
-"""Train Qwen-, Llama- and GPT-2-class language models on one machine."""
+"""Train Qwen-, Llama- and GPT-2-class language models."""
 
 from typing import Any
 
