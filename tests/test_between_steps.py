@@ -109,7 +109,9 @@ def test_numbers_are_those_of_the_exported_model(mask, monkeypatch, capsys):
         assert record["value"] == pytest.approx(task[record["metric"]], rel=1e-5)
         assert record["stderr"] == task.get(f"{record['metric']}_stderr")
         assert record["count"] == task["count"]
-    for record in [r for r in records("sample") if r["step"] == 3]:
+    samples = [r for r in records("sample") if r["step"] == 3]
+    assert samples
+    for record in samples:
         args = [f"--prompt={record['prompt']}", "--temperature=0", "--max-new-tokens=5"]
         capsys.readouterr()
         assert _run(["sample", "out", *args, "--device=cpu", "--model-dtype=fp32"]) == 0

@@ -132,6 +132,8 @@ def test_where_no_lock_file_can_be_made_the_target_is_locked(tmp_path, monkeypat
 
 
 def test_a_place_that_takes_no_files_does_not_hang():
+    entered = []
     for path in (Path("/proc/x"), Path("/proc/x/y")):
         with locked(lock_beside(path), "--out", path):
-            pass
+            entered.append(path)
+    assert len(entered) == 2

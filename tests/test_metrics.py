@@ -149,6 +149,7 @@ def test_null_device_is_a_log():
     log.write("x", 0)
     log.write("x", 1)
     log.close()
+    assert Path("/dev/null").is_char_device(), "it was neither replaced nor moved"
 
 
 class FullDisk:

@@ -156,4 +156,4 @@ def test_closed_streams(place):
     shell = ["sh", "-c", '"$@" >&- 2>&-', "x", *command]
     done = subprocess.run(shell, cwd=place, env=os.environ | {"PYTHONPATH": root})
     assert done.returncode == 0
-    assert json.loads((place / "log.json").read_text())[-1]["log"]
+    assert any(r["log"] == "step" for r in json.loads((place / "log.json").read_text()))
