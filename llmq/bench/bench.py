@@ -37,7 +37,7 @@ _DATA += "eval_num_steps document_separator"
 _WITHOUT_EFFECT = {
     opt.flags[0]
     for name, opt in OPTIONS.items()
-    if opt.group in (OPTIONS["log_file"].group, OPTIONS["eval_task"].group)
+    if opt.group in {OPTIONS[n].group for n in ("log_file", "eval_task", "guard")}
     or name in (*_DATA.split(), "measure_scaling")
 }
 
