@@ -21,6 +21,7 @@ import llmq.data.tokenize
 from llmq import __version__
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run, app
+from llmq.commands.common import load_run
 from llmq.config.option_types import NEWEST
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
@@ -590,3 +591,13 @@ def test_llmq_train_is_llmq_train():
     assert "Usage: llmq-train" in done.stdout
     done = python(code, "--batch", "0")
     assert (done.returncode, done.stderr) == (2, "error: --batch-size: must be at least 1, got 0\n")
+
+
+def test_a_config_that_is_a_pipe_is_read_once():
+    """As the shell makes one of <(…): a second reader finds it empty."""
+    end, other = os.pipe()
+    os.write(other, b"{model: tiny, from-scratch: true, batch-size: 7}")
+    os.close(other)
+    config, _, _, fields = load_run({}, Path(f"/dev/fd/{end}"))
+    os.close(end)
+    assert (config.batch_size, fields) == (7, {"model", "from_scratch", "batch_size"})

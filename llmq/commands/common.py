@@ -22,7 +22,7 @@ from llmq.config.option_types import (
     parse_size,
 )
 from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import given_values, make_config
+from llmq.config.options_io import config_of, fields_of, layers_of
 from llmq.config.presets import model_warnings
 
 ConfigFile = Annotated[
@@ -169,8 +169,8 @@ def save_config(file: Path | None, config: TrainConfig) -> None:
 
 def load_run(
     given: dict[str, Any], file: Path | None, *, trains: bool = False, weights: bool = True
-) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Options and model of a run, checked; prints warnings.
+) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
+    """Options and model of a run, checked, and the fields that the user has set; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
     which a plan does not read. With --continue, options that were not given are those of the
@@ -181,16 +181,16 @@ def load_run(
     from llmq.train.model_of_run import model_of_run, vocabulary_line
     from llmq.train.origin import with_adapter
 
-    values = given_values(given, file)
-    inherited = {}
+    layers = layers_of(given, file)  # once: the file may be a pipe
+    values, inherited = layers[0] | layers[1], {}
     if values.get("continue_from") is not None:
         from llmq.train.resume import inherited_options
 
         inherited = inherited_options(values)
-    config = make_config(given, file, inherited)
+    config = config_of(layers, inherited)
     model, model_dir = model_of_run(config, weights=weights)
     config = with_adapter(config, model).validate_with(model)
     idle = option_warnings(config) + idle_with_model(config, model)
     line = vocabulary_line(config, model, trains=trains)
     warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
-    return config, model, model_dir
+    return config, model, model_dir, fields_of(layers)

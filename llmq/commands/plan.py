@@ -15,7 +15,6 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
-from llmq.config.options_io import given_fields
 
 Machines = Annotated[int, typer.Option(min=1, help="Machines with --gpus GPUs each.")]
 Network = Annotated[
@@ -69,7 +68,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
-    config, model, _ = load_run(given, config_file, weights=False)
+    config, model, _, fields = load_run(given, config_file, weights=False)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),
@@ -78,7 +77,6 @@ def plan(
     }
     from llmq.plan.report import run_plan
 
-    kept = given_fields(given, config_file) if fit else None
-    how = {"card": card, "fit": kept, "placement": placement, "json": json}
+    how = {"card": card, "fit": fields if fit else None, "placement": placement, "json": json}
     best = run_plan(config, model, **sizes, machines=machines, **how)
     save_config(save, best)

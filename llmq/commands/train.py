@@ -20,7 +20,6 @@ from llmq.commands.common import (
 )
 from llmq.commands.several import joined
 from llmq.config.command_line import command_line
-from llmq.config.options_io import given_fields
 from llmq.runtime.processes import Processes, refuse_several
 
 
@@ -62,7 +61,7 @@ def _train(
 ) -> None:
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    config, model, model_dir = processes.each(
+    config, model, model_dir, fields = processes.each(
         lambda: load_run(given, config_file, trains=True, weights=not dry_run)
     )
     if config.lora_rank and config.from_scratch and not dry_run:
@@ -75,7 +74,6 @@ def _train(
     if auto:
         from llmq.plan.report import choose
 
-        fields = given_fields(given, config_file)
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))
         argv = command_line(config)
     processes.on_first(lambda: save_config(save, config))

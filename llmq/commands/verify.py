@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
-from llmq.config.options_io import given_fields
+from llmq.config.options_io import fields_of, layers_of
 
 
 @train_options
@@ -22,10 +22,10 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
-    config, model, model_dir = load_run(given, config_file, trains=not synthetic)
+    config, model, model_dir, _ = load_run(given, config_file, trains=not synthetic)
     save_config(save, config)
     from llmq.bench.verify import run_verify
 
     options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
-    options["given"] = given_fields(given)  # a file may be that of a run
+    options["given"] = fields_of(layers_of(given))  # a file may be that of a run
     return 0 if run_verify(config, model, model_dir, **options) else 1

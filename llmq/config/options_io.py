@@ -41,20 +41,34 @@ _BEFORE_MODEL = (
 _AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
 
 
-def make_config(
-    given: Mapping[str, Any],
-    file: Path | None = None,
-    inherited: Mapping[str, Any] | None = None,
-) -> TrainConfig:
+Layers = tuple[dict[str, Any], dict[str, Any]]
+"""What a file says and what is given, by field name; what is given wins."""
+
+
+def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
 
     given: values by flag name without dashes. file: YAML, or JSON or TOML by its suffix; one
-    mapping with the same keys, - or _ alike. inherited: values by field name that are used instead
-    of defaults. Raises ConfigError for an unknown key, a value that is not valid, and an option
-    that is given as off though another one implies it.
+    mapping with the same keys, - or _ alike. Raises ConfigError for an unknown key, a value that is
+    not valid, and an option that is given as off though another one implies it.
     """
+    return config_of(layers_of(given, file))
+
+
+def layers_of(given: Mapping[str, Any], file: Path | None = None) -> Layers:
+    """What the file says, which is read here, and what is given; both as of make_config."""
+    return _of_file(file), _by_field(given, "")
+
+
+def fields_of(layers: Layers) -> frozenset[str]:
+    """Fields of TrainConfig that the user has set."""
+    return frozenset().union(*layers)
+
+
+def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> TrainConfig:
+    """As make_config. inherited: values by field name that are used instead of defaults."""
     values = dict(inherited or {})
-    for layer in (_of_file(file), _by_field(given, "")):
+    for layer in layers:
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
             if one in layer:  # they exclude each other, and the later one wins
                 values.pop(other, None)
@@ -68,16 +82,6 @@ def make_config(
                 "out one of them"
             )
     return config
-
-
-def given_values(given: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
-    """What the user has set, by field of TrainConfig; arguments and errors as of make_config."""
-    return _of_file(file) | _by_field(given, "")
-
-
-def given_fields(given: Mapping[str, Any], file: Path | None = None) -> frozenset[str]:
-    """Fields of TrainConfig that the user has set."""
-    return frozenset(given_values(given, file))
 
 
 def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:

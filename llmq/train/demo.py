@@ -17,7 +17,7 @@ from llmq.base.files import disk_errors
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
-from llmq.config.options_io import given_values, make_config
+from llmq.config.options_io import config_of, layers_of, make_config
 from llmq.config.presets import resolve_model
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import ByteTokenizer
@@ -117,7 +117,8 @@ def _continued(config: TrainConfig, steps: int | None) -> TrainConfig:
     own |= {"continue": True} | ({} if steps is None else {"steps": steps})
     if checkpoint_at(config.checkpoint_dir) is None:
         return replace(config, continue_from=NEWEST)
-    return make_config(own, None, inherited_options(given_values(own)))
+    layers = layers_of(own)
+    return config_of(layers, inherited_options(layers[1]))
 
 
 def _remove_last(config: TrainConfig) -> None:
