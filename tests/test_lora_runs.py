@@ -45,6 +45,11 @@ def test_train_continue_and_go_on(place, capsys):
         _run(["train", "--continue", "--name=two", "--checkpoint-dir=two.ckpt", "--steps=7"]) == 0
     )
 
+    capsys.readouterr()
+    assert _run(["check", "two.ckpt", "one"]) == 0
+    assert "agree, all weights are finite" in (out := capsys.readouterr().out)
+    assert "'one': 8 tensors, header and length agree, checksums agree" in out
+
     more = {"steps": 1, "from_scratch": None, "adapter": "one", "name": "more"}
     assert train(out_dir="more", **more) == 0
     said = json.loads(Path("more/adapter_config.json").read_text())
@@ -57,6 +62,10 @@ def test_train_continue_and_go_on(place, capsys):
     plan = ["--model=model", "--adapter=one", "--device=cpu", "--json", "--seq-len=16"]
     assert _run(["plan", *plan]) == 0
     text = capsys.readouterr().out
+    weights = Path("one/adapter_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert _run(["check", "one"]) == 2
+    assert "adapter_model.safetensors' is damaged: wrong checksum" in capsys.readouterr().err
     assert json.loads(text[text.index("{") :])["trained_parameters"] == sum(
         value.size for value in adapter.values()
     )

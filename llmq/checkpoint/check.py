@@ -16,10 +16,12 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.export_files import ADAPTER_FILE
+from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
 from llmq.checkpoint.safetensors_file import SafetensorsFile
-from llmq.checkpoint.store import list_checkpoints
+from llmq.checkpoint.store import list_checkpoints, saved_slabs
 from llmq.config.presets import resolve_model
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
@@ -82,6 +84,8 @@ def _targets(path: Path) -> Iterator[Target]:
         yield Target(path, _checkpoint)
     elif any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         yield Target(path, _model)
+    elif (path / ADAPTER_FILE).exists():
+        yield Target(path, _adapter)
     elif steps := list_checkpoints(path):
         yield from (Target(step, _checkpoint) for step in steps.values())
     elif (path / MANIFEST).exists():
@@ -143,30 +147,41 @@ def _tokenized(path: Path) -> str:
 
 def _checkpoint(path: Path) -> str:
     with CheckpointReader(path) as reader:
-        for param in (p for slab in weight_table(reader.manifest.model) for p in slab.params):
-            if not np.isfinite(reader.read("weights", param).astype(np.float32)).all():
+        for param in (p for slab in saved_slabs(reader.manifest) for p in slab.params):
+            if not all_finite(reader.read("weights", param)):
                 raise LlmqError(f"checkpoint '{path}': {param.name} holds NaN or infinity")
         return f"step {reader.step}, checksums agree, all weights are finite"
 
 
 def _model(path: Path) -> str:
     config, directory = resolve_model(str(path), from_scratch=False)
-    recorded = _recorded(path)
-    for name, digest in recorded.items():
-        try:
-            with open(path / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise LlmqError(f"cannot read '{path / name}': {error.strerror}") from error
-        if found != digest:
-            raise LlmqError(f"'{path / name}' is damaged: wrong checksum; export the model again")
+    summed = _sums(path)
     with HfWeights(directory) as weights:
         table = weight_table(config)
         weights.check(table)
         for param in (p for slab in table for p in slab.params):
             weights.read(param)
-    summed = "checksums agree" if recorded else f"no checksums in {RUN_FILE}"
     return f"{config.architecture}, {summed}, all weights are finite"
+
+
+def _adapter(path: Path) -> str:
+    summed = _sums(path)
+    return f"{_safetensors(path / ADAPTER_FILE)}, {summed}"
+
+
+def _sums(directory: Path) -> str:
+    """What was found of the SHA-256 that an export's run has noted."""
+    recorded = _recorded(directory)
+    for name, digest in recorded.items():
+        path = directory / name
+        try:
+            with open(path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
+        if found != digest:
+            raise LlmqError(f"'{path}' is damaged: wrong checksum; export the model again")
+    return "checksums agree" if recorded else f"no checksums in {RUN_FILE}"
 
 
 def _recorded(directory: Path) -> dict[str, str]:

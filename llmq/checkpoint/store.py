@@ -22,7 +22,7 @@ from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf import export_model
-from llmq.checkpoint.manifest import MANIFEST, read_manifest
+from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.peft import AdapterConfig, export_adapter
 from llmq.checkpoint.retention import newest_usable, outdated
 from llmq.config.adapters import adapters_of
@@ -32,7 +32,7 @@ from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer
 from llmq.state.adapter_rows import trained_slabs
-from llmq.state.params import Param, weight_table
+from llmq.state.params import Param, Slab, weight_table
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
@@ -276,13 +276,27 @@ def _export_adapter(
 ) -> list[str]:
     """In the format of the checkpoint: adapters are small."""
     manifest = reader.manifest
-    saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
-    config = TrainConfig(**saved).normalized()
+    config = saved_config(manifest)
     adapters = adapters_of(config)
     reader.check(weight_table(manifest.model, 1, adapters), trained_slabs(adapters))
     origin["base"] = BaseId.of(manifest.base)
     how = (AdapterConfig.of(config), read, tokenizer)
     return export_adapter(out_dir, manifest.model, adapters, *how, **origin)
+
+
+def saved_config(manifest: Manifest) -> TrainConfig:
+    """The options of a checkpoint's run, as far as this version has them."""
+    saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
+    return TrainConfig(**saved).normalized()
+
+
+def saved_slabs(manifest: Manifest) -> list[Slab]:
+    """What of the weight table a checkpoint holds: all, or with adapters what is trained."""
+    if manifest.base is None:
+        return [*weight_table(manifest.model)]
+    adapters = adapters_of(saved_config(manifest))
+    trained = trained_slabs(adapters)
+    return [s for s in weight_table(manifest.model, 1, adapters) if s.name in trained]
 
 
 def _read(reader: CheckpointReader, param: Param) -> np.ndarray:
