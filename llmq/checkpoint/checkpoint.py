@@ -36,6 +36,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import HASH_THREADS
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -50,7 +51,6 @@ from llmq.state.params import Param, Slab
 
 GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
 SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
-HASH_THREADS = 8
 
 Range = tuple[Param, int, int]
 """Values [start, stop) of a parameter: elements of its padded shape, or their scales."""

@@ -136,7 +136,3 @@ def digest_of(document: dict[str, Any]) -> str:
     content = {key: value for key, value in document.items() if key != "sha256"}
     content = json.loads(json.dumps(content))  # what a reader gets, e.g. text for every key
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------
-# Reading

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.base.errors import DataError
+from llmq.base.errors import ConfigError, DataError
 from llmq.data.tasks import Question, Task, Text
 from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokens import MASKED_TARGET
@@ -227,3 +227,13 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
         batches[-1].placed.append((sequence, row % B, at))
         at += len(sequence.inputs)
     return batches
+
+
+def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
+    """ConfigError if the tokenizer makes ids that the model does not have."""
+    most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
+    if most >= vocab_size:
+        raise ConfigError(
+            f"token {most} of a task is outside the model's vocabulary of {vocab_size}: the "
+            "tokenizer does not belong to the model"
+        )

@@ -28,6 +28,7 @@ class Decoder:
         self.dtype: DType = weights.placement["embed"].work.dtype
         self.linear, self.norm = Linear(dev), Normalization(dev, config)
         self.activate, _ = activation(config)
+        self.qk_norm, _ = qk_normalization(config)
         shape = (1, positions, config.num_kv_heads, config.head_dim)
 
         def cache(name: str) -> list[Tensor]:
@@ -138,8 +139,7 @@ class Decoder:
                     dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
                     dev.scratch("qk_rstd", (1, n, 2 if wide else Hq + Hkv), F32) as rstd,
                 ):
-                    normalise, _ = qk_normalization(config)
-                    normalise(dev, qkv, raw, rstd, w.q_norm, w.k_norm, config.norm_eps, Hq, Hkv)
+                    self.qk_norm(dev, qkv, raw, rstd, w.q_norm, w.k_norm, config.norm_eps, Hq, Hkv)
             table = self.rope_tables[layer]
             if table is not None:
                 rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)

@@ -377,7 +377,7 @@ class Step:
             parts = [inputs, targets]
             if self.starts is not None:  # None: each sequence is one document
                 parts.append(np.zeros_like(inputs) if starts is None else starts)
-            words[HEADER:] = np.concatenate([part.reshape(-1) for part in parts])
+            np.concatenate([part.reshape(-1) for part in parts], out=words[HEADER:])
         self.dev.copy(self.inbox, self.outgoing.slots[index])
         self.dev.record(self.outgoing.events[index])
 

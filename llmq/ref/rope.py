@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, emit_fp8, store_gradient, update_abs_max
+from llmq.ref.common import compute, emit_fp8, update_abs_max
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -127,16 +127,3 @@ def rope_backward_fused(
     if partial is not None:
         for first, sums in zip(range(0, tokens, TILE_ROWS), partial, strict=True):
             np.add.reduce(compute(rows[first : first + TILE_ROWS]), axis=0, out=sums)
-
-
-def rope_backward_bias(
-    d_bias: np.ndarray,
-    partial: np.ndarray,
-    scalars: np.ndarray,
-    num_partials: int,
-    features: int,
-    accumulate: int,
-    salt: int,
-) -> None:
-    """Finishes the column sums of rope_backward_fused."""
-    store_gradient(d_bias, partial.sum(axis=0), scalars, bool(accumulate), salt)

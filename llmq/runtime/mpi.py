@@ -106,7 +106,7 @@ class MpiProcesses(Processes):
         with self._lock:
             return self._control.Isend([data, self._mpi.BYTE], to, CONTROL)
 
-    def _receive(self, source: int) -> bytes:
+    def _receive(self, source: int) -> bytearray:
         def arrived() -> Any:
             return self._control.Improbe(source, CONTROL, status)
 
@@ -115,28 +115,25 @@ class MpiProcesses(Processes):
         data = bytearray(status.Get_count(self._mpi.BYTE))
         with self._lock:
             request = message.Irecv([data, self._mpi.BYTE])
-        self._finish([request])
-        return bytes(data)
-
-    def _finish(self, requests: list[Any]) -> None:
-        self.wait(lambda: self._mpi.Request.Testall(requests), self.check)
+        self.finish([request], self.check)
+        return data
 
     def gather(self, value: T) -> list[T]:
         if self.first:
             values = [value, *(pickle.loads(self._receive(i)) for i in range(1, self.count))]
             data = pickle.dumps(values)
-            self._finish([self._send(data, i) for i in range(1, self.count)])
+            self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
             return values
         data = pickle.dumps(value)
         request = self._send(data, 0)
         values = pickle.loads(self._receive(0))
-        self._finish([request])
+        self.finish([request], self.check)
         return values
 
     def share(self, value: T) -> T:
         if self.first:
             data = pickle.dumps(value)
-            self._finish([self._send(data, i) for i in range(1, self.count)])
+            self.finish([self._send(data, i) for i in range(1, self.count)], self.check)
             return value
         return pickle.loads(self._receive(0))
 

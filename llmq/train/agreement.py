@@ -27,6 +27,7 @@ from llmq.data.loader import DataLoader
 from llmq.runtime.processes import Processes, processes
 
 _OWN = ("gpus",)  # options that each process may have its own of
+SHARED_SECONDS = 20.0  # until a file of one process is seen by all
 _ENDS = 1 << 16  # bytes at both ends of a token file that are compared, beside its size
 
 
@@ -135,9 +136,9 @@ def _leave_token(directory: Path) -> str:
     return name
 
 
-def wait_for(directory: Path, name: str, seconds: float = 20.0) -> bool:
-    """Whether a file appears in a directory within this time."""
-    end = time.monotonic() + seconds
+def wait_for(directory: Path, name: str) -> bool:
+    """Whether a file appears in a directory soon enough."""
+    end = time.monotonic() + SHARED_SECONDS
     while True:
         if directory.is_dir() and name in os.listdir(directory):  # which asks a network's server
             return True

@@ -25,21 +25,20 @@ from llmq.data import scoring
 from llmq.data.detokenize import continuation
 from llmq.data.judge import Score, judge
 from llmq.data.loader import DataLoader
-from llmq.data.scoring import Asked, Encoder, make_batches, pack_batches
+from llmq.data.scoring import Asked, Encoder, check_ids, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.step import Result
 from llmq.runtime.processes import processes
 from llmq.train.continuing import continue_texts
-from llmq.train.evaluate import check_ids
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
-from llmq.train.sampling import choose_token, prompt_ids
+from llmq.train.sampling import Choice, choose_token, prompt_ids
 from llmq.train.trainer import Trainer
 from llmq.train.views import EvaluationProgress
 
-TEMPERATURE = 0.8  # of samples, as of `llmq sample`
+TEMPERATURE = Choice().temperature  # of samples, as of `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def read_material(trainer: Trainer) -> Material:
     tokenizer = _tokenizer(trainer)
     encoder = Encoder(tokenizer, config.seq_len)
     asked = [encoder.ask(task) for task in read_tasks(config.eval_task, config.task_limit)]
-    check_ids(asked, model)
+    check_ids(asked, model.vocab_size)
     warn([line for a in asked for line in a.cut_lines(f"--seq-len {config.seq_len}")])
     metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
     of_run = {"flag": "--sample-prompt", "seq_len": config.seq_len}

@@ -16,7 +16,7 @@ from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Choice, Sampler, check_prompt, open_model
+from llmq.train.sampling import Choice, Sampler, check_prompt, clean_text, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 
@@ -95,7 +95,7 @@ def run_chat(
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         talk = _begin(model, load_tokenizer(source), system, chat_template)
-        ids = talk.ask(_clean(prompt)) if prompt else []
+        ids = talk.ask(clean_text(prompt)) if prompt else []
         positions = len(ids) + choice.max_new_tokens if ids else POSITIONS
         positions = min(positions, config.max_positions)
         if ids:
@@ -120,7 +120,7 @@ def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | No
             f"--chat: the tokenizer of '{model}' has no chat template: give --chat-template FILE, "
             "or leave --chat away"
         )
-    return Conversation(template, tokenizer, _clean(system))
+    return Conversation(template, tokenizer, clean_text(system))
 
 
 def _answer(talk: Conversation, ids: list[int], count: int, generate: Generate) -> None:
@@ -136,7 +136,7 @@ def _converse(talk: Conversation, positions: int, generate: Generate) -> None:
     """Replies to lines of standard input, until it ends."""
     lines = filter(str.strip, _typed() if sys.stdin.isatty() else sys.stdin)
     for number, line in enumerate(lines):
-        ids = talk.ask(_clean(line.rstrip("\r\n")))
+        ids = talk.ask(clean_text(line.rstrip("\r\n")))
         if len(ids) >= positions:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens, and there is room for {positions}: begin "
@@ -163,8 +163,3 @@ def _until_interrupted(new: Iterator[int]) -> Iterator[int]:
 
 def _say(text: str) -> None:
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def _clean(text: str | None) -> str | None:
-    """Without bytes that are no text, which a shell may hand on."""
-    return text and text.encode(errors="surrogateescape").decode(errors="replace")

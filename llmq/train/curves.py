@@ -84,11 +84,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return without_undone(r for r in records if "log" in r and type(r.get("step")) is int)
 
 
-def smoothed(values: np.ndarray, reach: int = SMOOTHING) -> np.ndarray:
-    """The mean over a window of `reach` values to each side, fewer at the ends, NaN left out."""
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """The mean over a window of SMOOTHING values to each side, fewer at the ends, NaN left out."""
     finite = np.isfinite(values)
-    window = np.ones(2 * reach + 1)
-    inside = slice(reach, reach + len(values))
+    window = np.ones(2 * SMOOTHING + 1)
+    inside = slice(SMOOTHING, SMOOTHING + len(values))
     total = np.convolve(np.where(finite, values, 0.0), window)[inside]
     count = np.convolve(finite.astype(float), window)[inside].round()
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -19,7 +19,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
 from llmq.config.model import ModelConfig
 from llmq.data.judge import Score, judge
-from llmq.data.scoring import Asked, Batch, Encoder, make_batches
+from llmq.data.scoring import Asked, Batch, Encoder, check_ids, make_batches
 from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
 from llmq.model.score import Scorer, scoring_options
@@ -85,7 +85,7 @@ def ask_model(
         longest = longest_of(config, seq_len)
         encoder = Encoder(load_tokenizer(source), longest)
         asked = [encoder.ask(task) for task in tasks]
-        check_ids(asked, config)
+        check_ids(asked, config.vocab_size)
         warn([line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
         requests = [request for a in asked for request in a.requests]
         batches = make_batches(requests, Shapes(batch_tokens, longest))
@@ -112,16 +112,6 @@ def longest_of(config: ModelConfig, seq_len: int | None) -> int:
             f"--seq-len: {seq_len} exceeds the model's {config.max_positions} positions"
         )
     return seq_len or config.max_positions
-
-
-def check_ids(asked: list[Asked], config: ModelConfig) -> None:
-    """ConfigError if the tokenizer makes ids that the model does not have."""
-    most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
-    if most >= config.vocab_size:
-        raise ConfigError(
-            f"token {most} of a task is outside the model's vocabulary of {config.vocab_size}: the "
-            "tokenizer does not belong to the model"
-        )
 
 
 def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:

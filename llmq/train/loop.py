@@ -69,15 +69,13 @@ def run_training(
     model: ModelConfig,
     model_dir: Path | None,
     argv: list[str],
-    run: RunId | None = None,
     final_seconds: float = math.inf,
 ) -> None:
     """Train as the options say. Raises Interrupted after saving when a signal ended the run.
 
-    run: who writes; None: a new run, or the one that --continue names. final_seconds: of the last
-    validation, which may end before it has seen all. LlmqError before the first step: paths that
-    cannot be written or belong to another run, a checkpoint that is not there, data that does not
-    fit, too little memory.
+    final_seconds: of the last validation, which may end before it has seen all. LlmqError before
+    the first step: paths that cannot be written or belong to another run, a checkpoint that is not
+    there, data that does not fit, too little memory.
     """
     first = processes().on_first
     first(lambda: check_writable("--out-dir", config.out_dir))
@@ -86,7 +84,7 @@ def run_training(
         first(lambda: stack.enter_context(locked_places(config)))
         check_shared("--checkpoint-dir", config.checkpoint_dir)
         checkpoint = first(lambda: checkpoint_to_continue(config))
-        run = run or first(lambda: run_id(config, checkpoint))
+        run = first(lambda: run_id(config, checkpoint))
         _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 

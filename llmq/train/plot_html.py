@@ -17,12 +17,12 @@ COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd")
 COLORS += ("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
-def thinned(values: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
+def thinned(values: np.ndarray) -> np.ndarray:
     """Which of many values to keep: of neighbours the lowest and the highest; all if few."""
     count = len(values)
-    if count <= most:
+    if count <= MAX_POINTS:
         return np.arange(count)
-    edges = np.linspace(0, count, most // 2 + 1).astype(int)
+    edges = np.linspace(0, count, MAX_POINTS // 2 + 1).astype(int)
     kept = {0, count - 1}
     for start, stop in itertools.pairwise(edges):
         part = values[start:stop]

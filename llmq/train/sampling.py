@@ -275,7 +275,7 @@ def run_sample(
     choice = Choice(**how)
     warn(choice.idle(num_samples))
     machine = choose_machine(device, 1)
-    prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # bytes of a shell
+    prompt = clean_text(prompt)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
@@ -299,6 +299,11 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
             print(shown(piece), end="", flush=True)
     finally:
         print(flush=True)
+
+
+def clean_text(text: str | None) -> str | None:
+    """Without bytes that are no text, which a shell may hand on."""
+    return text and text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:
