@@ -24,6 +24,7 @@ from llmq.base.dtypes import (
     STATS,
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
+    U8,
     DType,
 )
 from llmq.base.operand import Fp8Out
@@ -44,6 +45,7 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
+    nf4,
     norm,
     qk_norm,
     quantize,
@@ -54,6 +56,7 @@ from llmq.ops import (
 )
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE
+from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 
 SEED = 1
@@ -279,6 +282,22 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     ]
 
 
+def nf4_calls(n: int) -> list[Call]:
+    half, blocks, groups = nf4.sizes(n)
+    codes, scales = Spec((half,), U8, value=7), f32(blocks)
+    mean, levels = f32(1, value=0.0), scale_levels()
+    second = {"groups": f32(groups), "mean": mean, "levels": levels}
+    kept = {"codes": codes, "scale_codes": Spec((blocks,), U8, value=7)} | second
+    fp8 = {"out": Spec((n,), E4M3), "fp8_scale": f32(1, value=0.01)}
+    made = {"codes": kept["scale_codes"], "scales": scales}
+    return [
+        Call("quantize", nf4.quantize, {"codes": codes, "scales": scales, "x": bf16(n)}),
+        Call("scales", nf4.quantize_scales, made | second),
+        Call("decode", nf4.decode, {"out": bf16(n)} | kept),
+        Call("decode fp8", nf4.decode, kept | fp8),
+    ]
+
+
 def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     """The same with codes too, if C allows, and without out but in post."""
     x, w = bf16(rows, C), bf16(C)
@@ -337,6 +356,7 @@ def quantize_calls(rows: int, cols: int) -> list[Call]:
         Call("both", quantize.quantize, shared | q | q_t),
         Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
         Call("transpose", quantize.transpose, q_t | q),
+        Call("back", dequantize, {**shared, **q}),
     ]
 
 
@@ -460,6 +480,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "global_norm": global_norm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "nf4": nf4_calls,
     "norm": norm_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,

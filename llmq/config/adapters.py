@@ -17,6 +17,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
+    dtype_option,
     option,
     parse_parts,
     parse_targets,
@@ -24,6 +25,9 @@ from llmq.config.option_types import (
 from llmq.config.sizes import SizeFields
 
 _GROUP = "Adapters (LoRA)"
+
+QUANTIZED = ("e4m3", "nf4")
+"""Formats of --base-dtype in which weights are codes with scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
@@ -55,6 +59,13 @@ class AdapterFields(SizeFields):
         choices=("standard", "rs"),
     )
     lora_plus: float = option(_GROUP, 1.0, "Learning rate of the adapters' B over that of A")
+    base_dtype: str | None = dtype_option(
+        _GROUP,
+        None,
+        "Format in which the blocks' matrices beside the adapters are kept; as --model-dtype if "
+        "not given. e4m3: 8 bits, for fp8 products; nf4: 4 bits in blocks of 64, as QLoRA's",
+        *QUANTIZED,
+    )
     adapter: Path | None = option(
         _GROUP,
         None,
@@ -66,6 +77,11 @@ class AdapterFields(SizeFields):
         f"Parts of the model that are trained beside adapters, some of {','.join(LORA_PARTS)}",
         parse=parse_parts,
     )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model beside the adapters is kept as codes."""
+        return bool(self.lora_rank) and self.base_dtype in QUANTIZED
 
     @property
     def lora_scale(self) -> float:
@@ -165,9 +181,16 @@ def implied_values(values: dict[str, Any]) -> dict[str, Any]:
         "lora_targets": "all",
         "lora_dropout": 0.0,
         "lora_scaling": "standard",
+        "base_dtype": values["model_dtype"],
         "train": (),
     }
     return {name: value for name, value in implied.items() if values[name] is None}
+
+
+def implied_products(values: dict[str, Any]) -> str:
+    """--matmul-dtype where it was not given: fp8 codes are multiplied as they are."""
+    fp8 = values["lora_rank"] and values["base_dtype"] == "e4m3" and values["model_dtype"] == "bf16"
+    return "e4m3" if fp8 else values["model_dtype"]
 
 
 def check_adapters(config: AdapterFields) -> None:
@@ -185,6 +208,11 @@ def check_adapters(config: AdapterFields) -> None:
         if getattr(config, name) is not None and getattr(config, name) <= 0:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: must be greater than 0, got {getattr(config, name)}")
+    if config.lora_rank and config.base_dtype not in (config.model_dtype, *QUANTIZED):
+        raise ConfigError(
+            f"--base-dtype: {config.base_dtype} does not go with --model-dtype "
+            f"{config.model_dtype}, use {' or '.join((config.model_dtype, *QUANTIZED))}"
+        )
 
 
 def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
