@@ -189,7 +189,8 @@ def implied_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def implied_products(values: dict[str, Any]) -> str:
     """--matmul-dtype where it was not given: fp8 codes are multiplied as they are."""
-    fp8 = values["lora_rank"] and values["base_dtype"] == "e4m3" and values["model_dtype"] == "bf16"
+    adapts = values["lora_rank"] or values["adapter"] is not None
+    fp8 = adapts and values["base_dtype"] == "e4m3" and values["model_dtype"] == "bf16"
     return "e4m3" if fp8 else values["model_dtype"]
 
 
@@ -237,5 +238,23 @@ def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
                     f"{module.rpartition('.')[2]}, {stop - start} x {matrix.shape[1]}: use at most "
                     f"{least}, or leave it out of --lora-targets"
                 )
+    if config.is_quantized:
+        _check_blocks(config, model)
     if "head" in adapters.train and model.tied_embeddings:
         raise ConfigError("--train: the head is the embedding in this model: name embeddings")
+
+
+def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
+    """ConfigError for matrices that codes cannot be made of."""
+    multiple = {"e4m3": 16, "nf4": 64}[config.base_dtype]  # elements
+    C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
+    for name, size in (
+        ("queries", C * model.num_heads * Hd),
+        ("keys", C * model.num_kv_heads * Hd),
+        ("the MLP", C * F),
+    ):
+        if size % multiple:
+            raise ConfigError(
+                f"--base-dtype: {config.base_dtype} needs matrices of multiples of {multiple} "
+                f"elements, that of {name} has {size}"
+            )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, F32, U8, DType
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, nf4, quantize
 from llmq.ref.nf4 import BLOCK, GROUP, scale_levels
@@ -29,6 +29,35 @@ NUMBER = 4  # elements of F32 from one number to the next, 16 bytes
 
 Write = Callable[[Tensor, int], None]
 """Fills a tensor (n,) with the elements of a parameter from this one on."""
+Source = Callable[[Param], tuple[Write, DType]]
+"""Of a parameter, how its elements are written, and in which format, F32 or BF16."""
+Elements = Callable[[Param, int, int], np.ndarray]
+"""Elements [start, stop) of a parameter, flat, F32 or BF16."""
+
+
+def of_host(dev: Device, elements: Elements) -> Source:
+    """Parameters as they are read."""
+
+    def source(param: Param) -> tuple[Write, DType]:
+        def write(target: Tensor, first: int) -> None:
+            dev.upload(target, elements(param, first, first + target.size))
+
+        return write, BF16 if elements(param, 0, BLOCK).dtype == BF16.numpy else F32
+
+    return source
+
+
+def one_by_one(read: Callable[[Param], np.ndarray]) -> Elements:
+    """Of parameters that are read as a whole, the last of which is kept."""
+    last: dict[str, np.ndarray] = {}
+
+    def elements(param: Param, start: int, stop: int) -> np.ndarray:
+        if param.name not in last:
+            last.clear()
+            last[param.name] = read(param).reshape(-1)
+        return last[param.name][start:stop]
+
+    return elements
 
 
 class _Scratch(NamedTuple):
@@ -68,9 +97,12 @@ class Packer:
         ):
             yield _Scratch(x, codes, scales, groups, numbers)
 
-    def fill(self, name: str, source: Callable[[Param], tuple[Write, DType]]) -> None:
-        """Make the bytes of a block. source: of a parameter, how its elements are written, and in
-        which format, F32 or BF16; called again for the next one that is needed."""
+    def fill(self, source: Source) -> None:
+        """Make the bytes of all blocks."""
+        for name in self.bases.slabs:
+            self._fill(name, source)
+
+    def _fill(self, name: str, source: Source) -> None:
         spans = self.bases.layouts[name].spans
         for param, group in groupby(spans, key=attrgetter("param")):
             write, dtype = source(param)

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, F32, DType
+from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
@@ -28,7 +28,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.bases import Bases
 from llmq.state.mirrors import Mirrors
-from llmq.state.packing import Packer, Write
+from llmq.state.packing import Elements, Packer, Write, of_host, one_by_one
 from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 from llmq.state.quants import HeadQuants, Quants
@@ -322,8 +322,8 @@ class Weights:
 
             return write, self.placement["embed"].work.dtype
 
-        for name in self._kept_as_codes():
-            self._packer.fill(name, source)
+        if self._packer is not None:
+            self._packer.fill(source)
         self.refresh()
 
     def _begin(
@@ -345,10 +345,12 @@ class Weights:
         self,
         read: Callable[[Param], np.ndarray | None],
         fresh: tuple[ModelConfig, int] | None = None,
+        elements: Elements | None = None,
     ) -> None:
         """Fill the masters from host arrays of the parameters' shapes, any float dtype.
 
-        fresh: config and seed as of `init`, for parameters of which `read` has none.
+        fresh: config and seed as of `init`, for parameters of which `read` has none. elements:
+        reads less than a whole parameter, for what is kept as codes.
         """
         for slab in self._with_masters():
             master = self.master[slab.name]
@@ -360,25 +362,17 @@ class Weights:
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 self.dev.upload(target, flat.astype(master.dtype.numpy, copy=False))
-
-        def source(param: Param) -> tuple[Write, DType]:
-            values = read(param).reshape(-1)
-
-            def write(target: Tensor, first: int) -> None:
-                self.dev.upload(target, values[first : first + target.size])
-
-            return write, BF16 if values.dtype == BF16.numpy else F32
-
-        for name in self._kept_as_codes():
-            self._packer.fill(name, source)
+        if self._packer is not None:
+            self._packer.fill(of_host(self.dev, elements or one_by_one(read)))
         self.refresh()
 
     def _with_masters(self) -> list[Slab]:
         """All slabs but those that are kept as codes only."""
         return [slab for slab in self.table if slab.name in self.master]
 
-    def _kept_as_codes(self) -> list[str]:
-        return [] if self.bases is None else list(self.bases.slabs)
+    def params(self) -> list[Param]:
+        """All parameters that have masters."""
+        return [param for slab in self._with_masters() for param in slab.params]
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
         """This rank's part of each parameter, without padding, and its first element there."""
