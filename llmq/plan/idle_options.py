@@ -185,8 +185,10 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
     elif config.lora_rank:
         lines = _sharded_gradients_warnings(config, world_size)
     streams = streams_weights(config, world_size)
-    if config.matmul_dtype == "e4m3" and streams and not config.keep_transposed:
-        lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
+    decodes = config.is_quantized and config.base_dtype != config.matmul_dtype
+    if config.matmul_dtype == "e4m3" and (streams or decodes) and not config.keep_transposed:
+        why = "--shard-weights" if streams else f"--base-dtype {config.base_dtype}"
+        lines.append(f"--no-keep-transposed has no effect with {why}: it is implied")
     if on_cpu or config.device == "cpu":
         lines = _but_on_cpu(config, lines)
     if on_cpu and config.device != "cpu":

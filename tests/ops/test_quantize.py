@@ -133,8 +133,9 @@ def test_dequantize(dev, n, target, dtype):
     values = np.where(np.isfinite(values.astype(np.float32)), values, np.zeros(1, dtype.numpy))
     scale = np.array([0.3], np.float32)
     arrays = {"out": np.full(n, np.nan, target.numpy), "q": values, "scale": scale}
-    got, want = run(dev, quantize.dequantize, arrays), run(
-        host_device(), quantize.dequantize, arrays
+    got, want = (
+        run(dev, quantize.dequantize, arrays),
+        run(host_device(), quantize.dequantize, arrays),
     )
     np.testing.assert_array_equal(got["out"], want["out"])
     exact = (values.astype(np.float32) * scale).astype(target.numpy)
