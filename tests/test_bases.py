@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import peft
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError

@@ -350,13 +350,14 @@ def quantize_calls(rows: int, cols: int) -> list[Call]:
     q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec((cols, rows), E4M3)}
     shared = {"scale": f32(1), "x": bf16(rows, cols), "abs_max": f32(1, value=5.0)}
     known = {"scale": f32(1, value=0.01), "saturated": Spec((1,), I32)}
+    back = {"out": bf16(rows * cols), "q": Spec((rows * cols,), E4M3), "scale": known["scale"]}
     return [
         Call("rows", quantize.quantize, shared | q | {"q_t": None}),
         Call("columns", quantize.quantize, shared | q_t | {"q": None}),
         Call("both", quantize.quantize, shared | q | q_t),
         Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
         Call("transpose", quantize.transpose, q_t | q),
-        Call("back", dequantize, {**shared, **q}),
+        Call("back", quantize.dequantize, back),
     ]
 
 

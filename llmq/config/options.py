@@ -229,8 +229,8 @@ class TrainConfig(AdapterFields):
         for name in ("persistent_quants", "offload_quants"):
             if self.lora_rank and getattr(self, name):
                 raise ConfigError(
-                    f"{OPTIONS[name].flag}: beside adapters the model is kept as --base-dtype says: "
-                    "--shard-weights --offload-master keeps it in host memory"
+                    f"{OPTIONS[name].flag}: beside adapters the model is kept as --base-dtype "
+                    "says; --shard-weights --offload-master keeps it in host memory"
                 )
         for name, needs, has in (
             ("persistent_quants", "--matmul-dtype e4m3", self.matmul_dtype == "e4m3"),

@@ -75,7 +75,10 @@ class _Scratch(NamedTuple):
 
 
 class Packer:
-    """Fills the bytes of `bases`. Its scratch is taken once when it is made: so plans know of it."""
+    """Fills the bytes of `bases`.
+
+    Its scratch is taken once when it is made, so that plans know of it.
+    """
 
     def __init__(self, dev: Device, bases: Bases):
         self.dev, self.bases = dev, bases

@@ -45,11 +45,11 @@ class SlabPlacement:
 
     trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
     work: what products read. base: codes that a frozen block is kept as, see state/bases.py; as a
-    shard, ranks gather them at each use. master: the shard that work weights are made from, where it is not a
-    part of these themselves. part: of streamed work weights a shard in their format, where that is
-    not the master; without both, codes are made from the master at every gather. transposed: codes
-    in the other layout, streamed where blocks share one set. mirror: a second copy, for peers, of
-    the shard that they gather. gradient: sums. m, v: moments.
+    shard, ranks gather them at each use. master: the shard that work weights are made from, where
+    it is not a part of these themselves. part: of streamed work weights a shard in their format,
+    where that is not the master; without both, codes are made from the master at every gather.
+    transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
+    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments.
     """
 
     trainable: bool
