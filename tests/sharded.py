@@ -225,7 +225,10 @@ def _content(dev: Device, name: str, operand: Operand) -> dict[str, np.ndarray]:
 
 
 def _check_work(work: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
-    """The work weights must be what follows from all ranks' masters."""
+    """The work weights must be what follows from all ranks' masters; codes of a frozen model have
+    none."""
+    known = {*weights, LM_HEAD}
+    work = {n: values for n, values in work.items() if n.removesuffix(".scale") in known}
     want = {name: weights[name].astype(work[name].dtype) for name in weights}
     if LM_HEAD in work:
         want[LM_HEAD] = want.get("lm_head.weight", want["model.embed_tokens.weight"])
