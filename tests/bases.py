@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Fp8, Int8, Operand
 from llmq.state.params import Param
 from llmq.state.weights import Weights
 from llmq.train.trainer import Trainer
@@ -15,6 +15,9 @@ def values_of(weights: Weights, operand: Operand) -> np.ndarray:
     if isinstance(operand, Fp8):
         codes, scale = (weights.dev.download(t) for t in (operand.codes, operand.scale))
         return codes.astype(np.float32) * scale[0]
+    if isinstance(operand, Int8):
+        codes, scale = (weights.dev.download(t) for t in (operand.codes, operand.scale))
+        return codes.astype(np.float32) * scale[:, None]
     return weights.dev.download(operand).astype(np.float32)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmq.base.dtypes import E4M3
 from llmq.config.adapters import QUANTIZED
-from llmq.ref import nf4, quantize
+from llmq.ref import nf4, quantize, quantize_int8
 from llmq.state.params import Param
 
 
@@ -19,7 +19,7 @@ def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[
     """
     if dtype not in QUANTIZED:
         return read
-    rounded = {"e4m3": _of_e4m3, "nf4": _of_nf4}[dtype]
+    rounded = {"e4m3": _of_e4m3, "int8": _of_int8, "nf4": _of_nf4}[dtype]
 
     def read_kept(param: Param) -> np.ndarray:
         values = read(param)
@@ -36,6 +36,15 @@ def _of_e4m3(param: Param, x: np.ndarray) -> np.ndarray:
     quantize.quantize(codes, scale, x, largest, x.size)
     out = np.empty(x.size, np.float32)
     quantize.dequantize(out, codes, scale, x.size)
+    return out
+
+
+def _of_int8(param: Param, x: np.ndarray) -> np.ndarray:
+    x = x.reshape(param.shape)
+    codes, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+    quantize_int8.quantize_int8_rows(codes, scale, x, None, None, 0, 1, *x.shape)
+    out = np.empty(x.shape, np.float32)
+    quantize_int8.quantize_int8_decode(out, codes, scale, *x.shape)
     return out
 
 

@@ -26,7 +26,7 @@ from llmq.config.sizes import SizeFields
 
 _GROUP = "Adapters (LoRA)"
 
-QUANTIZED = ("e4m3", "nf4")
+QUANTIZED = ("e4m3", "int8", "nf4")
 """Formats of --base-dtype in which weights are codes with scales."""
 
 
@@ -63,7 +63,8 @@ class AdapterFields(SizeFields):
         _GROUP,
         None,
         "Format in which the blocks' matrices beside the adapters are kept; as --model-dtype if "
-        "not given. e4m3: 8 bits, for fp8 products; nf4: 4 bits in blocks of 64, as QLoRA's",
+        "not given. e4m3: 8 bits, for fp8 products; int8: 8 bits, for products of cards without "
+        "fp8; nf4: 4 bits in blocks of 64, as QLoRA's",
         *QUANTIZED,
     )
     adapter: Path | None = option(
@@ -188,10 +189,10 @@ def implied_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def implied_products(values: dict[str, Any]) -> str:
-    """--matmul-dtype where it was not given: fp8 codes are multiplied as they are."""
+    """--matmul-dtype where it was not given: 8-bit codes are multiplied as they are."""
     adapts = values["lora_rank"] or values["adapter"] is not None
-    fp8 = adapts and values["base_dtype"] == "e4m3" and values["model_dtype"] == "bf16"
-    return "e4m3" if fp8 else values["model_dtype"]
+    base, dtype = values["base_dtype"], values["model_dtype"]
+    return base if adapts and dtype == "bf16" and base in ("e4m3", "int8") else dtype
 
 
 def check_adapters(config: AdapterFields) -> None:
@@ -246,6 +247,9 @@ def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
 
 def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
     """ConfigError for matrices that codes cannot be made of."""
+    if config.base_dtype == "int8":
+        _check_rows(model)
+        return
     multiple = {"e4m3": 16, "nf4": 64}[config.base_dtype]  # elements
     C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
     for name, size in (
@@ -258,3 +262,15 @@ def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
                 f"--base-dtype: {config.base_dtype} needs matrices of multiples of {multiple} "
                 f"elements, that of {name} has {size}"
             )
+
+
+def _check_rows(model: ModelConfig) -> None:
+    """ConfigError for matrices that have no codes with a scale for each row."""
+    for name, size in (
+        ("hidden_size", model.hidden_size),
+        ("intermediate_size", model.intermediate_size),
+        ("width of the query heads", model.num_heads * model.head_dim),
+        ("width of queries, keys and values", model.qkv_channels),
+    ):
+        if size % 16:
+            raise ConfigError(f"--base-dtype: int8 needs multiples of 16, but the {name} is {size}")

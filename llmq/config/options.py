@@ -24,6 +24,7 @@ from llmq.config.sizes import check_from_scratch
 from llmq.config.train_files import split_weights
 
 _FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
@@ -181,17 +182,25 @@ class TrainConfig(AdapterFields):
 
     def _validate_matmul(self) -> None:
         """The products run in the model's format, or in fp8 with fp8 output gradients."""
-        if self.lora_rank and self.matmul_dtype == "e4m3" and not self.is_quantized:
+        if self.lora_rank and self.matmul_dtype == "e4m3" and self.base_dtype not in FP8_BASES:
             raise ConfigError(
                 "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight "
                 "changes, so that one in a wider format would be memory for nothing"
             )
-        legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
+        if self.matmul_dtype == "int8" and not (self.lora_rank and self.base_dtype == "int8"):
+            raise ConfigError("--matmul-dtype: int8 needs adapters, and --base-dtype int8")
+        legal = ("bf16", "e4m3", "int8") if self.model_dtype == "bf16" else (self.model_dtype,)
         if self.matmul_dtype not in legal:
             raise ConfigError(
                 f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
                 f"{self.model_dtype}, use {' or '.join(legal)}"
             )
+        for name in ("matmul_dtype", "gradient_dtype"):
+            if getattr(self, name) == "int8" and self.gradient_dtype != self.matmul_dtype:
+                raise ConfigError(
+                    "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, "
+                    f"got {self.gradient_dtype} with {self.matmul_dtype}"
+                )
         if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
             raise ConfigError(
                 f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
@@ -259,7 +268,7 @@ class TrainConfig(AdapterFields):
                 f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
         check_adapters_with(self, model)
-        if self.matmul_dtype == "e4m3":
+        if self.matmul_dtype in ("e4m3", "int8"):
             sizes = {
                 "tokens of a micro-step": self.batch_size * self.seq_len,
                 "hidden_size": model.hidden_size,
@@ -270,8 +279,8 @@ class TrainConfig(AdapterFields):
             for name, size in sizes.items():
                 if size % _FP8_MULTIPLE:
                     raise ConfigError(
-                        f"--matmul-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but the {name} "
-                        f"is {size}"
+                        f"--matmul-dtype: {self.matmul_dtype} needs multiples of "
+                        f"{_FP8_MULTIPLE}, but the {name} is {size}"
                     )
         return self
 

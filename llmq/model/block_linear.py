@@ -42,6 +42,14 @@ class _Parts(NamedTuple):
     hidden: Tensor
 
 
+MATRICES = ("qkv", "o", "up", "down")
+
+
+def _number(layer: int, key: str) -> int:
+    """Of a matrix among those of all blocks."""
+    return len(MATRICES) * layer + MATRICES.index(key)
+
+
 class BlockLinear:
     """All products of all blocks. A matrix is named by its layer, and its key in a block.
 
@@ -92,7 +100,7 @@ class BlockLinear:
         self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features)."""
-        self.linear.input_gradient(d_x, d_out, getattr(w, key))
+        self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))
         parts = self._parts.get((layer, key))
         if parts is None:
             return

@@ -66,8 +66,11 @@ class Linear:
         else:
             matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
-        """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
+    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight.
+
+        salt: a number of this weight's own, for products that round their operands stochastically.
+        """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, d_x, d_out.codes, weight.transposed, d_out.scale, weight.scale,

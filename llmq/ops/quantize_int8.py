@@ -12,7 +12,7 @@ from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import FORWARD_WARPS, WARP, expect_float, octet_tiles, row_layout
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 MULTIPLE = 16  # of rows and columns: one 16-byte access
@@ -33,6 +33,11 @@ COLUMNS = Kernel(
     "quantize_int8.cu",
     "quantize_int8_columns",
     args=f"i8* q_t, f32* scale, const T* x, const f32* column_max, {_ROUNDING}",
+)
+DECODE = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_decode",
+    args="T* out, const i8* q, const f32* scale, i64 rows, i32 cols",
 )
 
 
@@ -124,6 +129,23 @@ def columns(
             (q_t, scale, x, column_max, *_rounding(stochastic), n, cols),
             consts={"STOCHASTIC": int(stochastic is not None)},
         )
+
+
+def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
+    """out = q * scale of its row.
+
+    Args:
+        out    out  BF16 or F32  (rows, cols), both multiples of 16
+        q      in   I8           (rows, cols)
+        scale  in   F32          (rows,)
+
+    Cost:    q read once, out written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(out, None)
+    expect("quantize_int8", "q", q, I8, out.shape)
+    expect("quantize_int8", "scale", scale, F32, (n,))
+    dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
 
 
 def _rounding(stochastic: Stochastic | None) -> tuple[Tensor | None, int, int]:

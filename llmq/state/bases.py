@@ -1,4 +1,4 @@
-"""Blocks that are not trained and are kept as codes with scales: --base-dtype e4m3 and nf4.
+"""Blocks that are not trained and are kept as codes with scales: --base-dtype e4m3, int8 and nf4.
 
 Where products read codes of this format they lie as they are, whole or in a slot; else a block is
 decoded into a slot, before it is used:
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmq.base.dtypes import E4M3, F32, NF4, U8
-from llmq.base.operand import Fp8, Operand
+from llmq.base.dtypes import E4M3, F32, I8, NF4, U8
+from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
-from llmq.ops import nf4, quantize
+from llmq.ops import nf4, quantize, quantize_int8
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 from llmq.state.packed import Layout, Span
@@ -40,7 +40,8 @@ class Bases:
         dtype, ranks = first.base.dtype, dev.world_size
         self.layouts = {slab.name: Layout(slab, dtype, ranks) for slab in table}
         self.decodes = first.decodes
-        as_codes = {slab.name: Layout(slab, E4M3) for slab in table if self._work.dtype == E4M3}
+        self._codes = self._work.dtype in (E4M3, I8)  # are what products read
+        as_codes = {s.name: Layout(s, self._work.dtype) for s in table if self._codes}
         self._slot_layouts = as_codes if self.decodes else self.layouts
         self.packed = {name: self._alloc(name) for name in self.slabs}
         self.levels: Tensor | None = None  # of NF4's scales
@@ -75,14 +76,16 @@ class Bases:
 
     def _alloc_transposed(self, slab: Slab, prefix: str) -> dict[str, Tensor]:
         return {
-            p.key: self.dev.alloc(f"{prefix}{p.key}.q_t", p.shape[::-1], E4M3, "Quants")
+            p.key: self.dev.alloc(
+                f"{prefix}{p.key}.q_t", p.shape[::-1], self._transposes.dtype, "Quants"
+            )
             for p in slab.params
         }
 
     def alloc_slot(self, index: int) -> Tensor:
         """For the work weights of any block."""
         name = f"weights.slot.{index}"
-        if self._work.dtype != E4M3:
+        if not self._codes:
             longest = max(slab.size for slab in self.slabs.values())
             return self.dev.alloc(name, (longest,), self._work.dtype, "Weights")
         longest = max(layout.nbytes for layout in self._slot_layouts.values())
@@ -103,7 +106,7 @@ class Bases:
     def _decode(self, name: str, packed: Tensor, slot: Tensor) -> None:
         slab = self.slabs[name]
         targets = {}
-        if self._work.dtype == E4M3:
+        if self._codes:
             targets = {s.param.key: s.named(slot) for s in self._slot_layouts[name].spans}
         for span in self.layouts[name].spans:
             own = span.named(packed)
@@ -119,6 +122,9 @@ class Bases:
         self, span: Span, own: Mapping[str, Tensor], out: Tensor, scale: Tensor | None
     ) -> None:
         """Into its elements of a matrix; scale: of fp8 codes."""
+        if self._store.dtype == I8:
+            quantize_int8.decode(self.dev, out, own["codes"], own["scale"])
+            return
         flat = out.view(out.size).rows(span.first, span.first + span.size)
         if "groups" not in own:
             codes = own["codes"]
@@ -130,19 +136,20 @@ class Bases:
     def operands(self, name: str, slot: Tensor | None) -> dict[str, Operand]:
         """A block's matrices by key, as products take them. slot: where it is, if it takes one."""
         slab = self.slabs[name]
-        if self._work.dtype != E4M3:
+        if not self._codes:
             return {p.key: slab.view(slot, p) for p in slab.params}
         bytes_ = self.packed[name] if slot is None else slot
         made = {}
         for span in self._slot_layouts[name].spans:
             own, key = span.named(bytes_), span.param.key
-            made[key] = Fp8(
-                source=None,
-                codes=own["codes"],
-                transposed=self._transposed[name][key],
-                scale=own["scale"],
-            )
+            transposed = self._transposed[name][key]
+            made[key] = self._operand(own["codes"], transposed, own["scale"])
         return made
+
+    def _operand(self, codes: Tensor, transposed: Tensor, scale: Tensor) -> Operand:
+        if codes.dtype == I8:
+            return Int8(codes=codes, transposed=transposed, scale=scale)
+        return Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
 
     def make_transposed(self, operands: Mapping[str, Operand]) -> None:
         """Make the transposed codes of a block if it does not keep its own; until another one does
@@ -152,8 +159,10 @@ class Bases:
 
     def _transpose(self, operands: Mapping[str, Operand]) -> None:
         for operand in operands.values():
-            if isinstance(operand, Fp8):
-                quantize.transpose(self.dev, operand.transposed, operand.codes)
+            if isinstance(operand, Fp8 | Int8):
+                # Bytes, whatever they are: the kernel moves them.
+                pair = (t.view_as(E4M3) for t in (operand.transposed, operand.codes))
+                quantize.transpose(self.dev, *pair)
 
     def filled(self, name: str) -> None:
         """Say that a block's codes have been written: make of them what is kept beside."""

@@ -1,6 +1,7 @@
 """How a block's matrices lie as codes with scales: one run of bytes for each slab and format.
 
-    e4m3    | codes of all matrices, as the slab has them | a scale for each matrix |
+    e4m3    | codes of all matrices | a scale for each matrix |
+    int8    | codes of all matrices | a scale for each row of a matrix |
     nf4     | of each module: codes, codes of scales, groups, mean | ... | scale of fp8 codes | ...
 
 What a rank owns of it, what is gathered and what is streamed are parts of these bytes, wherever a
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, F32, NF4, U8, DType
+from llmq.base.dtypes import F32, I8, NF4, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.ops import nf4
 from llmq.runtime.arena import align_up
@@ -57,11 +58,10 @@ class Layout:
     """Of one slab in one format. nbytes: of all, a multiple of PACKED_ALIGN for each rank."""
 
     def __init__(self, slab: Slab, dtype: DType, world_size: int = 1):
-        """dtype: E4M3 or NF4."""
+        """dtype: E4M3, I8 or NF4."""
         self.slab, self.dtype = slab, dtype
         self._used = 0
-        make = {E4M3: self._e4m3, NF4: self._nf4}[dtype]
-        self.spans: tuple[Span, ...] = tuple(make(slab))
+        self.spans = tuple(self._nf4(slab) if dtype == NF4 else self._of_matrices(slab))
         self.nbytes = align_up(self._used, PACKED_ALIGN * world_size)
 
     def _region(self, shape: tuple[int, ...], dtype: DType) -> Region:
@@ -72,17 +72,20 @@ class Layout:
         self._used = found.offset + count * dtype.itemsize
         return found
 
-    def _e4m3(self, slab: Slab) -> list[Span]:
-        codes = [self._region(param.shape, E4M3) for param in slab.params]
+    def _of_matrices(self, slab: Slab) -> list[Span]:
+        codes = [self._region(param.shape, self.dtype) for param in slab.params]
         return [
             Span(
                 param=param,
                 first=0,
                 size=param.size,
-                tensors={"codes": region, "scale": self._region((1,), F32)},
+                tensors={"codes": region, "scale": self._region(self._scales(param), F32)},
             )
             for param, region in zip(slab.params, codes, strict=True)
         ]
+
+    def _scales(self, param: Param) -> tuple[int]:
+        return (param.shape[0],) if self.dtype == I8 else (1,)
 
     def _nf4(self, slab: Slab) -> list[Span]:
         """Modules that Hugging Face names are quantized one by one, as others do it."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, U8, DType
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, I8, NF4, U8, DType
 from llmq.base.tensor import Tensor
-from llmq.ops import abs_max, nf4, quantize
+from llmq.ops import abs_max, nf4, quantize, quantize_int8
 from llmq.ref.nf4 import BLOCK, GROUP, scale_levels
 from llmq.ref.quantize import LEAST_ABS_MAX
 from llmq.runtime.device import Device
@@ -25,6 +25,7 @@ from llmq.state.packed import Region, Span
 from llmq.state.params import Param
 
 PIECE = 1 << 22  # elements on the device at a time: whole groups of NF4's scales
+ROWS = 16  # of INT8 codes that are made at once, and their least number of columns
 NUMBER = 4  # elements of F32 from one number to the next, 16 bytes
 
 Write = Callable[[Tensor, int], None]
@@ -61,7 +62,7 @@ def one_by_one(read: Callable[[Param], np.ndarray]) -> Elements:
 
 
 class _Scratch(NamedTuple):
-    """x: elements; codes: U8, one for each; scales, groups: of NF4; numbers: F32."""
+    """x: elements; codes: U8, one for each; scales, groups: F32, groups of NF4; numbers: F32."""
 
     x: Tensor
     codes: Tensor
@@ -84,13 +85,16 @@ class Packer:
         self.dev, self.bases = dev, bases
         spans = [span for layout in bases.layouts.values() for span in layout.spans]
         self._piece = min(PIECE, max(span.size for span in spans))
+        if bases.layouts[spans[0].param.block].dtype == I8:  # at least the rows of a product
+            widest = max(span.param.shape[1] for span in spans)
+            self._piece = max(self._piece, ROWS * widest)
         with self._scratch(F32):
             pass
 
     @contextmanager
     def _scratch(self, dtype: DType) -> Iterator[_Scratch]:
         take, n = self.dev.scratch, self._piece
-        blocks = -(-n // BLOCK)
+        blocks = -(-n // ROWS)  # no row is shorter, nor is a block of NF4
         with (
             take("base.x", (n,), dtype) as x,
             take("base.codes", (n,), U8) as codes,
@@ -110,10 +114,12 @@ class Packer:
         for param, group in groupby(spans, key=attrgetter("param")):
             write, dtype = source(param)
             with self._scratch(dtype) as temps:
-                if self.bases.layouts[name].dtype == E4M3:
-                    self._fill_e4m3(name, next(group), write, temps)
-                else:
+                if self.bases.layouts[name].dtype == NF4:
                     self._fill_nf4(name, [*group], write, temps)
+                elif self.bases.layouts[name].dtype == I8:
+                    self._fill_int8(name, next(group), write, temps)
+                else:
+                    self._fill_e4m3(name, next(group), write, temps)
         self.bases.filled(name)
 
     def _pieces(self, span: Span) -> Iterator[tuple[int, int]]:
@@ -146,6 +152,21 @@ class Packer:
             quantize.quantize(dev, codes, None, scale, x, largest)
             self._put(name, tensors["codes"], codes, start)
         self._put(name, tensors["scale"], scale)
+
+    def _fill_int8(self, name: str, span: Span, write: Write, temps: _Scratch) -> None:
+        """A scale for each row: pieces of whole rows."""
+        (rows, columns), tensors = span.param.shape, span.tensors
+        step = max(self._piece // columns // ROWS * ROWS, ROWS)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            start, size = first * columns, count * columns
+            x, codes = temps.x.rows(0, size), temps.codes.view_as(I8).rows(0, size)
+            scales = temps.scales.rows(0, count)
+            write(x, span.first + start)
+            shape = (count, columns)
+            quantize_int8.rows(self.dev, codes.view(*shape), scales, x.view(*shape))
+            self._put(name, tensors["codes"], codes, start)
+            self._put(name, tensors["scale"], scales, first * scales.dtype.itemsize)
 
     def _fill_nf4(self, name: str, spans: list[Span], write: Write, temps: _Scratch) -> None:
         largest = [self._nf4_of(name, span, write, temps) for span in spans]
