@@ -41,9 +41,12 @@ KINDS = {
     "e4m3": {"base_dtype": "e4m3"},
     "e4m3 fp8": {"base_dtype": "e4m3"} | BF16,
     "e4m3 delayed": {"base_dtype": "e4m3", "fp8_recipe": "delayed"} | FP8,
+    "int8": {"base_dtype": "int8"},
+    "int8 int8": {"base_dtype": "int8"} | BF16,
     "nf4": {"base_dtype": "nf4"},
     "nf4 bf16": {"base_dtype": "nf4"} | BF16,
     "nf4 fp8": {"base_dtype": "nf4"} | FP8,
+    "nf4 int8": {"base_dtype": "nf4", "matmul_dtype": "int8"} | BF16,
 }
 STREAMED = {"shard_weights": True, "offload_master": True}
 
@@ -92,6 +95,9 @@ FP8_ONLY = {
         ("nf4", "host"),
         ("nf4 bf16", "block"),
         ("nf4 bf16", "parts"),
+        ("int8", "host"),
+        ("nf4 int8", "block"),
+        *(("int8 int8", name) for name in MEMORY | FP8_ONLY),
         ("nf4 fp8", "host"),
         ("nf4 fp8", "transposed"),
         *(("e4m3 fp8", name) for name in MEMORY | FP8_ONLY),
@@ -100,6 +106,18 @@ FP8_ONLY = {
 )
 def test_memory_options_change_no_bit(kind, options):
     assert_same(run(**KINDS[kind], **(MEMORY | FP8_ONLY)[options]), plain(kind))
+
+
+def test_outliers_are_multiplied_as_they_are(monkeypatch):
+    """Without them a few large features would take the precision of all others."""
+    losses = {}
+    for name, threshold in (("codes alone", 1e9), ("with outliers", 6.0), ("all", 0.0)):
+        monkeypatch.setattr("llmq.model.int8_base.THRESHOLD", threshold)
+        losses[name] = run(**KINDS["int8 int8"])[0][0]
+    exact = run(base_dtype="int8", matmul_dtype="bf16", **BF16)[0][0]
+    # Half of the 64 to 160 columns and more are beyond 0: then all of qkv's and up's inputs are.
+    assert abs(losses["all"] - exact) < abs(losses["codes alone"] - exact)
+    assert losses["with outliers"] == pytest.approx(exact, rel=1e-3)  # codes have 8 bits
 
 
 @pytest.mark.parametrize("name", ["gpt2", "olmo2", "phi3", "gemma3"])
@@ -122,6 +140,7 @@ def test_fp8_of_other_architectures(name):
         ("nf4 fp8", {"zero_level": 3, "offload_master": True}),
         ("e4m3 fp8", {"zero_level": 3, "memcpy_all_gather": True, "mirror_weights": True}),
         ("e4m3 fp8", {"keep_transposed": False}),
+        ("int8 int8", {"zero_level": 3}),
     ],
 )
 def test_ranks_have_the_same_weights(kind, options):
@@ -142,7 +161,7 @@ def test_ranks_have_the_same_weights(kind, options):
 
 def test_weights_are_those_of_the_codes():
     """What a block computes with is what `merge` makes of the files."""
-    for base in ("e4m3", "nf4"):
+    for base in ("e4m3", "int8", "nf4"):
         with (
             trainer_for(exported("phi3"), lora_rank=3, base_dtype=base) as trainer,
             HfWeights(exported("phi3")) as files,
@@ -186,7 +205,7 @@ def test_loading_needs_little_memory(tmp_path, monkeypatch):
     del tensors
     monkeypatch.setattr("llmq.state.packing.PIECE", 1 << 13)
     monkeypatch.setattr("llmq.checkpoint.hf._PIECE_ELEMENTS", 1 << 13)
-    for kind in ("e4m3 fp8", "nf4 bf16"):
+    for kind in ("e4m3 fp8", "int8 int8", "nf4 bf16"):
         with trainer_for(tmp_path, lora_rank=2, seq_len=16, **KINDS[kind]) as trainer:
             tracemalloc.start()
             try:
@@ -264,7 +283,7 @@ def test_placements_and_plans():
     assert rows(2, base_dtype="e4m3", zero_level=3).startswith("e4m3, in slots  e4m3 shard  ")
 
     bytes_of = {}
-    for base in (None, "e4m3", "nf4"):
+    for base in (None, "e4m3", "int8", "nf4"):
         config = TrainConfig(**options, base_dtype=base).normalized()
         bytes_of[base] = make_plan(config, model, HOST_SPEC).usage.device_bytes
         planner = Planner(model, HOST_SPEC, "native", card_of(HOST_SPEC))

@@ -71,6 +71,7 @@ CASES = {
     "one rank, nf4, host": (1, 1, ADAPTERS | NF4 | FP8 | STREAMED | HOST),
     "copies, nf4": (2, 2, COPIES | ADAPTERS | NF4 | {"shard_weights": True} | MIRRORS),
     "copies, e4m3": (2, 1, COPIES | ADAPTERS | E4M3 | DELAYED | {"shard_weights": True} | MIRRORS),
+    "one rank, int8": (1, 1, ADAPTERS | {"base_dtype": "int8"} | {"keep_transposed": False}),
     "nccl, e4m3": (2, 2, ADAPTERS | E4M3 | FP8 | {"recompute_block": True}),
     "exchanges by copies": (2, 2, A2A | {"memcpy_send_recv": True} | STREAMED),
 }

@@ -49,6 +49,7 @@ from llmq.ops import (
     matmul_int8,
     nf4,
     norm,
+    outliers,
     qk_norm,
     quantize,
     quantize_int8,
@@ -336,6 +337,19 @@ def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     return calls
 
 
+def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
+    most = 64
+    index = np.arange(most, dtype=np.int32) * (cols // most) if cols > most else np.arange(cols)
+    index = np.resize(index.astype(np.int32), most)
+    found = {"mask": f32(cols), "index": Spec((most,), I32), "x": bf16(rows, cols)}
+    weight = {"q": Spec((outs, cols), I8, value=7), "scale": f32(outs, value=1.0)}
+    return [
+        Call("select", outliers.select, found | {"threshold": 6.0}),
+        Call("take", outliers.take, {"out": bf16(rows, most), "x": found["x"], "index": index}),
+        Call("weight", outliers.weight, {"out": bf16(outs, most), **weight, "index": index}),
+    ]
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
     heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
@@ -516,6 +530,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_int8": matmul_int8_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,
+    "outliers": outliers_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
     "quantize_int8": quantize_int8_calls,

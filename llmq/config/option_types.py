@@ -327,9 +327,9 @@ def switch(group: str, help: str) -> Any:
     return option(group, False, help)
 
 
-def dtype_option(group: str, default: str | None, help: str, *narrow: str) -> Any:
-    """An option that names a number format: bf16, fp32, or one of these narrower ones."""
-    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *narrow))
+def dtype_option(group: str, default: str | None, help: str, *others: str) -> Any:
+    """An option that names a number format: bf16, fp32, or one of these others."""
+    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *others))
 
 
 def options_of(config_class: type) -> dict[str, Option]:

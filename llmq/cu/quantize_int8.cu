@@ -26,14 +26,14 @@ constexpr float LEAST_ABS_MAX = 1e-30f;  // LEAST_ABS_MAX in llmq/ref/quantize_i
 
 #ifndef WARPS  // compiled for another entry
 #define WARPS 1
-#define VECTORS 1
 #define FACTORS 0
 #endif
 #ifndef STOCHASTIC
 #define STOCHASTIC 0
 #endif
 
-constexpr int ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;  // of quantize_int8_rows
+// Of quantize_int8_rows. VECTORS: 16 bytes each, of a row in a lane's registers.
+constexpr int VECTORS = 8, ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;
 
 struct Scale {
     float value, factor;

@@ -10,13 +10,21 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FORWARD_WARPS, WARP, expect_float, octet_tiles, row_layout
+from llmq.ops.common import (
+    FORWARD_WARPS,
+    VECTOR_BYTES,
+    WARP,
+    RowLayout,
+    expect_float,
+    octet_tiles,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 MULTIPLE = 16  # of rows and columns: one 16-byte access
-LANE_VECTORS, MAX_WARPS = 8, 32  # of a row that lies in registers
+LANE_VECTORS = 8  # of a row, which lies in registers
+WARPS = (1, 4, 16, 32)  # that may hold a row: few, because each is a compilation
 
 _ROUNDING = "const i32*? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
 ROWS = Kernel(
@@ -82,10 +90,11 @@ def rows(
     expect("quantize_int8", "scale", scale, F32, (n,))
     if factors is not None:
         expect("quantize_int8", "factors", factors, F32, (cols,))
-    layout = row_layout(cols, x.dtype.itemsize, LANE_VECTORS)
-    if layout.warps > MAX_WARPS:
-        most = MAX_WARPS * WARP * LANE_VECTORS * 16 // x.dtype.itemsize
+    of_warp = WARP * LANE_VECTORS * VECTOR_BYTES // x.dtype.itemsize
+    if cols > WARPS[-1] * of_warp:
+        most = WARPS[-1] * of_warp
         raise ValueError(f"quantize_int8: x must have at most {most} columns, got {cols}")
+    layout = RowLayout(next(warps for warps in WARPS if cols <= warps * of_warp), LANE_VECTORS)
     blocks, threads = layout.launch(n, FORWARD_WARPS, n)
     dev.launch(
         ROWS,
@@ -93,7 +102,7 @@ def rows(
         threads,
         (q, scale, x, factors, *_rounding(stochastic), n, cols),
         consts={
-            **layout.consts,
+            "WARPS": layout.warps,
             "FACTORS": int(factors is not None),
             "STOCHASTIC": int(stochastic is not None),
         },

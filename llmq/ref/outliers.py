@@ -1,4 +1,4 @@
-"""References of cu/outliers.cu: the columns of an activation that signed bytes are too coarse for."""
+"""References of cu/outliers.cu: columns that signed bytes are too coarse for."""
 
 from __future__ import annotations
 

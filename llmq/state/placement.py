@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from llmq.base.dtypes import E4M3, I8, DType, parse_dtype
+from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.config.adapters import adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -275,8 +275,8 @@ def _place_base(config: TrainConfig, slab: Slab, world_size: int) -> SlabPlaceme
     """Of a frozen block that is kept as codes."""
     streams, source = streams_weights(config, world_size), _source(config)
     base = source if streams else Store(dtype=source.dtype)
-    dtype = parse_dtype(config.matmul_dtype)
-    codes = dtype in (E4M3, I8)
+    codes = config.matmul_dtype == "e4m3" or config.matmul_dtype == config.base_dtype
+    dtype = parse_dtype(config.matmul_dtype if codes else config.model_dtype)
     work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
     shared = work.streamed or not config.keep_transposed
     return SlabPlacement(
