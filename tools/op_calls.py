@@ -341,11 +341,12 @@ def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
     most = 64
     index = np.arange(most, dtype=np.int32) * (cols // most) if cols > most else np.arange(cols)
     index = np.resize(index.astype(np.int32), most)
-    found = {"mask": f32(cols), "index": Spec((most,), I32), "x": bf16(rows, cols)}
+    found = {"mask": f32(cols), "index": Spec((most,), I32), "column_max": f32(cols, value=1.0)}
+    x = bf16(rows, cols)
     weight = {"q": Spec((outs, cols), I8, value=7), "scale": f32(outs, value=1.0)}
     return [
         Call("select", outliers.select, found | {"threshold": 6.0}),
-        Call("take", outliers.take, {"out": bf16(rows, most), "x": found["x"], "index": index}),
+        Call("take", outliers.take, {"out": bf16(rows, most), "x": x, "index": index}),
         Call("weight", outliers.weight, {"out": bf16(outs, most), **weight, "index": index}),
     ]
 

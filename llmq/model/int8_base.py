@@ -54,7 +54,9 @@ class Int8BaseLinear(Linear):
                 return temps.enter_context(dev.scratch(name, shape, dtype))
 
             mask, index = scratch("outliers.mask", F32, columns), scratch("outliers", I32, MOST)
-            outliers.select(dev, mask, index, x, THRESHOLD)
+            largest = scratch("column_max", F32, columns)
+            quantize_int8.largest_of_columns(dev, largest, x)
+            outliers.select(dev, mask, index, largest, THRESHOLD)
             codes, scale = scratch("x.q", I8, rows, columns), scratch("x.scale", F32, rows)
             quantize_int8.rows(dev, codes, scale, x, factors=mask)
             matmul_int8(dev, out, codes, weight.codes, scale, weight.scale, bias=bias)

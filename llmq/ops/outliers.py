@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from llmq.base.dtypes import F32, I8, I32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_float, octet_tiles
-from llmq.ops.quantize_int8 import COLUMN_MAX
-from llmq.ops.quantize_int8 import THREADS as COLUMN_THREADS
+from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -35,30 +33,26 @@ WEIGHT = Kernel(
 )
 
 
-def select(dev: Device, mask: Tensor, index: Tensor, x: Tensor, threshold: float) -> None:
-    """Which columns of x are outliers: those with an element beyond the threshold.
+def select(dev: Device, mask: Tensor, index: Tensor, column_max: Tensor, threshold: float) -> None:
+    """Which columns are outliers: those with an element beyond the threshold.
 
     Where there are more than index has room for, those that are beyond a larger one.
 
     Args:
-        mask   out  F32 (cols,)   0 of outliers, 1 of other columns
-        index  out  I32 (most,)   outliers in ascending order, then -1
-        x      in   BF16 or F32 (rows, cols), both multiples of 16
+        mask        out  F32 (cols,)   0 of outliers, 1 of other columns
+        index       out  I32 (most,)   outliers in ascending order, then -1
+        column_max  in   F32 (cols,)   the largest element of each column, without its sign
         threshold   at least 0
 
-    Cost:    x read once; two launches, the second one of a single block.
+    Cost:    one launch of a single block.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect_float("outliers", "x", x)
-    n, cols = x.shape
+    cols = column_max.size
+    expect("outliers", "column_max", column_max, F32, (cols,))
     expect("outliers", "mask", mask, F32, (cols,))
     expect("outliers", "index", index, I32, (index.size,))
-    tiles = octet_tiles("outliers", n, cols)
-    with dev.scratch("column_max", (cols,), F32) as largest:
-        dev.zero(largest)
-        dev.launch(COLUMN_MAX, tiles, COLUMN_THREADS, (largest, x, n, cols))
-        args = (mask, index, largest, float(threshold), index.size, cols)
-        dev.launch(SELECT, 1, SELECT_THREADS, args)
+    args = (mask, index, column_max, float(threshold), index.size, cols)
+    dev.launch(SELECT, 1, SELECT_THREADS, args)
 
 
 def take(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:

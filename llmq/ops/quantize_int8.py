@@ -129,8 +129,7 @@ def columns(
     expect("quantize_int8", "scale", scale, F32, (cols,))
     tiles = octet_tiles("quantize_int8", n, cols)
     with dev.scratch("column_max", (cols,), F32) as column_max:
-        dev.zero(column_max)
-        dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
+        largest_of_columns(dev, column_max, x)
         dev.launch(
             COLUMNS,
             tiles,
@@ -138,6 +137,23 @@ def columns(
             (q_t, scale, x, column_max, *_rounding(stochastic), n, cols),
             consts={"STOCHASTIC": int(stochastic is not None)},
         )
+
+
+def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
+    """column_max = the largest |x| of each column; NaN is larger than everything.
+
+    Args:
+        column_max  out  F32          (cols,)
+        x           in   BF16 or F32  (rows, cols), both multiples of 16
+
+    Cost:    x read once; one launch, and column_max is cleared.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(x, None)
+    expect("quantize_int8", "column_max", column_max, F32, (cols,))
+    dev.zero(column_max)
+    tiles = octet_tiles("quantize_int8", n, cols)
+    dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
 
 
 def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:

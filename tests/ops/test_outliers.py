@@ -29,11 +29,14 @@ def test_equals_reference(dev, rng, case, dtype, most, large):
     chosen = np.sort(rng.choice(cols, large, replace=False))
     x[1, chosen] = 40 + 4 * np.arange(large)  # no two alike
 
-    def select(dev, mask, index, x):
-        outliers.select(dev, mask, index, x, 6.0)
+    def select(dev, mask, index, column_max):
+        outliers.select(dev, mask, index, column_max, 6.0)
 
+    largest = {"column_max": np.full(cols, np.nan, np.float32)}
+    largest |= compared(dev, quantize_int8.largest_of_columns, largest | {"x": x})
+    largest.pop("x")
     arrays = {"mask": np.full(cols, np.nan, np.float32), "index": np.full(most, 77, np.int32)}
-    made = compared(dev, select, arrays | {"x": x})
+    made = compared(dev, select, arrays | largest)
     found = made["index"][made["index"] >= 0]
     assert len(found) == min(large, most) and set(found) <= set(chosen)
     out = {"out": np.full((rows, most), np.nan, dtype.numpy), "index": made["index"]}
@@ -54,7 +57,7 @@ def test_wrong_arguments():
 
     index = make(8, dtype=I32)
     with pytest.raises(ValueError, match=r"outliers: mask must have shape \(32,\)"):
-        outliers.select(dev, make(16), index, make(16, 32), 6.0)
+        outliers.select(dev, make(16), index, make(32), 6.0)
     with pytest.raises(TypeError, match="outliers: index must be I32, got F32"):
         outliers.take(dev, make(16, 8), make(16, 32), make(8))
     with pytest.raises(TypeError, match="outliers: q must be I8, got F32"):
