@@ -301,6 +301,11 @@ def test_what_has_no_effect_or_cannot_be():
     assert "--no-keep-transposed has no effect without --matmul-dtype e4m3" in option_warnings(
         config
     )
+    int8 = TrainConfig(lora_rank=4, base_dtype="int8", keep_transposed=False).normalized()
+    assert not option_warnings(int8) and not rank_warnings(int8, 1)
+    assert rank_warnings(replace(int8, shard_weights=True, offload_master=True), 1) == [
+        "--no-keep-transposed has no effect with --shard-weights: it is implied"
+    ]
     shape = {"hidden_size": 40, "num_heads": 5, "num_kv_heads": 1, "head_dim": 4}
     config = TrainConfig(lora_rank=4, base_dtype="nf4", seq_len=16).normalized()
     with pytest.raises(ConfigError, match="nf4 needs matrices of multiples of 64 elements"):
