@@ -35,14 +35,15 @@ def rounding(tensors, stochastic, rows):
     return Stochastic(scalars, 11, rows // 4) if stochastic else None
 
 
-@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize(
-    ("dtype", "stochastic", "factors"),
-    [(BF16, False, False), (BF16, True, True), (F32, True, False), (F32, False, True)],
-    ids=str,
-)
-def test_rows_equal_reference(dev, rng, case, dtype, stochastic, factors):
-    rows, cols = case
+WAYS = [(BF16, False, False), (BF16, True, True), (F32, True, False), (F32, False, True)]
+# Each way and number of warps is a compilation: several warps take turns.
+BY_WARPS = {"several_warps": WAYS[1:3], "sixteen_warps": WAYS[::3]}
+ROW_CASES = [(name, *way) for name in SMALL for way in BY_WARPS.get(name, WAYS)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "stochastic", "factors"), ROW_CASES, ids=str)
+def test_rows_equal_reference(dev, rng, name, dtype, stochastic, factors):
+    rows, cols = case = SMALL[name]
     arrays = {
         "q": np.full(case, 99, np.int8),
         "scale": np.full(rows, np.nan, np.float32),
