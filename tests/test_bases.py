@@ -173,6 +173,21 @@ def test_weights_are_those_of_the_codes():
                 assert 0.98 < np.corrcoef(values.ravel(), original.ravel())[0, 1] < 1
 
 
+def test_fp8_codes_of_nf4():
+    """As near as E4M3 can be, with one scale for the modules of a matrix: none is clamped."""
+    kind = KINDS["nf4 fp8"]
+    with (
+        trainer_for(exported("qwen3"), lora_rank=3, **kind) as trainer,
+        HfWeights(exported("qwen3")) as files,
+    ):
+        read = as_kept(files.read, "nf4")
+        for param, values in block_weights(trainer).items():
+            want = read(param)
+            # 4 significant bits, and below 2^-6 of the scale's 448 steps of 2^-9.
+            bound = 2.0**-4 * np.abs(want) + 2.0**-10 * np.abs(want).max() / 448
+            assert (np.abs(values - want) <= bound).all(), param.name
+
+
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2"])
 def test_parts_of_tensors(name):
     """What is read of a few rows is what is there of the whole, also where Hugging Face has it

@@ -20,7 +20,7 @@ from llmq.ops import nf4
 from llmq.runtime.arena import align_up
 from llmq.state.params import Param, Slab
 
-REGION_ALIGN = 16  # bytes: what kernels and products ask for
+REGION_ALIGN = 256  # bytes: as tensors of an arena, for the fastest products
 PACKED_ALIGN = 256  # of each rank's part
 
 
