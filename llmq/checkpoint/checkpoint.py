@@ -50,6 +50,7 @@ from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 
 GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
+BEGUN = "adapters.begun"  # which there is where adapters began as a part of the model
 SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
 
 Range = tuple[Param, int, int]
@@ -127,7 +128,7 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of GROUPS or SCALES.
+        """Write this rank's file of a group, one of GROUPS, SCALES or BEGUN.
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
@@ -270,6 +271,8 @@ class CheckpointReader:
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             params = [p for slab in table if every or slab.name in trained for p in slab.params]
+            if group == BEGUN:
+                params = [param for param in params if param.of_adapter]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))
             unknown = self._pieces[group].keys() - {param.name for param in params}

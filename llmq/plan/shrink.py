@@ -114,6 +114,7 @@ ROUNDING: tuple[Saver, ...] = (
     lambda config: {"grad_accum_dtype": config.model_dtype},
     lambda config: {"master_dtype": config.model_dtype},
     lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
+    lambda config: {"base_dtype": "nf4"} if config.lora_rank else {},
     lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
 )
 
@@ -176,7 +177,7 @@ class Shrinker:
         """What may be in host memory so that all fits, if the rest is as light as can be, and what
         is needed then; the fastest first.
         """
-        if self._is_hopeless(config):
+        if self.is_hopeless(config):
             return []
         hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
         found = []
@@ -189,7 +190,7 @@ class Shrinker:
                 found.append((place, self.planner.estimate(light)))
         return sorted(found, key=lambda choice: choice[1].time.total)
 
-    def _is_hopeless(self, config: TrainConfig) -> bool:
+    def is_hopeless(self, config: TrainConfig) -> bool:
         """Whether the device is too small for what must be there, or both memories together are."""
         device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
         if device is None:

@@ -16,7 +16,7 @@ from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.peft import open_merged
+from llmq.checkpoint.merge import open_merged
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model

@@ -1,0 +1,59 @@
+"""The largest model that a machine trains: `llmq plan --largest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+from llmq.base.dtypes import MIB
+from llmq.base.errors import ConfigError
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.presets import PRESETS
+from llmq.config.sizes import SIZES
+from llmq.plan.fit import Fit
+from llmq.plan.fit_bases import fits_of
+from llmq.plan.memory import Limits
+from llmq.plan.target import Target
+from llmq.state.params import parameter_count
+
+ALONE = 1024 * MIB  # of host memory, which a run has where a model is on its card alone
+_TOYS = "tiny"  # with which names of presets begin that are for tests
+
+
+def check_largest(fields: Collection[str]) -> None:
+    """ConfigError where options say already which model. fields: that were given."""
+    for name in ("model", *SIZES):
+        if name in fields:
+            spelled = name.replace("_", "-")
+            raise ConfigError(f"--largest: chooses the model, leave out --{spelled}")
+
+
+def fits_by_size(
+    config: TrainConfig, target: Callable[[ModelConfig], Target], fixed: frozenset[str]
+) -> Iterator[tuple[str, Fit, Target]]:
+    """Searches for presets that may fit, the one with most parameters first, with their names.
+
+    target: the machine, for a model. Without a limit of host memory all has to be on the card, but
+    for ALONE. Presets that the options do not go with are left out.
+    """
+    for name in sorted(PRESETS, key=_parameters, reverse=True):
+        model = PRESETS[name]
+        if name.startswith(_TOYS):
+            continue
+        try:
+            own = replace(config, model=name).validate_with(model)
+        except ConfigError:
+            continue
+        where = target(model)
+        if where.limits.device is None:
+            raise ConfigError("--largest: of how much memory? Give --gpu-memory or --card")
+        host = ALONE if where.limits.host is None else where.limits.host
+        where = replace(where, limits=Limits(device=where.limits.device, host=host))
+        fit = Fit(own, where.planner(model), where.limits, fixed)
+        if not all(each.is_hopeless() for each in fits_of(fit)):
+            yield name, fit, where
+
+
+def _parameters(name: str) -> int:
+    return parameter_count(PRESETS[name])
