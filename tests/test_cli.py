@@ -85,6 +85,7 @@ def test_plan_has_the_flags_of_train():
         flags.get(command, set()).add(spellings)
     assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
     own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
+    own |= {"--largest"}
     assert flags["plan"] - flags["train"] == own | {"--machines", "--network"}
 
 

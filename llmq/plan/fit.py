@@ -58,6 +58,10 @@ class Fit:
         """Whether it is quickly seen that nothing fits."""
         return self.shrinker.is_hopeless(self.ladder()[0])
 
+    def can_fit(self) -> bool:
+        """Whether something fits, by estimates of the lightest that there is; takes longer."""
+        return self.shrinker.can_fit(self.ladder()[0])
+
     def found(self) -> list[Candidate]:
         """What fits, the fastest first, at most SHOWN of it.
 

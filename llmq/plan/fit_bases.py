@@ -7,7 +7,7 @@ from llmq.plan.fit import SHOWN, Candidate, Fit
 from llmq.plan.shrink import FP8, Changes
 from llmq.runtime.device import HOST_SPEC
 
-INT8: Changes = {"base_dtype": "int8", "matmul_dtype": "int8"}
+INT8: Changes = {"base_dtype": "int8", "matmul_dtype": "int8", "gradient_dtype": "int8"}
 
 
 def fits_of(fit: Fit) -> list[Fit]:
@@ -33,9 +33,7 @@ def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
     found = [(each, each.found()) for each in fits if not each.is_hopeless()]
     found = [(each, candidates) for each, candidates in found if candidates]
     if not found:
-        narrowest = fits[-1]
-        fixed = narrowest.fixed
-        raise refusal(narrowest.ladder()[0], fit.planner, fit.limits, fixed)
+        raise refusal(fits[-1].ladder()[0], fit.planner, fit.limits, fits[-1].fixed)
 
     def worth(place: int) -> float:
         coarseness = fits.index(found[place][0])

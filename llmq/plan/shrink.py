@@ -179,9 +179,8 @@ class Shrinker:
         """
         if self.is_hopeless(config):
             return []
-        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
         found = []
-        for light in dict.fromkeys(self.lightest(config, places) for places in hosted):
+        for light in self._lightest_of_all(config):
             if self.fits(light):
                 names = [*PLACES, "offload_quants", "persistent_quants"]
                 names += ["shard_gradients"] if light.offload_gradients else []
@@ -189,6 +188,17 @@ class Shrinker:
                 place = {name: v for name, v in place.items() if getattr(config, name) != v}
                 found.append((place, self.planner.estimate(light)))
         return sorted(found, key=lambda choice: choice[1].time.total)
+
+    def can_fit(self, config: TrainConfig) -> bool:
+        """Whether host_choices has any."""
+        if self.is_hopeless(config):
+            return False
+        return any(self.fits(light) for light in self._lightest_of_all(config))
+
+    def _lightest_of_all(self, config: TrainConfig) -> list[TrainConfig]:
+        """With each choice of what is in host memory."""
+        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
+        return [*dict.fromkeys(self.lightest(config, places) for places in hosted)]
 
     def is_hopeless(self, config: TrainConfig) -> bool:
         """Whether the device is too small for what must be there, or both memories together are."""
