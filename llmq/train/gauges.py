@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from llmq.runtime.nvml import NO_REASON, UNSUPPORTED, reason
+from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 
 GIB = 1 << 30
 WIDE = 114  # columns, from which on a row also has the card's name, limits and reasons in full
@@ -135,10 +135,13 @@ def _held_by(sample: dict[str, Any], *, wide: bool) -> tuple[str, str]:
     """What holds the clock down, and the style of it."""
     reasons = sample.get("reasons", UNSUPPORTED)
     if isinstance(reasons, dict):  # of a record: the most frequent one
-        return next(iter(reasons), "" if sample.get("throttle") != NO_REASON else "-"), ""
-    found = reason(reasons) if reasons != UNSUPPORTED else None
+        found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
+        told = sample.get("throttle") != NO_REASON
+    else:
+        told = reasons != UNSUPPORTED
+        found = reason(reasons) if told else None
     if found is None:
-        return ("-" if reasons == UNSUPPORTED else ""), ""
+        return ("" if told else "-"), ""
     return (found.text if wide else found.short), _MARKS.get(found.short, "")
 
 
@@ -216,10 +219,10 @@ def waiting_line(rows: Sequence[Row]) -> str:
     last = min(waits, key=waits.__getitem__)
     others = [share for label, share in waits.items() if label != last]
     later = sum(others) / len(others) - waits[last]
-    text = f"communication: {sum(waits.values()) / len(waits):.1%} of a step exposed"
+    text = f"exposed communication {sum(waits.values()) / len(waits):.1%} of a step"
     if later < LATE:
-        return f"{text}, no GPU keeps the others waiting"
-    return f"{text}; the others wait for {last}: {later:.1%}"
+        return f"{text}; no GPU keeps the others waiting"
+    return f"{text}; the others wait for GPU {last}, {later:.1%} of it"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ class Top:
         """All of it."""
         if self.run is None:
             return Panel(self.rows)
-        title = f"{self.run.name}  {self.run.log}" + ("" if self.goes_on else "  has ended")
+        state = "" if self.goes_on else " has ended"
+        title = f"{self.run.name}{state}  {self.run.log}"
         progress = self.run.progress.render()
         panel = [Panel(self.rows)] if self.goes_on else []
         return Group(Text(title, no_wrap=True, overflow="ellipsis"), progress, *panel)
