@@ -131,6 +131,20 @@ def test_an_older_log(machine, tmp_path):
     top.close()
 
 
+def test_a_run_that_reads_no_sensors(machine, tmp_path):
+    """It knows the places of its GPUs only, which say something on its own machine."""
+    path = tmp_path / "run.json"
+    machine(FakeGpu(0), FakeGpu(1, power=123_000))
+    write(path, ("gpu-model", model(0, FakeGpu(1)) | {"uuid": ""}))
+    for there, power in ((False, None), (True, 123_000)):
+        with locked(lock_beside(path), "--log-file", path):
+            if not there:
+                lock_beside(path).write_text("llmq: process 1 on another-machine\n")
+            top = Top(path)
+            assert top.rows()[0].sample.get("power") == power
+            top.close()
+
+
 def test_a_run_on_the_cpu(machine, tmp_path, capsys):
     path = tmp_path / "run.json"
     far = {"rank": 1, "machine": "b", "util": 50, "memory_used": 1 << 30, "memory_total": 1 << 31}

@@ -42,7 +42,7 @@ from llmq.runtime.timing import LaunchTime, time_launches
 from llmq.train.batches import random_batch
 from llmq.train.model_of_run import model_of_run
 from llmq.train.monitor import speed_of_light, system_record
-from llmq.train.sensors import INTERVAL, open_sensors
+from llmq.train.sensors import open_sensors
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # steps: launched one by one, captured, replayed
@@ -145,12 +145,11 @@ def measure(
         first_step = time.time() - started
         for _ in range(WARM_UP - 1):
             trainer.step(batches)
-        interval = INTERVAL if config.log_gpu_util else None
-        sensors = open_sensors(trainer.ranks.devices, interval)
+        sensors = open_sensors(trainer.ranks.devices)
         sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
         used = None if energy is None else _joules(sources) - energy
-        gpu = sensors.take()[0] if sources[0] is not None and interval else None
+        gpu = None if sources[0] is None else sensors.take()[0]
         seconds = [pair[0] for pair in timed]
         step, loss = statistics.median(seconds), timed[-1][1].loss
         if not np.isfinite(loss):

@@ -85,6 +85,12 @@ def is_written(path: Path) -> bool:
     return True
 
 
+def is_written_here(path: Path) -> bool:
+    """Whether a run of this machine is writing this log."""
+    found = holder(lock_beside(path.resolve()))
+    return found is not None and found[1] == socket.gethostname() and is_written(path)
+
+
 def silence(path: Path) -> float:
     """Seconds since something was written to a log."""
     return time.time() - _modified(path)[0]

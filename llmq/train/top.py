@@ -18,7 +18,7 @@ from llmq.base.errors import DataError
 from llmq.base.run_id import RunId
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
-from llmq.train.find_log import is_written, silence
+from llmq.train.find_log import is_written, is_written_here, silence
 from llmq.train.gauges import Panel, Row
 from llmq.train.json_log import LogReader
 from llmq.train.live import DRAWS, Progress
@@ -107,14 +107,15 @@ def _nvml() -> Any | None:
     return None
 
 
-def _here(nvml: Any | None, model: dict[str, Any]) -> NvmlGpu | None:
-    """The GPU of a `gpu-model` record, if this machine has it."""
-    uuid = model.get("uuid")
-    if nvml is None or not uuid:
+def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
+    """The GPU of a `gpu-model` record of this log, if this machine has it."""
+    uuid, place = model.get("uuid"), model.get("bus_id")
+    if nvml is None or place is None:
         return None
     with suppress(nvml.NVMLError):
-        gpu = find_gpu(nvml, model["bus_id"], uuid)
-        if gpu.uuid == uuid:
+        gpu = find_gpu(nvml, place, uuid or "")
+        # A run that reads no sensors does not know the id.
+        if gpu.uuid == uuid if uuid else is_written_here(log):
             return gpu
         gpu.close()
     return None
@@ -145,7 +146,7 @@ class Top:
         """By rank; None of a GPU that is elsewhere."""
         found: list[Sensor | None] = [None] * (max(models, default=-1) + 1)
         for rank, model in models.items():
-            gpu = _here(self._nvml, model)
+            gpu = _here(self._nvml, model, self.run.log)
             found[rank] = gpu and Sensor(gpu, f"GPU {rank}")
         return found
 
