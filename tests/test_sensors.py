@@ -162,11 +162,10 @@ def test_nobody_waits_for_nvml(watched):
 
 def test_a_driver_that_hangs_holds_nobody_up(watched, monkeypatch):
     monkeypatch.setattr("llmq.train.sensors.PATIENCE", 0.05)
-    nvml, free = FakeNvml(), threading.Event()
+    nvml, hangs, free = FakeNvml(), threading.Event(), threading.Event()
     sensors = watched(nvml, interval=0.01)
-    monkeypatch.setattr(nvml.gpus[0], "lost", False)
-    monkeypatch.setattr(FakeNvml, "_ClockInfo", lambda *_: free.wait(20))
-    time.sleep(0.05)
+    monkeypatch.setattr(FakeNvml, "_ClockInfo", lambda *_: hangs.set() or free.wait(20))
+    assert hangs.wait(20)
     start = time.monotonic()
     sensors.close()
     assert time.monotonic() - start < 5

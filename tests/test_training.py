@@ -576,6 +576,7 @@ def test_terminal_gets_the_live_view(monkeypatch, capsys):
     assert train(steps=2) == 0
     assert "[T] step     1" in screen.getvalue()
     assert "step 2/2" in screen.getvalue()
+    assert " cores  memory " in screen.getvalue() and "[G]" not in screen.getvalue()
     assert "\x1b[?25h" in screen.getvalue(), "the cursor is back"
     assert "[T]" not in capsys.readouterr().out
 
