@@ -163,6 +163,20 @@ def test_the_machine_alone(machine, capsys):
     assert [line.split()[0] for line in shown(capsys)] == ["GPU", "0", "1"]
 
 
+def test_errors_of_gpus(machine):
+    nvml = machine(FakeGpu(0), FakeGpu(1))
+    top = Top(None)
+    nvml.gpus[0].xids, nvml.gpus[1].xids = [31, 45], [79]
+    top._sensors._round()
+    top.look()
+    shown = [str(text) for text in top.render().renderables[1:]]
+    assert shown == [
+        "GPU 0: Xid 45, what was left of a program was cleaned up",
+        "GPU 1: Xid 79, the GPU has fallen off the bus",
+    ]
+    top.close()
+
+
 def test_a_machine_without_gpus(machine, capsys):
     run_top(None)
     (line,) = shown(capsys)

@@ -29,6 +29,7 @@ from llmq.train.watch import DONE
 LOOKS = 1.0  # seconds between looks at the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
 PAUSE = 60.0  # seconds without a record, after which a run that holds no lock has ended
+SHOWN_NEWS = 2  # errors of GPUs
 _ENDS = (*DONE, "Stopped by ")
 
 
@@ -128,11 +129,12 @@ class Top:
         self.run = None if log is None else Follower(log)
         self._machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
         self._nvml, self._known = _nvml(), {}
-        self._sensors = Sensors([])
+        self._sensors, self._news = Sensors([]), []
         self.look()
 
     def look(self) -> None:
         """Read what is new in the log, and open the sensors of GPUs that it names."""
+        self._news = [*self._news, *self._sensors.take_news()][-SHOWN_NEWS:]
         if self.run is not None:
             self.run.look()
         models = {} if self.run is None else dict(self.run.models)
@@ -183,7 +185,10 @@ class Top:
         )
 
     def render(self) -> RenderableType:
-        """All of it."""
+        """All of it, and below it the newest errors of GPUs."""
+        return Group(self._view(), *(Text(line, "bold red") for line in self._news))
+
+    def _view(self) -> RenderableType:
         if self.run is None:
             return Panel(self.rows)
         state = "" if self.goes_on else " has ended"
