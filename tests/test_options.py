@@ -719,7 +719,6 @@ def test_options_that_do_nothing_on_the_cpu():
         "memcpy-all-gather": True,
         "memcpy-send-recv": True,
         "p2p": "off",
-        "log-gpu-util": 5,
     }
     config = make_config(options | {"device": "cpu"})
     assert option_warnings(config) == [
@@ -733,7 +732,6 @@ def test_options_that_do_nothing_on_the_cpu():
             "--memcpy-all-gather",
             "--memcpy-send-recv",
             "--p2p off",
-            "--log-gpu-util 5",
         )
     ]
     assert rank_warnings(config, 1) == rank_warnings(config, 1, on_cpu=True) == []
@@ -743,7 +741,6 @@ def test_options_that_do_nothing_on_the_cpu():
     ]
     alone = make_config(options)
     assert not any("cpu" in line for line in option_warnings(alone) + rank_warnings(alone, 1))
-    assert option_warnings(make_config({"device": "cpu", "log-gpu-util": 0})) == []
     summed = make_config({"device": "cpu", "all-to-all-reduce": True})
     assert rank_warnings(summed, 1) == ["--all-to-all-reduce has no effect with one GPU"]
 

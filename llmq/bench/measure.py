@@ -37,10 +37,12 @@ from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnin
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
+from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 from llmq.train.batches import random_batch
 from llmq.train.model_of_run import model_of_run
-from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
+from llmq.train.monitor import speed_of_light, system_record
+from llmq.train.sensors import open_sensors
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # steps: launched one by one, captured, replayed
@@ -143,11 +145,11 @@ def measure(
         first_step = time.time() - started
         for _ in range(WARM_UP - 1):
             trainer.step(batches)
-        monitors = [open_monitor(device) for device in trainer.ranks.devices]
-        energy = _joules(monitors)
+        sensors = open_sensors(trainer.ranks.devices)
+        sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
-        used = None if energy is None else _joules(monitors) - energy
-        gpu = None if monitors[0] is None else monitors[0].sample()
+        used = None if energy is None else _joules(sources) - energy
+        gpu = None if sources[0] is None else sensors.take()[0]
         seconds = [pair[0] for pair in timed]
         step, loss = statistics.median(seconds), timed[-1][1].loss
         if not np.isfinite(loss):
@@ -175,16 +177,14 @@ def measure(
             "loss": loss,
             "gpu": gpu,
         }
-        machine = _machine(trainer, monitors[0])
-        for monitor in monitors:
-            if monitor is not None:
-                monitor.close()
+        machine = _machine(trainer, sources[0])
+        sensors.close()
     return {"result": result, "machine": machine, "gpus": trainer.world_size}
 
 
-def _joules(monitors: list[GpuMonitor | None]) -> float | None:
+def _joules(gpus: list[NvmlGpu | None]) -> float | None:
     """What all GPUs have used so far; None where one of them does not say."""
-    readings = [None if monitor is None else monitor.joules() for monitor in monitors]
+    readings = [None if gpu is None else gpu.joules() for gpu in gpus]
     return None if None in readings else sum(readings)
 
 
@@ -201,13 +201,13 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
     return memory
 
 
-def _machine(trainer: Trainer, monitor: GpuMonitor | None) -> dict[str, Any]:
+def _machine(trainer: Trainer, source: NvmlGpu | None) -> dict[str, Any]:
     """What the run depended on besides the options."""
     versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     dev = trainer.dev
     if dev.kind != "cuda":
         return {"device": dev.spec.name, "gpu": None, "versions": versions}
-    gpu = system_record(dev.index, gpu_info(dev.index), monitor)
+    gpu = system_record(dev.index, gpu_info(dev.index), source)
     return {"device": dev.spec.name, "gpu": gpu, "versions": versions | library_versions()}
 
 

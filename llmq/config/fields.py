@@ -262,7 +262,9 @@ class Fields:
     wandb: str | None = option(
         _OUTPUT, None, "Project of Weights & Biases to which the log is sent, as the run goes"
     )
-    log_gpu_util: int = option(_OUTPUT, 25, "Steps between GPU records; 0: none", min=0)
+    log_gpu_util: int = option(
+        _OUTPUT, 25, "Steps between records of GPUs, or CPUs; 0: none", min=0
+    )
     debug_log_allocations: int = option(
         _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
     )
