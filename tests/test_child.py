@@ -13,7 +13,7 @@ TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
 
 def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
     alive = tmp_path / "alive"
-    return run_watched([sys.executable, "-c", code, str(alive)], text, alive, limit)
+    return run_watched([sys.executable, "-c", code, str(alive)], text, alive, limit).status
 
 
 @pytest.mark.parametrize("limit", [0, 60])
