@@ -49,10 +49,7 @@ def run_bench(given: Mapping[str, Any], file: Path | None, how: How, argv: list[
         try:
             sweep.make()
         except (KeyboardInterrupt, Interrupted):
-            done = len(runs) - len(sweep.pending)
-            if done:
-                told = f"{done} of {len(runs)} runs are in {report_file.path}: --resume goes on"
-                print(told, file=sys.stderr)
+            sweep.interrupted()
             raise
     print(markdown(sweep.report))
     sweep.raise_failed()
@@ -133,6 +130,14 @@ class Sweep:
         new = self.new | {"left": len(self.pending), "running": None}
         report = new if self.earlier is None else merge(self.earlier, new)
         return report if self.how.add else in_order(report, self.order)
+
+    def interrupted(self) -> None:
+        """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
+        done = len(self.order) - len(self.pending)
+        if done and self.pending:
+            self._write()
+            told = f"{done} of {len(self.order)} runs are in {self.file.path}: --resume goes on"
+            print(told, file=sys.stderr)
 
     def raise_failed(self) -> None:
         """LlmqError if runs failed, in this sweep or before it was interrupted."""

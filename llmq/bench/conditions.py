@@ -25,7 +25,7 @@ Node = Callable[[Lookup], Any]
 """A part of a condition: its value with these options."""
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d[\w.]*)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<name>[A-Za-z_]\w*(?:-\w+)*)"
+    r"\s*(?:(?P<number>\d[\d.]*[eE][+-]\d+|\d[\w.]*)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<name>[A-Za-z_]\w*(?:-\w+)*)"
     r"|(?P<sign><=|>=|==|!=|//|[-+*/%<>()\[\],]))"
 )
 _WORDS = {"true": True, "false": False, "none": None}

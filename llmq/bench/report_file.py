@@ -44,8 +44,11 @@ class ReportFile:
         return read_report(self.path, flag) if self.path.exists() else None
 
     def write(self, report: Report) -> None:
-        """Each file is replaced at once, and is on the disk: JSON first, the others follow it."""
+        """Each file is replaced at once, and is on the disk: JSON first, the others follow it,
+        but not to say that a run has begun."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
+        if report["running"] is not None:
+            return
         write_file(self._with(".md"), markdown(report))
         write_file(self._with(".csv"), as_csv(report))
         write_file(self._with(".html"), page(report))

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,10 +95,16 @@ def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
 
 def identity(options: Row) -> Hashable:
     """What is equal for runs that do the same, however they are spelled."""
+    return _identity(json.dumps(options, sort_keys=True, default=str))
+
+
+@cache
+def _identity(text: str) -> Hashable:
+    """Of options in JSON. A long sweep asks for each of them again after each run."""
     try:  # the log's name is made from the time, and when a run counts as hung does not change it
-        return replace(make_config(options), log_file=None, watchdog=0)
+        return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
     except ConfigError:  # of a report by another version, which had other options
-        return json.dumps(options, sort_keys=True, default=str)
+        return text
 
 
 def _part(content: Mapping[str, Any], file: Path | None) -> _Part:
