@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from pathlib import Path
+
 import pytest
 
 from llmq.base.errors import ConfigError
@@ -156,6 +160,20 @@ def test_equal_runs_are_made_once(rows):
     assert rows(text, ("learning-rate", "watchdog")) == [(1, 10), (2, 10)]
 
 
+def test_the_file_of_the_page(tmp_path):
+    """The numbers that docs/sweeps.md shows are of its file."""
+    page = (Path(__file__).parents[1] / "docs" / "sweeps.md").read_text()
+    block = re.search(r"the command line wins\.\n\n((?:    .*\n)+)", page)[1]
+    path = tmp_path / "sweep.yaml"
+    path.write_text(textwrap.dedent(block))
+    runs = read_runs({}, path)
+    assert f"[7/{len(runs)}]" in page
+    assert max(int(run["batch-size"]) * int(run["seq-len"]) for run in runs) == 32768
+    assert {run["batch-size"] * run["grad-accumulation"] for run in runs} == {64}
+    large = [run for run in runs if run["model"] == "Qwen2.5-1.5B"]
+    assert large and all(run["recompute-block"] for run in large)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -170,6 +188,13 @@ def test_equal_runs_are_made_once(rows):
         ("zip:\n- {lr: [1]}\n- {learning-rate: [1]}", "is given twice"),
         ("zip: {nonsense: [1, 2]}", "unknown option nonsense"),
         ("zip: {steps: [1, 2]}", "--steps: has no effect on a benchmark"),
+        (
+            "".join(
+                f"{n}: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\n"
+                for n in ("seed", "lr", "beta-1", "beta-2", "warmup", "grad-clip")
+            ),
+            "its lists stand for 1000000 runs",
+        ),
         ("where: true", "where must be a condition or a list of conditions"),
         ("where: [1]", "where must be a condition or a list of conditions"),
         ("where: batch-size > 99", "none of the 1 runs meets `where`"),

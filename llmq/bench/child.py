@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from llmq.base.errors import LlmqError
 from llmq.config.options_io import make_config
 
 POLL = 0.5  # seconds
@@ -40,9 +39,12 @@ class Ended(NamedTuple):
     words: list[str]
 
 
-def run_watched(
-    command: list[str], text: str, alive: Path, limit: float, timeout: float = 0
-) -> Ended:
+def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int | None:
+    """As `watched`, without a limit for the whole; only its exit status."""
+    return watched(command, text, alive, limit).status
+
+
+def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
     """Run it to its end.
 
     text: its standard input. What it prints goes to our standard error. alive: the file that it
@@ -133,9 +135,9 @@ def run_child(
         job["parent"] = os.getpid()
         command = [*CHILD, str(path), str(alive)]
         try:
-            ended = run_watched(command, json.dumps(job), alive, limit, timeout)
+            ended = watched(command, json.dumps(job), alive, limit, timeout)
         except OSError as error:  # there is no memory for a process, say
-            raise LlmqError(f"cannot start a process for a run: {error.strerror}") from error
+            return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
         if path.exists():
             outcome = json.loads(path.read_text())
         else:

@@ -30,11 +30,11 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
         text = json.dumps({"runs": runs, "parent": os.getpid()})
-        ended = run_watched([*PLANNER, str(path), str(alive)], text, alive, LIMIT)
+        status = run_watched([*PLANNER, str(path), str(alive)], text, alive, LIMIT)
         if path.exists():
             result = json.loads(path.read_text())
             return result["runs"], result["machine"]
-    warn([f"the runs cannot be planned: the process that does it ended with {ended.status}"])
+    warn([f"the runs cannot be planned: the process that does it ended with {status}"])
     return [{"status": "failed", "message": "cannot be planned"}] * len(runs), None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +17,8 @@ from llmq.config.option_file import read_option_file
 from llmq.config.option_types import AUTO
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import make_config
+
+MOST_RUNS = 100_000  # that lists may stand for, before conditions: more is a slip
 
 Row = dict[str, Any]
 """The options of one run, by flag name without dashes."""
@@ -146,6 +149,8 @@ def _product(inherited: _Part, own: _Part, given: Mapping[str, Any]) -> list[Row
     for lists in (*inherited.zips, *own.zips):
         columns = zip(*lists.values(), strict=True)
         choices.append([dict(zip(lists, values, strict=True)) for values in columns])
+    if (count := math.prod(map(len, choices))) > MOST_RUNS:
+        raise ConfigError(f"--config: its lists stand for {count} runs, more than {MOST_RUNS}")
     return [
         {key: value for one in chosen for key, value in one.items()}
         for chosen in itertools.product(*choices)
@@ -156,8 +161,13 @@ def value_of(options: Row, name: str) -> Any:
     """The value of an option in a run; what is not given has its default."""
     name = _FIRST_FLAG[name]
     given, field = options.get(name), _FIELD[name]
-    found = getattr(TrainConfig(), field) if given is None else OPTIONS[field].convert(given)
+    found = getattr(_defaults(), field) if given is None else OPTIONS[field].convert(given)
     return str(found) if isinstance(found, Path) else found
+
+
+@cache
+def _defaults() -> TrainConfig:
+    return TrainConfig()
 
 
 def _check(options: Row, *, several: bool) -> None:
