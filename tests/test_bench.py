@@ -21,6 +21,7 @@ from llmq.bench.bench import run_bench
 from llmq.bench.child import run_child
 from llmq.bench.how import How
 from llmq.bench.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.bench.plan_runs import planned
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
@@ -323,6 +324,11 @@ def test_random_batches_cover_the_vocabulary():
         assert [a.dtype for a in batch] == [np.int32] * 2
         assert all((a.min(), a.max()) == (0, 256) for a in batch)
     assert not np.array_equal(*batches[0][:2])
+
+
+def test_speed_is_predicted_from_the_plan_of_the_run():
+    with open_trainer(TINY, 1) as trainer:
+        assert measure.predicted_speed(trainer) == planned(TINY)[0]["tokens_per_second"]
 
 
 def test_launches_of_a_step_are_timed_without_changing_it():

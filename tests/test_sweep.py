@@ -18,6 +18,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import bench, child, plan_runs, predict
 from llmq.bench.predict import Forecast
 from llmq.commands.cli import _run
+from tests.conftest import gpu_problem
 from tests.sweeps import GRID, MACHINE, TABLE, Sweeps, ok, planned
 
 FAILED = {"status": "failed", "message": "it broke", "last_words": ["Traceback", "it broke here"]}
@@ -404,3 +405,22 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "[2/2] tiny fp32 1 x 1 --memory-limit=1GiB ...\n  ok: " in printed.err
     left_out, made = json.loads((tmp_path / "s.json").read_text())["runs"]
     assert made["result"]["memory"]["planned"] == left_out["planned"]["device"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
+def test_a_sweep_on_a_gpu(tmp_path):
+    """Plans come before measurements, and leave the GPU as free as it was."""
+    text = "device: cuda\nmodel: tiny\nseq-len: 64\nbatch-size: [1, 4]\n"
+    (tmp_path / "sweep.yaml").write_text(text + "memory-limit: [1MiB, 4GiB]\n")
+    arguments = ["bench", "--config", str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "s")]
+    assert _run([*arguments, "--timed-steps=2", "--plan-first"]) == 0
+    runs = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert [(r["batch"], r["status"]) for r in runs] == [
+        (batch, status) for batch in (4, 1) for status in ("does not fit", "ok")
+    ]
+    for made in (run for run in runs if run["status"] == "ok"):
+        assert made["result"]["memory"]["as_planned"] and made["result"]["predicted"] > 0
+        (left_out,) = (r for r in runs if r["batch"] == made["batch"] and r["status"] != "ok")
+        assert made["result"]["memory"]["planned"] == left_out["planned"]["device"]
+    assert 'id="predicted"' in (tmp_path / "s.html").read_text()

@@ -41,7 +41,8 @@ def start(driver: list[str], folder: Path, name: str) -> subprocess.Popen[bytes]
     command = [*driver, "bench", "--config", str(folder / "sweep.yaml"), "--out"]
     command += [str(folder / name), "--resume", "--timed-steps", "1", "--repeats", "2"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, start_new_session=True, **quiet)
+    environment = os.environ | {"TMPDIR": str(folder)}  # where a killed one leaves its files
+    return subprocess.Popen(command, start_new_session=True, env=environment, **quiet)
 
 
 def runs(folder: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -75,6 +76,8 @@ def kill_once(driver: list[str], folder: Path, moment: float) -> str:
         finished(folder)
         return "it had ended, and begins again"
     except subprocess.TimeoutExpired:
+        pass
+    finally:
         os.kill(process.pid, signal.SIGKILL)
     process.wait()
     if not gone(process.pid):
