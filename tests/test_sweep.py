@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import select
 import signal
 import sys
 from pathlib import Path
@@ -76,6 +77,25 @@ def test_only_what_is_missing_is_made_after_ctrl_c(sweeps, capsys):
     assert sweeps.table() == table
     sweeps.make(resume=True)
     assert sweeps.made == [("tiny", 2)] and sweeps.table() == table
+
+
+def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
+    """While runs are planned a report of before stays; later the order stays as it is."""
+    sweeps.make()
+    before = sweeps.report()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "predict", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sweeps.make()
+    assert sweeps.report() == before
+    sweeps.outcomes = {TABLE[0]: stop}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    assert "0 of 6 runs are in" in capsys.readouterr().err
+    sweeps.outcomes = {}
+    sweeps.made.clear()
+    sweeps.make()  # nothing would be lost
+    assert sweeps.made == TABLE
 
 
 def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):
@@ -280,6 +300,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
 
     assert in_another_process(parent) == -signal.SIGKILL
     os.close(writing)
+    assert select.select([reading], [], [], 20)[0], "it goes on"
     assert os.read(reading, 1) == b""  # the end: nobody has the other end any more
     os.close(reading)
     # One whose parent has gone already ends at once.

@@ -71,7 +71,7 @@ def _earlier(file: ReportFile, how: How) -> Report | None:
 class Sweep:
     """The runs of a sweep, and the report that it has come to.
 
-    order: of all runs, pending: those that are still to be made.
+    order: of all runs, pending: those that are still to be made. begun: the file is of this sweep.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Sweep:
     ):
         self.how, self.file, self.earlier, self.facts = how, file, earlier, facts
         self.order = self.pending = runs
+        self.begun = False
         self.predictions: dict[Hashable, Prediction] = {}
         self.forecast = Forecast(WARM_UP + how.steps * how.repeats + EXTRA_STEPS)
         self.machine: dict[str, Any] | None = None
@@ -106,10 +107,10 @@ class Sweep:
             self._leave_what_is_done(self.earlier)
         count, todo = len(self.order), list(self.pending)
         for options in todo:
-            prediction = self._prediction(options)
             run = describe(options) | {"options": options}
             number = f"[{count - len(self.pending) + 1}/{count}]"
-            if self.how.plan_first and prediction.get("status") == "does not fit":
+            if not self._tried(options):
+                prediction = self._prediction(options)
                 told = {"status": "does not fit", "message": f"{prediction['message']} (planned)"}
                 bytes_needed = {name: prediction[name] for name in ("device", "host")}
                 print(f"{number} {full_title(run, self.shared)}", file=sys.stderr)
@@ -117,7 +118,7 @@ class Sweep:
                 continue
             if count > 1:
                 self._write(running=options)
-            left = self.forecast.left(self._prediction(p) for p in self.pending)
+            left = self.forecast.left(self._prediction(p) for p in self.pending if self._tried(p))
             said = f"{number} {full_title(run, self.shared)}{left} ..."
             print(said, file=sys.stderr, flush=True)
             self._finish(options, run | self._measured(options))
@@ -133,9 +134,9 @@ class Sweep:
 
     def interrupted(self) -> None:
         """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
-        done = len(self.order) - len(self.pending)
-        if done and self.pending:
+        if self.begun and self.pending:
             self._write()
+            done = len(self.order) - len(self.pending)
             told = f"{done} of {len(self.order)} runs are in {self.file.path}: --resume goes on"
             print(told, file=sys.stderr)
 
@@ -160,6 +161,11 @@ class Sweep:
 
     def _prediction(self, options: Row) -> Prediction:
         return self.predictions.get(identity(options), {})
+
+    def _tried(self, options: Row) -> bool:
+        """Whether a run is made, or left out because the plan says that it does not fit."""
+        fits = self._prediction(options).get("status") != "does not fit"
+        return fits or not self.how.plan_first
 
     def _speed(self, options: Row) -> float:
         """As predicted; what cannot be planned comes last, and says itself why."""
@@ -236,4 +242,5 @@ class Sweep:
             self.forecast.finished(self._prediction(options), run["seconds"], step)
 
     def _write(self, running: Row | None = None) -> None:
+        self.begun = True
         self.file.write(self.report | {"running": running})
