@@ -54,7 +54,7 @@ def page(report: dict[str, Any]) -> str:
     """The whole page: sections that have nothing to show are left out."""
     runs = report["runs"]
     measured = [run for run in runs if run["status"] == "ok"]
-    sections = [("commands", "Commands", _commands(report))]
+    sections = []
     if measured:
         shared = shared_flags(runs)
         models = dict.fromkeys(run["model"] for run in measured)
@@ -69,6 +69,7 @@ def page(report: dict[str, Any]) -> str:
         sections += _heat_maps(runs, list(models))
     if missing := [run for run in runs if run["status"] != "ok"]:
         sections.append(("missing", "Without a speed", _missing(missing, shared_flags(runs))))
+    sections.append(("commands", "Commands", _commands(report)))
     body = [
         element("section", f"<h2>{escape(title)}</h2>\n{content}", id=name)
         for name, title, content in sections

@@ -12,7 +12,7 @@ SMALL = 560  # of points and heat maps
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 20, 40  # around what is drawn
 LABELS = 380  # of bars
 LINE = 20  # of a bar and of a row of a heat map
-LETTERS = 58  # of a label
+LETTERS = 52  # of a label
 CELL = 92  # width of a heat map's column
 
 
