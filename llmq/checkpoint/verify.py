@@ -91,7 +91,7 @@ def problem_of(path: Path) -> str | None:
         ]
         if problem is None:
             entries = [e for i, e in enumerate(document["files"]) if part.here >> i & 1]
-            problem = _damage(path, entries[alike.index(group.index) :: len(alike)])
+            problem = damage(path, entries[alike.index(group.index) :: len(alike)])
     elif not any(parts):
         return f"'{path}' is not a complete checkpoint: it has no {MANIFEST}"
     return _first(group.gather(problem))
@@ -160,7 +160,7 @@ def absent_machines(document: dict[str, Any], here: int) -> list[str]:
 # Checksums
 
 
-def _damage(path: Path, entries: Sequence[dict[str, Any]]) -> str | None:
+def damage(path: Path, entries: Sequence[dict[str, Any]]) -> str | None:
     """Of these files, why one of them is not what it was."""
     try:
         with ThreadPoolExecutor(HASH_THREADS) as pool:
