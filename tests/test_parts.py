@@ -66,6 +66,7 @@ def test_machines_that_share_no_disk(capfd):
     )
     assert "Stopped by SIGTERM after 5 steps; go on with --continue" in out
     assert errors(err) == [] and "passed over" not in err, err
+    assert "Checkpoints lie apart: 'ckpt' is one of each machine, 'a', 'b'" in out
 
     # Each machine has the parts of its ranks, and the same manifest.
     assert listing("a") == listing("b") and listing("a")[1:] == ["step_00000008", "step_00000009"]

@@ -61,6 +61,14 @@ class Disks:
         self.each(lambda: kept.append(fn()))
         return kept[0] if kept else None
 
+    def lines(self, directory: Path, world: World) -> list[str]:
+        """What to say of them."""
+        names = dict.fromkeys(self.names(world) or ())
+        where = ", ".join(f"'{name}'" for name in names)
+        return [
+            f"Checkpoints lie apart: '{directory}' is one of each machine, {where}"
+        ] * self.apart
+
     def names(self, world: World) -> tuple[str, ...] | None:
         """By rank, where its part of a checkpoint lies; None if all of it lies together."""
         if not self.apart:

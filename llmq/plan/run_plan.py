@@ -31,7 +31,7 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
     shared = (spec, backend, card_of(spec), machine.world_size)
-    planner = Planner(model, *shared, network=network)
+    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
     plan = planner.plan(planned)
     check_fits(config, planner, plan, memory_limit(config, machine))
     return RunPlan(plan, planned, backend)

@@ -124,7 +124,8 @@ def _run_locked(
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds)
         try:
-            run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
+            notes = disks.lines(config.checkpoint_dir, trainer.machine.world)
+            run.announce(argv, checkpoint, notes + moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
@@ -294,7 +295,8 @@ class _Run:
                 ticket = self._enqueue(lr, sent)
             self.pending = _Pending(step, ticket, lr, limits)
             result = self.collect()
-            self.reporter.time_breakdown(step, timings, result.communication)
+            of_all = [ranges for own in processes().gather(timings) for ranges in own]
+            self.reporter.time_breakdown(step, of_all, result.communication)
         else:
             ticket = self._enqueue(lr, sent)
             self.collect()
