@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -70,10 +70,7 @@ def _named_step(path: Path) -> int | None:
 
 def _document(path: Path) -> dict[str, Any]:
     """What a complete checkpoint says of itself; {} if it is damaged: reading it will tell."""
-    try:
-        return dict(json.loads((path / MANIFEST).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return json_object(path / MANIFEST)
 
 
 def _recorded(path: Path) -> dict[str, Any]:
