@@ -26,7 +26,7 @@ from tests.mpi import ENVIRONMENT, machine_folder, mpirun
 from tests.runs import flags, make_workplace
 
 HANG_SECONDS = 60  # after a kill
-STEPS = 800
+STEPS = 3000
 
 
 def machines(processes: int, apart: bool) -> list[str]:

@@ -112,6 +112,8 @@ class TrainCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
+            if sum(arg.partition("=")[0] == "--config" for arg in args) > 1:
+                raise ConfigError("--config: is given twice: put all options into one file")
             args = [_spelled_out(args, i) for i in range(len(args))]
         return super().parse_args(ctx, args)
 
