@@ -65,6 +65,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": lambda: setattr(Step, "update", fail_in_a_rank),
     "disk full": lambda: setattr(os, "fsync", refuse_to_write),
+    "no names": lambda: setattr(os, "rename", refuse_to_write),
     "damaged": lambda: setattr(DataLoader, "next_batch", damaged),
     "warn": lambda: warn(["this process is unwell"]),
     "hang": lambda: setattr(Step, "update", lambda step: time.sleep(1000)),
@@ -74,7 +75,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 @contextmanager
 def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     """Within the block it happens, if it is one of this process."""
-    real, real_batch, real_fsync = _Run._step, DataLoader.next_batch, os.fsync
+    real, real_batch, real_calls = _Run._step, DataLoader.next_batch, (os.fsync, os.rename)
 
     happened = []
 
@@ -89,7 +90,8 @@ def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _Run._step, DataLoader.next_batch, os.fsync = real, real_batch, real_fsync
+        _Run._step, DataLoader.next_batch = real, real_batch
+        os.fsync, os.rename = real_calls
 
 
 @contextmanager

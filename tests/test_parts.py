@@ -12,7 +12,7 @@ import pytest
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.commands.cli import _run
 from tests.mpi import case, machine_folder, run
-from tests.runs import make_workplace, train, write_tokens
+from tests.runs import make_workplace, records, train, write_tokens
 
 pytest.importorskip("mpi4py")
 
@@ -32,7 +32,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def listing(machine: str) -> list[str]:
-    return sorted(path.name for path in Path(machine, "ckpt").glob("*"))
+    return sorted(path.name for path in Path(machine, "ckpt").glob("[!.]*"))
 
 
 def part(machine: str, step: int) -> dict[str, bytes]:
@@ -112,3 +112,29 @@ def test_machines_that_share_no_disk(capfd):
         assert [ranks_of(files) for files in parts] == [{0, 1}, {2}]
         assert parts[0] | parts[1] == part("w", 12)
         assert listing(first)[-1:] == listing(second)[-1:] == ["step_00000012"]
+
+
+def test_a_disk_of_one_machine_that_refuses():
+    """Files that cannot be written, and a checkpoint that can be made visible on the other only."""
+    options = OPTIONS | {"gpus": 1, "steps": 3, "save_training_state": False}
+    options |= {"debug_time_breakdown": ""}
+    cases = {"full": "disk full", "nameless": "no names"}
+    _, out, _ = run(
+        2,
+        *(
+            case(
+                {"process": 1, "step": 1, "what": what}, machines=["a", "b"], **options,
+                checkpoint_dir=f"{name}/ckpt", out_dir=f"{name}/out", log_file=f"{name}/log.json",
+            )
+            for name, what in cases.items()
+        ),
+    )  # fmt: skip
+    assert out.count("status of process 0: 0") == 2, out
+    warnings = [line for line in out if line.startswith("WARNING: no checkpoint of step 2: proc")]
+    assert len(warnings) == 2 and all("on machine 'b'" in line for line in warnings), out
+    for name in cases:
+        assert listing(f"a/{name}") == listing(f"b/{name}") == []
+        parts = [r for r in records("info", f"a/{name}/log.json") if r["type"] == "time-breakdown"]
+        assert [(r["step"], r["gpu"]) for r in parts] == [
+            (s, rank) for s in range(3) for rank in (0, 1)
+        ]

@@ -193,7 +193,7 @@ def collected(reader: CheckpointReader, names: set[str], directory: Path) -> Ite
     in one process is none in the others, and has to end them.
     """
     group = processes()
-    wanted = group.gather(sorted(names))
+    wanted = group.gather(names)
     if not any(wanted):
         yield
         return

@@ -135,6 +135,8 @@ def _gap(path: Path, document: dict[str, Any], parts: Sequence[Part | None]) -> 
     away = absent_machines(document, together)
     if away and all(written_on(document, entry) in away for entry in lacking):
         names = ", ".join(f"'{name}'" for name in away)
+        if set(away) <= set(machines):  # it stopped before all had made theirs visible
+            return f"'{path}' is a part of a checkpoint, of which machine {names} has nothing"
         return (
             f"'{path}' is a part of a checkpoint: what machine {names} wrote is not here: copy it "
             "into this directory, or start the run on that machine, too"
