@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from llmq.base.errors import DiskError
 from llmq.base.files import disk_errors, make_directory
-from llmq.runtime.processes import processes
+from llmq.runtime.processes import ALONE, Processes, processes
 from llmq.runtime.world import World
 
 T = TypeVar("T")
@@ -30,9 +30,15 @@ _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs
 @dataclass(frozen=True)
 class Disks:
     """of: by process, the first process that sees the same directory. Without arguments all see
-    one."""
+    one. alone: only this process looks, and none waits for it, as in a thread of the first one."""
 
     of: tuple[int, ...] = (0,)
+    alone: bool = False
+
+    @property
+    def group(self) -> Processes:
+        """Those that look together."""
+        return ALONE if self.alone else processes()
 
     @property
     def apart(self) -> bool:
@@ -42,7 +48,7 @@ class Disks:
     @property
     def leads(self) -> bool:
         """Whether this process is the first one of its disk: what is done once on each, it does."""
-        index = processes().index
+        index = self.group.index
         return self.of[index] == index if self.apart else index == 0
 
     def each(self, fn: Callable[[], T]) -> list[T]:
@@ -51,8 +57,8 @@ class Disks:
         All processes call this and get them; if fn raises an LlmqError on one, all raise that.
         """
         if not self.apart:
-            return [processes().on_first(fn)]
-        found = processes().together(lambda: fn() if self.leads else None)
+            return [self.group.on_first(fn)]
+        found = self.group.together(lambda: fn() if self.leads else None)
         return [found[index] for index in sorted(set(self.of))]
 
     def here(self, fn: Callable[[], T]) -> T | None:
@@ -83,6 +89,7 @@ class Disks:
 
 
 ONE_DISK = Disks()
+HERE = Disks(alone=True)
 
 
 def find_disks(directory: Path) -> Disks:

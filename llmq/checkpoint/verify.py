@@ -19,7 +19,7 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint.base_id import HASH_THREADS
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
-from llmq.runtime.processes import processes
+from llmq.runtime.processes import Processes, processes
 
 
 class Part(NamedTuple):
@@ -72,20 +72,20 @@ def seen_part(path: Path) -> Part | None:
         return None
 
 
-def problem_of(path: Path) -> str | None:
+def problem_of(path: Path, group: Processes | None = None) -> str | None:
     """Why a checkpoint cannot be read, None if it is whole: all files, with their checksums.
 
-    All processes call it, and get the same.
+    All processes of the group call it, and get the same; None: all of the run.
     """
-    group = processes()
+    group = processes() if group is None else group
     document, part, problem = _look(path)
     seen = group.gather((part, problem))
     parts = [found for found, _ in seen]
-    problem = _first([text for _, text in seen])
+    problem = _first(group, [text for _, text in seen])
     if problem is not None:
         return problem
     if document is not None:
-        problem = _gap(path, document, parts)
+        problem = _gap(group, path, document, parts)
         alike = [
             i for i, other in enumerate(parts) if other is not None and other.view == part.view
         ]
@@ -94,7 +94,7 @@ def problem_of(path: Path) -> str | None:
             problem = damage(path, entries[alike.index(group.index) :: len(alike)])
     elif not any(parts):
         return f"'{path}' is not a complete checkpoint: it has no {MANIFEST}"
-    return _first(group.gather(problem))
+    return _first(group, group.gather(problem))
 
 
 def _look(path: Path) -> tuple[dict[str, Any] | None, Part | None, str | None]:
@@ -108,18 +108,20 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, Part | None, str | None]:
         return None, None, str(error)
 
 
-def _first(problems: Sequence[str | None]) -> str | None:
+def _first(group: Processes, problems: Sequence[str | None]) -> str | None:
     """With its machine, if it is not that of all."""
     for index, problem in enumerate(problems):
         if problem is not None:
             alike = all(other == problem for other in problems)
-            return problem if alike else f"machine '{processes().machines[index]}': {problem}"
+            return problem if alike else f"machine '{group.machines[index]}': {problem}"
     return None
 
 
-def _gap(path: Path, document: dict[str, Any], parts: Sequence[Part | None]) -> str | None:
+def _gap(
+    group: Processes, path: Path, document: dict[str, Any], parts: Sequence[Part | None]
+) -> str | None:
     """What of a checkpoint is nowhere."""
-    machines = processes().machines
+    machines = group.machines
     there = {i: part for i, part in enumerate(parts) if part is not None}
     first = min(there)
     for index, part in there.items():

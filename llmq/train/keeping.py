@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llmq.base.errors import DiskError
 from llmq.checkpoint.best import Best, Found
+from llmq.checkpoint.disks import Disks
 from llmq.checkpoint.retention import forget_pages, outdated
 from llmq.checkpoint.store import checkpoint_owner, clean_old, kept_checkpoints
 from llmq.checkpoint.verdict import PROVEN, Verdict, write_verdict
@@ -148,37 +149,40 @@ class Keeping:
         step, saved_at = self.trainer.steps_done, self.saved_at
         if saved_at is None:
             return
-        problem, removed = self._cleaned(saved_at)
+        spared = [at for at in (self.best.step, self._followed) if at is not None]
+        problem, removed, read = self._cleaned(saved_at, self._unread, spared, self.trainer.disks)
         if removed:
             self.reporter.message(f"Cleaned {removed} checkpoints", step)
         if problem is not None:
             self._open.pop(saved_at, None)
             self._note(self._unread, Verdict(False, 0, f"it could not be read back: {problem}", -1))
-            self.saved_at, self._unread = None, None
+            self.saved_at = None
             self.reporter.message(
                 f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
                 f"stay: {problem}",
                 step,
             )
+        if read:
+            self._unread = None
 
-    def _cleaned(self, saved_at: int) -> tuple[str | None, int]:
-        """Why the newest could not be read back, and how many others were deleted."""
-        config, disks = self.config, self.trainer.disks
-        spared = [at for at in (self.best.step, self._followed) if at is not None]
+    def _cleaned(
+        self, saved_at: int, unread: Path | None, spared: list[int], disks: Disks
+    ) -> tuple[str | None, int, bool]:
+        """Why the newest could not be read back, how many others were deleted, and whether it was
+        read. unread: the newest, if it was not read back yet. All processes of disks call it."""
+        config, read = self.config, False
         where = (config.checkpoint_dir, self.trainer.run)
         keep = (config.ckpt_keep_n, config.ckpt_major, saved_at)
         besides = {
             "spared": spared,
             "interval": config.ckpt_interval if config.guard == "rollback" else 0,
         }
-        found = {}
-        if config.ckpt_keep_n > 0 and self._unread is not None:
-            found = kept_checkpoints(*where, disks)
-        if found and outdated(found, *keep, **besides):
-            forget_pages(self._unread)
-            problem = problem_of(self._unread)
+        if config.ckpt_keep_n > 0 and unread is not None:
+            read = bool(outdated(kept_checkpoints(*where, disks), *keep, **besides))
+        if read:
+            forget_pages(unread)
+            problem = problem_of(unread, disks.group)
             if problem is not None:
-                return problem, 0
-            self._unread = None
+                return problem, 0, read
         removed = clean_old(where[0], *keep, where[1], **besides, disks=disks)
-        return None, len(removed)
+        return None, len(removed), read
