@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from llmq.checkpoint.disks import Disks, joined
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.commands.cli import _run
+from llmq.runtime.world import World
 from tests.mpi import case, machine_folder, run
 from tests.runs import make_workplace, records, train, write_tokens
 
@@ -52,6 +54,17 @@ def alone(machine: str, **changes: object) -> int:
 
 def errors(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error")]
+
+
+def test_who_sees_whose_files():
+    assert joined([0b11, 0b11]) == (0, 0)
+    assert joined([0b01, 0b11]) == (0, 0), "the second one's file came late to the first"
+    assert joined([0b0011, 0b0011, 0b1100, 0b1100]) == (0, 0, 2, 2)
+    assert joined([0b101, 0b010, 0b101]) == (0, 1, 0)
+    world = World((1, 2, 1, 1), ("a", "a", "b", "c"), 0)
+    assert Disks((0, 0, 2, 3)).names(world) == ("a", "a", "a", "b", "c")
+    assert Disks((0, 1, 2, 2)).names(world) == ("a, process 0", *["a, process 1"] * 2, "b", "b")
+    assert Disks((0, 0, 0, 0)).names(world) is None
 
 
 def test_machines_that_share_no_disk(capfd):
@@ -134,6 +147,7 @@ def test_a_disk_of_one_machine_that_refuses():
     assert len(warnings) == 2 and all("on machine 'b'" in line for line in warnings), out
     for name in cases:
         assert listing(f"a/{name}") == listing(f"b/{name}") == []
+        assert records("cmd", f"a/{name}/log.json")[0]["machines"] == ["a", "b"]
         parts = [r for r in records("info", f"a/{name}/log.json") if r["type"] == "time-breakdown"]
         assert [(r["step"], r["gpu"]) for r in parts] == [
             (s, rank) for s in range(3) for rank in (0, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +69,10 @@ class Disks:
 
     def lines(self, directory: Path, world: World) -> list[str]:
         """What to say of them."""
-        names = dict.fromkeys(self.names(world) or ())
-        where = ", ".join(f"'{name}'" for name in names)
-        return [
-            f"Checkpoints lie apart: '{directory}' is one of each machine, {where}"
-        ] * self.apart
+        if not self.apart:
+            return []
+        names = ", ".join(f"'{name}'" for name in dict.fromkeys(self.names(world)))
+        return [f"Checkpoints lie apart: '{directory}' is one of each machine, {names}"]
 
     def names(self, world: World) -> tuple[str, ...] | None:
         """By rank, where its part of a checkpoint lies; None if all of it lies together."""
@@ -108,12 +107,20 @@ def find_disks(directory: Path) -> Disks:
     finally:
         with suppress(OSError):
             (directory / own).unlink(missing_ok=True)
-    of = list(range(group.count))
-    for one in range(group.count):
+    return Disks(joined(seen))
+
+
+def joined(seen: Sequence[int]) -> tuple[int, ...]:
+    """Disks.of, from the processes whose files each process sees: bit i is the i-th one's.
+
+    That one of two sees the other's is enough: a file may come late.
+    """
+    of = list(range(len(seen)))
+    for one in range(len(seen)):
         for other in range(one):
             if of[one] == one and (seen[one] >> other | seen[other] >> one) & 1:
                 of[one] = of[other]
-    return Disks(tuple(of))
+    return tuple(of)
 
 
 def _leave(directory: Path, name: str) -> str:
