@@ -26,7 +26,6 @@ from tests.mpi import ENVIRONMENT, machine_folder, mpirun
 from tests.runs import flags, make_workplace
 
 HANG_SECONDS = 60  # after a kill
-STEPS = 3000
 
 
 def machines(processes: int, apart: bool) -> list[str]:
@@ -34,9 +33,9 @@ def machines(processes: int, apart: bool) -> list[str]:
     return [f"machine-{i}" for i in range(processes)] if apart else ["."] * processes
 
 
-def start(name: str, folders: list[str], *extra: str) -> subprocess.Popen:
+def start(name: str, folders: list[str], steps: int, *extra: str) -> subprocess.Popen:
     """A run whose places have this name, or the next part of it."""
-    options = {"gpus": 1, "steps": STEPS, "batch_size": 1, "save_training_state": True}
+    options = {"gpus": 1, "steps": steps, "batch_size": 1, "save_training_state": True}
     options |= {"ckpt_interval": 10, "ckpt_keep_n": 2, "watchdog": 10}
     options |= {"eval_every_n_steps": 25, "eval_num_steps": 1, "overwrite": None}
     options |= {"checkpoint_dir": f"{name}-ckpt", "out_dir": name, "log_file": f"{name}.json"}
@@ -82,10 +81,12 @@ def newest(name: str, folders: list[str]) -> str:
     return max(set.intersection(*found), default="step_0").removeprefix("step_").lstrip("0") or "0"
 
 
-def kill_once(name: str, folders: list[str], rng: random.Random, longest: float) -> list[str]:
+def kill_once(
+    name: str, folders: list[str], steps: int, rng: random.Random, longest: float
+) -> list[str]:
     """Start, kill one after a random time, and wait for the end: cells of the table."""
     before, after = newest(name, folders), rng.uniform(0.0, longest)
-    run = start(name, folders, "--continue")
+    run = start(name, folders, steps, "--continue")
     time.sleep(after)
     alive = sorted(descendants(run.pid))
     cells = [before, f"{after:.1f} s"]
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--longest", type=float, default=8.0, help="seconds before a kill, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3000, help="more than are made in that time")
     parser.add_argument("--apart", action="store_true", help="a disk for each process")
     given = parser.parse_args()
     rng = random.Random(given.seed)
@@ -129,10 +131,10 @@ def main() -> None:
         for name in folders if given.apart else []:
             machine_folder(name)
         for number in range(1, given.kills + 1):
-            cells = kill_once("killed", folders, rng, given.longest)
+            cells = kill_once("killed", folders, given.steps, rng, given.longest)
             print(row([str(number), *cells]), flush=True)
         for name, extra in (("killed", ["--continue"]), ("whole", [])):
-            run = start(name, folders, *extra)
+            run = start(name, folders, given.steps, *extra)
             _, err = run.communicate()
             if run.returncode != 0:
                 raise SystemExit(f"'{name}' ended with {run.returncode}: {err}")
@@ -140,7 +142,7 @@ def main() -> None:
         models = [Path(folders[0], name, "model.safetensors").read_bytes() for name in names]
         if models[0] != models[1]:
             raise SystemExit("the models differ")
-        print(f"\nThe model after {STEPS} steps is that of a run that nobody disturbed.")
+        print(f"\nThe model after {given.steps} steps is that of a run that nobody disturbed.")
 
 
 if __name__ == "__main__":
