@@ -387,3 +387,16 @@ def test_every_mutation_has_its_place(tool, tmp_path):
     for old in ("twice", "nowhere"):
         with pytest.raises(ValueError, match=rf"a: \*\.py has '{old}' [02]x"):
             run.Mutation(**change, old=old).place(tmp_path)
+
+
+# -- plan_machines ---------------------------------------------------------------------------------
+
+
+def test_the_table_of_machines_is_what_is_predicted(tool):
+    """One row, because all of them take seconds; a change of the prediction changes each."""
+    tables = tool("plan_machines")
+    (block,) = tables.BLOCK.findall(tables.PAGE.read_text())
+    rows = {line.split(" | ")[0]: line for line in block.splitlines()}
+    small, large = (tables.cells(name, 8) for name in tables.MODELS)
+    assert rows["| 64"] == f"| {' | '.join(['64', *small, *large])} |"
+    assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())

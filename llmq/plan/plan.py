@@ -54,7 +54,7 @@ class Plan:
 
     placement: where weights, gradients and moments are. sources: what its kernels, and those of an
     evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
-    update: what follows them. machines: among which the ranks are divided equally.
+    update: what follows them. gpus: ranks of one machine, None if it has all.
     """
 
     usage: Usage
@@ -69,12 +69,12 @@ class Plan:
     sources: frozenset[Source]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
-    machines: int = 1
+    gpus: int | None = None
 
     @property
     def host_bytes(self) -> int:
         """Host memory of all ranks of a machine together that the GPUs work with."""
-        return self.usage.sizes.host * self.world_size // self.machines
+        return self.usage.sizes.host * (self.gpus or self.world_size)
 
 
 def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:

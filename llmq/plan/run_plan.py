@@ -40,5 +40,5 @@ def plan_unchecked(
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
     shared = (spec, backend, card_of(spec), machine.world_size)
-    planner = Planner(model, *shared, network=network)
+    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
     return planner, RunPlan(planner.plan(planned), planned, backend)

@@ -66,8 +66,10 @@ def announce_options(
 ) -> None:
     """[Options], and their records. checkpoint: that the run goes on from."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    run = trainer.run.record()
-    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at)
+    run, world = trainer.run.record(), trainer.machine.world
+    several = len(world.counts) > 1
+    where = {"machines": [world.machines[p] for p in world.processes]} if several else {}
+    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at, **where)
     reporter.options(
         option_rows(
             trainer.config,

@@ -14,7 +14,12 @@ from pathlib import Path
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import holder, lock_beside
 from llmq.base.run_id import RunId
-from llmq.checkpoint.store import checkpoint_at, checkpoint_owner, saved_options
+from llmq.checkpoint.store import (
+    checkpoint_at,
+    checkpoint_owner,
+    saved_options,
+    shared_document,
+)
 from llmq.config.options import TrainConfig
 from llmq.train.json_log import has_records, log_owner
 
@@ -108,7 +113,7 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
     with suppress(LlmqError):  # of a checkpoint that is damaged
         checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
         if checkpoint is not None:
-            log = Path(saved_options(checkpoint).get("log_file") or "")
+            log = Path(saved_options(shared_document(checkpoint)).get("log_file") or "")
             owner = checkpoint_owner(checkpoint)
             if owner is not None and has_records(log) and _is_of(log, owner):
                 yield log
