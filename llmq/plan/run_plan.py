@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import rig_card
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import Network
@@ -30,7 +31,8 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
     backend, spec = attention_backend(config, model, machine), machine.spec
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
-    shared = (spec, backend, card_of(spec), machine.world_size)
+    card = rig_card(card_of(spec), machine.world_size) if machine.kind == "cuda" else card_of(spec)
+    shared = (spec, backend, card, machine.world_size)
     planner = Planner(model, *shared, network=network)
     plan = planner.plan(planned)
     check_fits(config, planner, plan, memory_limit(config, machine))
