@@ -33,13 +33,13 @@ Points = Sequence[tuple[Sequence[int], float]]
 class CardFile:
     """One machine's measurements. Seconds, and GB/s of 10^9 bytes.
 
-    device, capability, num_sms, memory: of its GPUs, of which there are `gpus`; host: the machine's
-    name. date: of the measurement, UTC. launches: by the name of a `Kind`, as one GPU takes for
-    them in the middle of steps. bus: by how many GPUs copy at once, of each of them, host to GPU,
-    GPU to host, and each way while both go on. exchange: by how many GPUs, by backend ("nccl" and
-    "copies", with "-off" where they have no peer access), by operation: bytes that each receives,
-    and seconds, beside products. beside: by GPUs and backend, how many times as long those products
-    take meanwhile. beside_bus: whether peers reach each other without taking the bus to the host.
+    device, capability, num_sms, memory: of its GPUs, of which there are `gpus`; host: which
+    machine (this_host). date: of the measurement, UTC. launches: by the name of a `Kind`, as long
+    as one GPU takes for them in the middle of steps. bus: by how many GPUs copy at once, of each of
+    them, host to GPU, GPU to host, and each way while both go on. exchange: by how many GPUs, by
+    backend ("nccl", "copies", and without peer access "nccl-off", "staged"), by operation: bytes
+    that each receives, and seconds, beside kernels. beside: by GPUs and backend, how many times as
+    long those kernels take meanwhile. beside_bus: whether peers reach each other without taking the bus to the host.
     slowest: of the speed of one GPU alone, what the slowest reaches when all work.
     """
 
@@ -84,9 +84,14 @@ def folder() -> Path:
     return cache_dir() / "cards"
 
 
+def this_host() -> str:
+    """What tells this machine from others that share the folder; its name stays private."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
 def path_of(device: str, gpus: int, host: str | None = None) -> Path:
     """The file of a machine with so many GPUs of this name."""
-    words = (device.removeprefix("NVIDIA "), f"x{gpus}", host or platform.node())
+    words = (device.removeprefix("NVIDIA "), f"x{gpus}", host or this_host())
     name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
     return folder() / f"{name}.json"
 
@@ -126,6 +131,14 @@ def _checksum(card: dict[str, Any]) -> str:
 
 # ------------------------------------------------------------------------------------------------
 # Validation
+
+
+def checked(file: CardFile) -> CardFile:
+    """The same, as a file would give it back. Raises ConfigError if that were damaged."""
+    try:
+        return _file_of(json.loads(json.dumps(record_of(file))))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the measurements make no card file ({error})") from None
 
 
 def _file_of(found: dict[str, Any]) -> CardFile:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import platform
 from dataclasses import replace
 from pathlib import Path
 
 from llmq.base.errors import ConfigError, warn
-from llmq.config.card_file import CardFile, folder, path_of, read_card_file
+from llmq.config.card_file import CardFile, folder, path_of, read_card_file, this_host
 from llmq.config.cards import GIB, Card, card_of
 
 SIBLING = 0.1  # cards of one name whose memory differs by more are different cards
@@ -16,7 +15,7 @@ SIBLING = 0.1  # cards of one name whose memory differs by more are different ca
 
 def card_of_file(file: CardFile) -> Card:
     """A rig's GPU as a card whose rates are measured."""
-    where = "this rig" if file.host == platform.node() else f"a rig of {file.gpus}"
+    where = "this rig" if file.host == this_host() else f"a rig of {file.gpus}"
     return replace(card_of(file.spec()), measured=file, source=_source(file, where))
 
 
@@ -43,7 +42,7 @@ def rig_card(card: Card, gpus: int) -> Card:
             _warn_once(f"{error}: it is ignored; `llmq rig` writes it anew")
             continue
         if path_of(file.device, file.gpus, file.host) != path:
-            _warn_once(f"'{path}' is of {file.gpus} {file.device} of '{file.host}': it is ignored")
+            _warn_once(f"'{path}' holds another rig ({file.gpus} {file.device}): it is ignored")
         elif abs(file.memory - card.memory * GIB) < SIBLING * file.memory:
             found[file.gpus] = file
     if not found:

@@ -79,14 +79,7 @@ def run_plan(
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
-        if where.limits.device is None:
-            raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
-        found = Found.of(Fit(config, planner, where.limits, fit), where)
-        if json:
-            print(json_module.dumps(fit_record(found, where), indent=2))
-        else:
-            print("\n".join(fit_report(found, where)))
-        return found.candidates[0].config
+        return _search(Fit(config, planner, where.limits, fit), where, json)
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
     speed = (where.card, where.visible_share, where.network)
@@ -105,6 +98,18 @@ def run_plan(
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
     return config
+
+
+def _search(fit: Fit, where: Target, json: bool) -> TrainConfig:
+    """--fit: print what is found, and return the fastest."""
+    if where.limits.device is None:
+        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+    found = Found.of(fit, where)
+    if json:
+        print(json_module.dumps(fit_record(found, where), indent=2))
+    else:
+        print("\n".join(fit_report(found, where)))
+    return found.candidates[0].config
 
 
 def plan_report(

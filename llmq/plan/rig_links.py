@@ -7,6 +7,8 @@ from bisect import bisect_left
 from llmq.config.card_file import CardFile, Points
 from llmq.runtime.plan_device import Work
 
+_WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends, by whether NCCL exchanges
+
 
 class RigLinks:
     """What carries the data of so many of a machine's GPUs, which all do the same at once."""
@@ -18,7 +20,8 @@ class RigLinks:
 
         at_once: exchanges take no time, whatever was measured.
         """
-        number, backend = str(gpus), ("nccl" if nccl else "copies") + "-off" * (not peer_access)
+        number = str(gpus)
+        backend = ("nccl" if nccl else "copies") if peer_access else _WITHOUT_ACCESS[nccl]
         self._bus = file.bus.get(number)
         self._exchange = file.exchange.get(number, {}).get(backend, {})
         self._beside_bus, self._at_once = file.beside_bus and peer_access, at_once
