@@ -6,7 +6,6 @@ stand in place of a card's data sheet wherever a plan asks for them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -39,8 +38,8 @@ class CardFile:
     them, host to GPU, GPU to host, and each way while both go on. exchange: by how many GPUs, by
     backend ("nccl", "copies", and without peer access "nccl-off", "staged"), by operation: bytes
     that each receives, and seconds, beside kernels. beside: by GPUs and backend, how many times as
-    long those kernels take meanwhile. beside_bus: whether peers reach each other without taking the bus to the host.
-    slowest: of the speed of one GPU alone, what the slowest reaches when all work.
+    long those kernels take meanwhile. beside_bus: whether peers reach each other without taking the
+    bus to the host. slowest: of the speed of one GPU alone, what the slowest reaches when all work.
     """
 
     device: str
@@ -106,11 +105,9 @@ def write_card_file(file: CardFile) -> Path:
     """Keep it for the plans of this machine. Raises OSError."""
     path = path_of(file.device, file.gpus, file.host)
     write_shared(path, json.dumps(record_of(file), indent=1).encode() + b"\n")
-    read_card_file.cache_clear()
     return path
 
 
-@functools.lru_cache(maxsize=16)
 def read_card_file(path: Path) -> CardFile:
     """A card file, or the one in a report of `llmq rig` (rig.json). Raises ConfigError."""
     try:

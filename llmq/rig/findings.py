@@ -227,7 +227,7 @@ def shared(report: Report) -> Iterator[str]:
     disk = _part(report, "host").get("disk", {})
     if disk.get("write") and disk["write"] < SLOW_DISK:
         yield (
-            f"The disk of '{disk['folder']}' takes {disk['write']:.2f} GB/s: a checkpoint of a 7B "
+            f"The disk that the report is on takes {disk['write']:.2f} GB/s: a checkpoint of a 7B "
             f"model is written in {45 / disk['write'] / 60:.0f} minutes or more."
         )
 

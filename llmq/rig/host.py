@@ -26,12 +26,12 @@ def measure(job: Job, *, disk: str, disk_mib: int = 2048, memory_mib: int = 256,
     """The part: `memory` GB/s read and written by all threads, `product` GFLOP/s in F32, and of
     the disk `write` and `read` GB/s. disk: a folder; nothing stays there.
     """
-    found: dict[str, Any] = {"disk": {"folder": disk}}
+    found: dict[str, Any] = {}
     seconds = job.left
     found["memory"] = memory_rate(SHARE / 2 * seconds, memory_mib)
     found["product"] = product_rate(SHARE / 2 * seconds)
     job.note(found)
-    found["disk"] |= disk_rates(Path(disk), disk_mib, SHARE * seconds)
+    found["disk"] = disk_rates(Path(disk), disk_mib, SHARE * seconds)
     job.note(found)
 
 

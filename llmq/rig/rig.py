@@ -213,7 +213,7 @@ def _keep(rig: Rig, out: Path) -> None:
     try:
         file = card_file_of(report)
         report["card_file"] = record_of(file)
-        _write(report | {"words": [], "seconds": rig.elapsed}, out)  # in case that rows end us
+        _write_json(report, out)  # which the rows are planned by
         rig.say(f"card file: {write_card_file(file)}")
     except (LlmqError, OSError, KeyError) as error:
         rig.note("card file", " ".join(str(error).split()), 0.0)
@@ -243,7 +243,11 @@ def _keep(rig: Rig, out: Path) -> None:
             rig.say(f"  {row['measured']:,.0f} tokens/s, predicted {row['predicted']:,.0f}")
 
 
-def _write(report: dict[str, Any], out: Path) -> None:
+def _write_json(report: dict[str, Any], out: Path) -> None:
     write_file(Path(f"{out}.json"), json.dumps(report, indent=1) + "\n")
+
+
+def _write(report: dict[str, Any], out: Path) -> None:
+    _write_json(report, out)
     write_file(Path(f"{out}.md"), markdown(report))
     draw(report, Path(f"{out}.png"))

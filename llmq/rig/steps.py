@@ -53,6 +53,7 @@ def runs(fp8: bool) -> list[dict[str, Any]]:
         SHARED | FP8 | EXACT | mid,
         SHARED | FP8 | FAST | large | {"head-dtype": "e4m3", "lmhead-chunks": 4},
         SHARED | FP8 | EXACT | small | {"fp8-recipe": "jit"},
+        SHARED | FP8 | {"model": "Qwen2.5-3B"},
     ]
     pairs = [run for pair in zip(codes, bf16, strict=True) for run in pair]
     return [*pairs[:6], *others, *pairs[6:]]
