@@ -169,12 +169,16 @@ def test_products_take_what_was_measured_and_between_sizes_their_rate():
     rates = Rates(card_of_file(FILE))
     assert rates.compute(product(32768, 1024, 1024)) == 1e-4
     assert rates.compute(product(32768, 4096, 4096)) == 1.6e-3
-    flops = 2 * 32768 * 2048 * 2048  # between them, where both are as far
-    per_flop = (1e-4 / (2 * 32768 * 1024**2) + 1.6e-3 / (2 * 32768 * 4096**2)) / 2
-    assert rates.compute(product(32768, 2048, 2048)) == pytest.approx(flops * per_flop)
+
+    def flops(M, N, K):  # with the half of the last wave that is idle
+        return 2 * M * N * K + 128 * 256 * min(K, 2048) * 132
+
+    per_flop = (1e-4 / flops(32768, 1024, 1024), 1.6e-3 / flops(32768, 4096, 4096))
+    between = (32768, 2048, 2048)  # where both are as far
+    assert rates.compute(product(*between)) == pytest.approx(flops(*between) * sum(per_flop) / 2)
     # Nearer to one is more like it.
-    nearer = rates.compute(product(32768, 1536, 1024)) / (2 * 32768 * 1536 * 1024)
-    assert abs(nearer - 1e-4 / (2 * 32768 * 1024**2)) < 0.1 * nearer
+    near = (32768, 1536, 1024)
+    assert rates.compute(product(*near)) == pytest.approx(flops(*near) * per_flop[0], rel=0.02)
 
 
 def test_a_product_of_another_layout_is_like_one_that_was_measured():

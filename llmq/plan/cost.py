@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
-from llmq.plan.measured import measured
+from llmq.plan.measured import half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
 from llmq.runtime.device import Event
@@ -27,8 +27,6 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
-TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 # Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
 BOTH_WAYS = 1.36
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
@@ -221,8 +219,7 @@ class Rates:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms
-        depth = min(work.flops // (2 * out.size), TILE_DEPTH)
-        last_wave = TILE * depth * self.card.num_sms / rate  # half of which is idle
+        last_wave = half_wave(work.flops // (2 * out.size), self.card.num_sms) / rate
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:

@@ -12,6 +12,8 @@ from llmq.config.card_file import CardFile, Points
 from llmq.runtime.launch_kind import Kind
 
 NEAREST = 4  # products that one of another size is compared with
+TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
+TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 
 Known = dict[tuple[int, ...], float]
@@ -60,7 +62,10 @@ class Measured:
         return next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
 
     def _product(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
-        """At the rate of its own size, or of the nearest ones, each the more the nearer it is."""
+        """As its own size took, or at the rate of the nearest ones, the more the nearer they are.
+
+        The last wave of tiles, half empty as it is on average, counts as work.
+        """
         known = self._like(kind)
         if not known:
             return None
@@ -69,10 +74,13 @@ class Measured:
         distances = {sizes: _distance(sizes, kind.sizes) for sizes in known}
         near = sorted(distances, key=distances.__getitem__)[:NEAREST]
         weights = [1 / distances[sizes] for sizes in near]
-        per_flop = [known[sizes] / (2 * math.prod(sizes)) for sizes in near]
+        num_sms = self.file.num_sms
+        per_flop = [
+            known[sizes] / (2 * math.prod(sizes) + half_wave(sizes[2], num_sms)) for sizes in near
+        ]
         mean = sum(map(float.__mul__, weights, per_flop)) / sum(weights)
         memory = 0.0 if self.bandwidth is None else device_bytes / self.bandwidth
-        return max(flops * mean, memory, self._least)
+        return max((flops + half_wave(kind.sizes[2], num_sms)) * mean, memory, self._least)
 
     def _moves(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
         """On the line between the two sizes around it; a launch of nothing takes the least time."""
@@ -94,6 +102,11 @@ class Measured:
 def measured(file: CardFile) -> Measured:
     """The one of a file."""
     return Measured(file)
+
+
+def half_wave(depth: int, num_sms: int) -> int:
+    """FLOPs that half of the multiprocessors could do in a product's last wave of tiles."""
+    return TILE * min(depth, TILE_DEPTH) * num_sms
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:

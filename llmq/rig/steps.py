@@ -43,7 +43,7 @@ def runs(fp8: bool) -> list[dict[str, Any]]:
     """The options of every run, the most telling first: sizes, formats, and small micro-batches."""
     small, mid, large = ({"model": f"Qwen2.5-{size}"} for size in ("0.5B", "1.5B", "7B"))
     plain = [mid, small, large]
-    few = [small | {"batch-size": 4}, large | {"batch-size": 2}]
+    few = [mid | {"batch-size": 8}, small | {"batch-size": 4}, large | {"batch-size": 2}]
     bf16 = [SHARED | options for options in (*plain, *few)]
     if not fp8:
         return bf16

@@ -28,8 +28,10 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     if file == "matmul":
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
-        # Accumulation last in, first out: fast sums and added results matter more than layouts.
-        return Kind("/".join([entry, a, *map(str, reversed(flags)), out]), (m, n, k))
+        first, *rest = map(str, reversed(flags))
+        # Whether sums are fast matters more than which 8-bit format; layouts matter least.
+        words = [first, a] if entry == "matmul_fp8" else [a, first]
+        return Kind("/".join([entry, *words, *rest, out]), (m, n, k))
     if file.startswith("attention") and flops:
         _, seq_len, _, head_dim = args[0].shape
         sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
