@@ -345,11 +345,13 @@ def test_exchanges_alone_and_beside_kernels(monkeypatch):
     assert found["intact"] and found["slowdown"] >= 1 and not found["beside_bus"]
 
 
-def test_a_ladder_of_sizes(monkeypatch):
-    for name, value in {"TOKENS": 16, "LENGTHS": (16,), "SETTLE": 0.01, "WARM": 0.0}.items():
+def test_a_ladder_of_sizes(monkeypatch, device):
+    length = 16 if device == "cpu" else 1024
+    small = {"TOKENS": length, "LENGTHS": (length,), "SETTLE": 0.01, "WARM": 0.0}
+    for name, value in (small | {"SIZES": (256,), "COPIES": (1,)}).items():
         monkeypatch.setattr(ladder, name, value)
     work, notes = job(10)
-    ladder.measure(work, device="cpu")
+    ladder.measure(work, device=device)
     assert notes[-1]["refused"] == {}
     kinds = set(notes[-1]["launches"])
     assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds

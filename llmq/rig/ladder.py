@@ -103,9 +103,9 @@ def _attention(
     return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend)
 
 
-def cases(spec: DeviceSpec, sizes: tuple[int, ...] = SIZES) -> Iterator[Case]:
+def cases(spec: DeviceSpec) -> Iterator[Case]:
     """All that this GPU can compute, the most telling first."""
-    fits = [n for n in sizes if 6 * n * n < spec.memory // SHARE]
+    fits = [n for n in SIZES if 6 * n * n < spec.memory // SHARE]
     for n in reversed(fits):
         yield Case("bf16 product", str(n), 2 * n**3, partial(_bf16, n))
     if spec.capability >= FP8_CAPABILITY:
@@ -144,10 +144,10 @@ def run_case(dev: Device, case: Case) -> list[LaunchTime]:
     return times[len(times) // (count + 1) :]  # the host was not ahead of the first
 
 
-def measure(job: Job, *, device: str = "cuda", sizes: list[int] | None = None, **_: Any) -> None:
+def measure(job: Job, *, device: str = "cuda", **_: Any) -> None:
     """The part: `rows`, what and how fast, in TFLOP/s or GB/s; `launches`, for the card file."""
     machine = choose_machine(device, 1)
-    chosen = list(cases(machine.spec, tuple(sizes or SIZES)))
+    chosen = list(cases(machine.spec))
     found: dict[str, Any] = {"rows": [], "launches": {}, "refused": {}}
     every: list[LaunchTime] = []
     for index, case in enumerate(chosen):

@@ -31,7 +31,7 @@ SHARES = {
     "bus": 0.06,
     "exchanges": 0.13,
     "load": 0.2,
-    "ladder": 0.09,
+    "ladder": 0.1,
     "steps": 0.3,
 }
 LABELS = {
@@ -151,7 +151,8 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
     measured["load"] = rig.part("load", {"gpus": gpus})
     measured["ladder"] = rig.part("ladder", {})
     measured["steps"] = []
-    end = rig.elapsed + SHARES["steps"] * rig.seconds
+    share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
+    end = rig.elapsed + share * rig.seconds
     for options in steps.runs(fp8):
         if rig.elapsed < end:
             share = min(end - rig.elapsed, SHARES["steps"] * rig.seconds / 4) / rig.seconds

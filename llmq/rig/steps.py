@@ -17,7 +17,7 @@ from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # steps: launched one by one, captured, replayed
-SETTLE = 5.0  # seconds of steps before launches are timed
+SETTLE = 3.0  # seconds of steps before launches are timed
 ROUNDS = 3  # steps whose launches are timed
 BATCHES = (32, 16, 8, 4, 2, 1)  # sequences, of which as many as fit are taken
 AHEAD = 0.1  # seconds of fills before these, at FILL_RATE; slower cards take longer

@@ -25,13 +25,13 @@ class Kind(NamedTuple):
 def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: int) -> Kind:
     """Of one launch, copy or fill: file and entry of its kernel, or "" and what it does."""
     tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
-    if file == "matmul":
+    if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
-        first, *rest = map(str, reversed(flags))
-        # Whether sums are fast matters more than which 8-bit format; layouts matter least.
-        words = [first, a] if entry == "matmul_fp8" else [a, first]
-        return Kind("/".join([entry, *words, *rest, out]), (m, n, k))
+        words = [a, *map(str, reversed(flags)), out]
+        if entry == "matmul_fp8":  # whether sums are fast matters more than which 8-bit format
+            words[:2] = words[1::-1]
+        return Kind("/".join([entry, *words]), (m, n, k))
     if file.startswith("attention") and flops:
         _, seq_len, _, head_dim = args[0].shape
         sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
