@@ -396,6 +396,7 @@ def test_lines_and_record():
         "bf16_peak": 989.4,
         "fp16_peak": 989.4,
         "fp8_peak": 1978.9,
+        "int8_peak": 1978.8,
     }
 
 

@@ -356,7 +356,9 @@ def test_a_ladder_of_sizes(monkeypatch, device):
     kinds = set(notes[-1]["launches"])
     assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds
     named = [case.name for case in ladder.cases(steps_spec())]
-    assert {"bf16 product", "fp8 product", "fp8 product, fast sums", "copy"} < set(named)
+    assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < set(
+        named
+    )
 
 
 def steps_spec():

@@ -103,12 +103,16 @@ def _by_flag(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+# What runs are called whose products are not in the format of the model.
+_PRODUCTS = {"e4m3": "fp8", "int8": "int8"}
+
+
 def describe(options: dict[str, Any]) -> dict[str, Any]:
     """What a run is told apart by, and its remaining options as flags."""
     config = make_config(options)
     columns = {
         "model": config.model.rsplit("/", 1)[-1],
-        "dtype": "fp8" if config.matmul_dtype == "e4m3" else config.model_dtype,
+        "dtype": _PRODUCTS.get(config.matmul_dtype, config.model_dtype),
         "fp8_head": config.head_dtype == "e4m3",
         "batch": config.batch_size,
         "accumulation": config.grad_accumulation,

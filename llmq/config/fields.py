@@ -64,12 +64,14 @@ class Fields:
         None,
         "Format in which the products of the blocks run; as --model-dtype if not given",
         "e4m3",
+        "int8",
     )
     gradient_dtype: str | None = dtype_option(
         _MODEL,
         None,
         "Format of output gradients in these products; as --matmul-dtype if not given",
         *FP8_DTYPES,
+        "int8",
     )
     head_dtype: str | None = dtype_option(
         _MODEL,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmq.base.dtypes import BF16, E4M3, F32, U8
+from llmq.base.dtypes import BF16, E4M3, F32, I8, U8
 from llmq.base.tensor import Tensor
-from llmq.ops import abs_max, attention, matmul, quantize, random
+from llmq.ops import abs_max, attention, fill, matmul, matmul_int8, quantize, quantize_int8, random
 from llmq.rig.child import Job
 from llmq.rig.launches import table_of
 from llmq.runtime.device import Device, DeviceSpec
@@ -48,12 +48,15 @@ def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
     with (
         dev.scratch("numbers", codes.shape, BF16) as numbers,
         dev.scratch("largest", (1,), F32) as largest,
-        dev.scratch("scale", (1,), F32) as scale,
+        dev.scratch("scale", (codes.shape[0],), F32) as scale,
     ):
         random.normal(dev, numbers, 1.0, seed)
+        if codes.dtype == I8:
+            quantize_int8.rows(dev, codes, scale, numbers)
+            return
         dev.zero(largest)
         abs_max.abs_max(dev, largest, numbers)
-        quantize.quantize(dev, codes, None, scale, numbers, largest)
+        quantize.quantize(dev, codes, None, scale.rows(0, 1), numbers, largest)
 
 
 def _square(dev: Device, name: str, n: int, dtype: Any = BF16) -> Tensor:
@@ -74,6 +77,15 @@ def _fp8(n: int, fast: bool, dev: Device) -> Callable[[], None]:
     for seed, codes in enumerate((a, b)):
         fill_codes(dev, codes, seed)
     return lambda: matmul.matmul_fp8(dev, out, a, b, scale, scale, fast_accumulation=fast)
+
+
+def _int8(n: int, dev: Device) -> Callable[[], None]:
+    out, a, b = _square(dev, "out", n), _square(dev, "a", n, I8), _square(dev, "b", n, I8)
+    scale = dev.alloc("scale", (n,), F32, "Activations")
+    fill.constant(dev, scale, 1.0)
+    for seed, codes in enumerate((a, b)):
+        fill_codes(dev, codes, seed)
+    return lambda: matmul_int8.matmul_int8(dev, out, a, b, scale, scale)
 
 
 def _copy(mib: int, dev: Device) -> Callable[[], None]:
@@ -112,6 +124,8 @@ def cases(spec: DeviceSpec) -> Iterator[Case]:
         for n in reversed(fits):
             yield Case("fp8 product", str(n), 2 * n**3, partial(_fp8, n, False))
             yield Case("fp8 product, fast sums", str(n), 2 * n**3, partial(_fp8, n, True))
+    for n in reversed(fits):
+        yield Case("int8 product", str(n), 2 * n**3, partial(_int8, n))
     for mib in COPIES:
         if 2 * mib * MIB < spec.memory // SHARE:
             yield Case("copy", f"{mib} MiB", 2 * mib * MIB, partial(_copy, mib))

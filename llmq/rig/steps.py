@@ -45,8 +45,9 @@ def runs(fp8: bool) -> list[dict[str, Any]]:
     plain = [mid, small, large]
     few = [mid | {"batch-size": 8}, small | {"batch-size": 4}, large | {"batch-size": 2}]
     bf16 = [SHARED | options for options in (*plain, *few)]
+    int8 = SHARED | mid | {"matmul-dtype": "int8"}
     if not fp8:
-        return bf16
+        return [*bf16[:3], int8, *bf16[3:]]
     codes = [SHARED | FP8 | options for options in (*plain, *few)]
     others = [
         SHARED | FP8 | FAST | small | {"head-dtype": "e4m3"},
@@ -54,6 +55,7 @@ def runs(fp8: bool) -> list[dict[str, Any]]:
         SHARED | FP8 | FAST | large | {"head-dtype": "e4m3", "lmhead-chunks": 4},
         SHARED | FP8 | EXACT | small | {"fp8-recipe": "jit"},
         SHARED | FP8 | {"model": "Qwen2.5-3B"},
+        int8,
     ]
     pairs = [run for pair in zip(codes, bf16, strict=True) for run in pair]
     return [*pairs[:6], *others, *pairs[6:]]

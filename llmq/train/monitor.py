@@ -226,13 +226,14 @@ def system_lines(record: dict[str, Any]) -> list[str]:
 class SpeedOfLight:
     """The most tokens per second that a card's data sheet allows.
 
-    peaks: TF32, BF16 and FP8, in TFLOP/s. dtype: of weights and activations, "fp32" or "bf16".
-    matmul_dtype, head_dtype: of the products of the blocks and of the LM head, the same or "e4m3".
+    peaks: TF32, BF16, FP8 and INT8, in TFLOP/s. dtype: of weights and activations, "fp32" or
+    "bf16". matmul_dtype, head_dtype: of the products of the blocks and of the LM head, the same,
+    "e4m3" or "int8".
     nanoseconds: per token, over all GPUs.
     """
 
     flops: FlopsPerToken
-    peaks: tuple[float, float, float]
+    peaks: tuple[float, float, float, float]
     dtype: str
     matmul_dtype: str
     head_dtype: str
@@ -249,13 +250,14 @@ class SpeedOfLight:
 
     def record(self) -> dict[str, Any]:
         """Fields of the `sol` record: FLOPs per token, tokens per second, TFLOP/s."""
-        tf32, bf16, fp8 = self.peaks
+        tf32, bf16, fp8, int8 = self.peaks
         return asdict(self.flops) | {
             "tps": self.tokens_per_second,
             "tf32_peak": tf32,
             "bf16_peak": bf16,
             "fp16_peak": bf16,  # the same on every card of the table
             "fp8_peak": fp8,
+            "int8_peak": int8,
         }
 
     def lines(self, measured: float | None) -> list[str]:
@@ -279,10 +281,10 @@ class SpeedOfLight:
 
 
 # By format: which of the peaks, and its name.
-_PEAKS = {"fp32": (0, "TF32"), "bf16": (1, "BF16"), "e4m3": (2, "FP8")}
+_PEAKS = {"fp32": (0, "TF32"), "bf16": (1, "BF16"), "e4m3": (2, "FP8"), "int8": (3, "INT8")}
 
 
-def _peak(values: tuple[float, float, float], dtype: str) -> float:
+def _peak(values: tuple[float, float, float, float], dtype: str) -> float:
     return values[_PEAKS[dtype][0]]
 
 
