@@ -27,7 +27,7 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
 MIB = 1 << 20
-CALLS, REPLAYS = 10, 5  # in a graph, and of it
+CALLS, REPLAYS = 10, 3  # in a graph, and of it
 SIZES = (1, 16, 222)  # MiB of a slab: 222 is a block of Qwen2.5-7B in fp8
 COPIES = {"memcpy_all_gather": True, "memcpy_send_recv": True}
 BACKENDS = {
