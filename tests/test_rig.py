@@ -13,6 +13,7 @@ from llmq.rig import child, exchanges, facts, host, ladder, load, rows, steps
 from llmq.rig.child import Job
 from llmq.rig.findings import words_on
 from llmq.rig.rig import run_rig
+from llmq.runtime.plan_device import PlanDevice
 from tests.rigs import H100, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
@@ -365,6 +366,14 @@ def steps_spec():
     from llmq.config.cards import find_card, spec_of
 
     return spec_of(find_card("h100"))
+
+
+def test_every_case_of_a_ladder_can_be_planned_and_fits():
+    spec = steps_spec()
+    for case in ladder.cases(spec):
+        plan = PlanDevice(spec)
+        case.prepare(plan)()
+        assert plan.sizes().device + plan.sizes().stack < spec.memory / 2, case.name
 
 
 def test_rows_are_shortened_and_become_flags(tmp_path):

@@ -110,7 +110,7 @@ def main(
     fit = Fit(base, planner, where.limits, frozenset({"gpus", "memory_limit"}))
     configs = grid(base, sequences)
     best, found = rivals(planner, fit, configs, within)
-    runs = [best, *(config for config, _ in found[:most])]
+    runs = [(best, planner.exact(best)), *found[:most]]
     command = " ".join(["tools/fit_sweep.py", *sys.argv[1:]])
     print(f"# {command}")
     print(f"# {len(configs)} combinations; {len(found)} rivals fit and are predicted to reach")
@@ -118,7 +118,8 @@ def main(
         f"# {100 - within:.0f} % of what --fit finds, which comes first; of them {len(runs) - 1}."
     )
     print("runs:")
-    for config in runs:
+    for config, need in runs:
+        print(f"  # {need.speed:,.0f} tokens/s predicted")
         print(f"  - {json.dumps(flags_of(config))}")
 
 

@@ -27,7 +27,7 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
 MIB = 1 << 20
-CALLS, REPLAYS = 10, 5  # in a graph, and of it
+CALLS, REPLAYS = 10, 3  # in a graph, and of it
 SIZES = (1, 16, 222)  # MiB of a slab: 222 is a block of Qwen2.5-7B in fp8
 COPIES = {"memcpy_all_gather": True, "memcpy_send_recv": True}
 BACKENDS = {
@@ -47,8 +47,8 @@ Times = dict[tuple[str, int], float]
 
 @dataclass
 class Exchanges:
-    """What was measured of a backend. alone: of the slowest rank. beside: the same, while kernels
-    run. slowdown: how many times as long these take meanwhile, at the largest size. intact: whether
+    """What was measured of a backend. alone: of the slowest rank. beside: of the rank that waits
+    for none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest size. intact: whether
     what was gathered is what had been sent; None where that was not looked at.
     """
 
@@ -250,7 +250,8 @@ def measured(
     return Exchanges(
         links=results[0][0],
         alone={key: max(rank.alone[key] for rank in ranks) for key in ranks[0].alone},
-        beside={key: max(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
+        # Of the rank that comes last: the others' times have their waiting for it.
+        beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
         slowdown=max((rank.slowdown for rank in ranks), default=None) if together else None,
         intact=all(rank.intact for rank in ranks),
     )

@@ -46,7 +46,7 @@ def memory_rate(seconds: float, mib: int, threads: int | None = None) -> float:
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
         start.wait()
         begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds:
+        while copied[index] == 0 or time.perf_counter() - begin < seconds:
             np.copyto(target, source)
             copied[index] += 2 * size
         ends[index] = time.perf_counter() - begin
@@ -78,7 +78,7 @@ def disk_rates(folder: Path, mib: int, seconds: float) -> dict[str, float]:
     piece.write(np.random.default_rng(0).bytes(PIECE))
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".llmq-rig-", suffix=".llmq-tmp") as file:
         begin, written = time.perf_counter(), 0
-        while written < size and time.perf_counter() - begin < seconds:
+        while written == 0 or (written < size and time.perf_counter() - begin < seconds):
             written += os.write(file.fileno(), piece)
             os.fdatasync(file.fileno())
         write = written / (time.perf_counter() - begin) / 1e9
@@ -95,7 +95,9 @@ def _read_rate(path: Path, piece: mmap.mmap, seconds: float) -> float:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds and (got := os.readv(descriptor, [piece])):
+        while count == 0 or time.perf_counter() - begin < seconds:
+            if (got := os.readv(descriptor, [piece])) == 0:
+                break
             count += got
         return count / (time.perf_counter() - begin) / 1e9
     finally:

@@ -21,7 +21,7 @@ from llmq.runtime.timing import LaunchTime, time_launches
 
 MIB = 1 << 20
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)  # rows and columns of a product
-COPIES = (16, 64, 256, 1024)  # MiB that are read, and as many that are written
+COPIES = (256, 1024)  # MiB that are read, and as many that are written: more than caches hold
 HEADS = ((64, 14, 2), (128, 28, 4))  # size, of queries, of keys: those of Qwen2.5-0.5B and 7B
 LENGTHS = (1024, 4096)
 TOKENS = 16384  # of attention

@@ -74,7 +74,7 @@ def _rows(axes: Any, report: Report) -> None:
     for place, kind in enumerate(("measured", "predicted")):
         positions = [n + (place - 0.5) * 0.4 for n in range(len(rows))]
         axes.bar(positions, [row[kind] for row in rows], 0.4, label=kind)
-    axes.set_xticks(range(len(rows)), names, fontsize="small")
+    axes.set_xticks(range(len(rows)), names, fontsize="small", rotation=20)
     axes.set(title="training", ylabel="tokens/s")
     axes.legend(fontsize="small")
 

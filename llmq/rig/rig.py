@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,6 +132,7 @@ def run_rig(
         _measure_gpus(rig, gpus)
         _keep(rig, out)
     report["seconds"] = rig.elapsed
+    _write_json(report, out)  # whatever becomes of the rest
     report["words"] = words_on(report)
     _write(report, out)
     print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
@@ -222,10 +224,11 @@ def _keep(rig: Rig, out: Path) -> None:
     fp8 = file.capability >= FP8_CAPABILITY
     for options in rows.rows(fp8, file.gpus):
         start = rig.elapsed
-        title = f"rows {_title(options)}"
+        row = _title({name: options[name] for name in ("model", "matmul-dtype")})
+        title = f"rows {row}"
         if rig.left < rows.START + rows.REPEATS * rows.STEP:
             break
-        rig.say(f"{LABELS['rows']}: {_title(options)}")
+        rig.say(f"{LABELS['rows']}: {row}")
         try:
             found = rows.fastest(options, Path(f"{out}.json"))
             if found is None:
@@ -234,14 +237,17 @@ def _keep(rig: Rig, out: Path) -> None:
             limit = min(rows.START + 2 * rows.SECONDS, rig.left)
             if limit < rows.START:
                 break
-            row = rows.trained(found, Path(f"{out}.json"), limit)
-        except (LlmqError, OSError, ValueError) as error:
-            row = {"status": "failed", "message": " ".join(str(error).split())}
-        failed = row["status"] != "ok"
-        rig.note(title, row["message"] if failed else None, rig.elapsed - start)
-        report["measured"]["rows"] += [] if failed else [row]
+            record = rows.trained(found, Path(f"{out}.json"), limit)
+        except Exception as error:  # the report is worth more than this row
+            if not isinstance(error, LlmqError):
+                traceback.print_exc()
+            record = {"status": "failed", "message": " ".join(str(error).split())}
+        failed = record["status"] != "ok"
+        rig.note(title, record["message"] if failed else None, rig.elapsed - start)
+        report["measured"]["rows"] += [] if failed else [record]
         if not failed:
-            rig.say(f"  {row['measured']:,.0f} tokens/s, predicted {row['predicted']:,.0f}")
+            rates = (record["measured"], record["predicted"])
+            rig.say("  {:,.0f} tokens/s, predicted {:,.0f}".format(*rates))
 
 
 def _write_json(report: dict[str, Any], out: Path) -> None:
