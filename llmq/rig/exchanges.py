@@ -48,8 +48,9 @@ Times = dict[tuple[str, int], float]
 @dataclass
 class Exchanges:
     """What was measured of a backend. alone: of the slowest rank. beside: of the rank that waits
-    for none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest size. intact: whether
-    what was gathered is what had been sent; None where that was not looked at.
+    for none, while kernels run. slowdown: how many times as long these take meanwhile, at the
+    largest size. intact: whether what was gathered is what had been sent; None where that was not
+    looked at.
     """
 
     links: LinkTable | None
