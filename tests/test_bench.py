@@ -32,6 +32,7 @@ from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.launch_kind import Kind
 from llmq.runtime.timing import LaunchTime, time_launches
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -452,7 +453,8 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
 
     launches = time_launches(dev, work)
     # Each span holds one record of 0.25 ms, which the empty spans show to be its own cost.
-    assert launches == [LaunchTime("fill", 0.0, 32, 0, True), LaunchTime("zero", 5.0, 32, 0, True)]
+    filled = LaunchTime("fill", 0.0, 32, 0, True, Kind("fill/f32", (32,)))
+    assert launches == [filled, LaunchTime("zero", 5.0, 32, 0, True, Kind("zero/", (32,)))]
     assert graphs == [False] and dev.use_graphs
     assert not dev.api.live
     assert not {"launch", "copy", "zero"} & set(vars(dev))

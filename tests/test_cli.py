@@ -85,7 +85,7 @@ def test_plan_has_the_flags_of_train():
         flags.get(command, set()).add(spellings)
     assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
     own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
-    assert flags["plan"] - flags["train"] == own | {"--machines", "--network"}
+    assert flags["plan"] - flags["train"] == own | {"--card-file", "--machines", "--network"}
 
 
 def python(code, *args):
@@ -196,7 +196,14 @@ def test_plan(stub, capsys):
     planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
-    others = {"card": None, "reserve": None, "fit": None, "placement": False, "json": True}
+    others = {
+        "card": None,
+        "card_file": None,
+        "reserve": None,
+        "fit": None,
+        "placement": False,
+        "json": True,
+    }
     others |= {"machines": 1, "network": None}
     assert planning.kwargs == sizes | others
     for flag in ("--gpu-memory", "--host-memory"):
@@ -259,6 +266,7 @@ COMMANDS = [
     ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
+    ("rig --out x/rig --minutes 3", "rig.rig.run_rig", ((Path("x/rig"), 3.0), {})),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
         "data.tokenize.tokenize",

@@ -32,9 +32,9 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.bench.child import EXTRA_STEPS, WARM_UP, end_with
 from llmq.config.adapters import adapters_of
-from llmq.config.cards import card_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
+from llmq.config.rig_cards import card_here
 from llmq.model.step import Result
 from llmq.plan.cost import step_time
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
@@ -186,7 +186,9 @@ def measure(
 
 def predicted_speed(trainer: Trainer) -> float:
     """Tokens per second, as `llmq plan` says for this card."""
-    return trainer.plan.tokens / step_time(trainer.plan, card_of(trainer.dev.spec)).total
+    dev = trainer.dev
+    card = card_here(dev.spec, trainer.world_size, cuda=dev.kind == "cuda")
+    return trainer.plan.tokens / step_time(trainer.plan, card).total
 
 
 def _joules(gpus: list[NvmlGpu | None]) -> float | None:

@@ -23,6 +23,7 @@ from llmq.commands import (
     merge,
     plan,
     plot,
+    rig,
     sample,
     show,
     tokenize,
@@ -83,6 +84,7 @@ app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
 app.command(cls=Command)(top.top)
 app.command(cls=TrainCommand)(bench.bench)
+app.command(cls=Command)(rig.rig)
 
 
 def _command(prog_name: str) -> Any:

@@ -6,6 +6,7 @@ import json as json_module
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import MIB
@@ -14,6 +15,7 @@ from llmq.config.cards import card_of
 from llmq.config.command_line import command_line
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import rig_card
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
@@ -47,6 +49,7 @@ def run_plan(
     gpu_memory: int | None = None,
     host_memory: int | None = None,
     card: str | None = None,
+    card_file: Path | None = None,
     reserve: int | None = None,
     machines: int = 1,
     network: int | None = None,
@@ -57,15 +60,17 @@ def run_plan(
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
-    reserve: bytes of its memory that are to stay free, None for what --reserve says. machines: of
-    so many GPUs each, and bytes per second of what joins them.
+    card_file: the report of `llmq rig` there. reserve: bytes of its memory that are to stay free,
+    None for what --reserve says. machines: of so many GPUs each, and bytes per second of what joins
+    them.
     fit: options that keep their values in a search. placement: print, too, where everything lies.
     Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does.
     """
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     given, search = (gpu_memory, host_memory, card, reserve), fit is not None
-    where = target(config, model, *given, search=search, machines=machines, network=network)
+    rest = {"machines": machines, "network": network, "card_file": card_file}
+    where = target(config, model, *given, search=search, **rest)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
     check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
@@ -74,14 +79,7 @@ def run_plan(
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
-        if where.limits.device is None:
-            raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
-        found = Found.of(Fit(config, planner, where.limits, fit), where)
-        if json:
-            print(json_module.dumps(fit_record(found, where), indent=2))
-        else:
-            print("\n".join(fit_report(found, where)))
-        return found.candidates[0].config
+        return _search(Fit(config, planner, where.limits, fit), where, json)
     parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
     plan = planner.plan(parts)
     speed = (where.card, where.visible_share, where.network)
@@ -100,6 +98,18 @@ def run_plan(
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
     return config
+
+
+def _search(fit: Fit, where: Target, json: bool) -> TrainConfig:
+    """--fit: print what is found, and return the fastest."""
+    if where.limits.device is None:
+        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+    found = Found.of(fit, where)
+    if json:
+        print(json_module.dumps(fit_record(found, where), indent=2))
+    else:
+        print("\n".join(fit_report(found, where)))
+    return found.candidates[0].config
 
 
 def plan_report(
@@ -300,13 +310,14 @@ def choose(
         display = drives_display(machine.world_size)
         reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
         limits = replace(limits, device=min(limits.device, free - reserve))
+    on_gpus = machine.kind == "cuda"
     where = Target(
         spec=machine.spec,
         backend=attention_backend(config, model, machine),
         limits=limits,
         world_size=machine.world_size,
         reserve=reserve,
-        card=card_of(machine.spec) if machine.kind == "cuda" else None,
+        card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
     )
     found = Found.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import card_here
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import Network
@@ -39,6 +39,7 @@ def plan_unchecked(
     backend, spec = attention_backend(config, model, machine), machine.spec
     planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
-    shared = (spec, backend, card_of(spec), machine.world_size)
+    card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
+    shared = (spec, backend, card, machine.world_size)
     planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
     return planner, RunPlan(planner.plan(planned), planned, backend)
