@@ -355,7 +355,7 @@ COMMANDS = [
     (
         "merge base adapter --out o",
         "checkpoint.merge.merge_adapter",
-        (("base", Path("adapter"), Path("o"), "bf16"), {}),
+        (("base", Path("adapter"), Path("o"), "bf16", None), {}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",

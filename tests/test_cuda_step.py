@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, hf_model, random_batch, trainer_for
 
@@ -100,6 +101,35 @@ def test_adapters(tmp_path, name):
         {"shard_weights": True, "offload_master": True, "offload_residual": True},
     ):
         assert same(plain, run(tmp_path, **options, **more)), more
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4"])
+def test_models_kept_as_codes(tmp_path, name, base):
+    """The codes of the CPU, and the same bits with and without graphs and what saves memory."""
+    hf_model(name).save_pretrained(tmp_path)
+    options = {"lora_rank": 4, "lora_dropout": 0.2, "base_dtype": base}
+    exact = options | {"model_dtype": "fp32"}
+    weights = []
+    for device in ("cuda", "cpu"):
+        with trainer_for(tmp_path, **exact, seq_len=T, device=device) as trainer:
+            weights.append(block_weights(trainer))
+    for param, values in weights[0].items():
+        np.testing.assert_array_equal(values, weights[1][param], err_msg=param.name)
+    graphs, on_cpu = (run(tmp_path, **exact, device=device) for device in ("cuda", "cpu"))
+    for got, want in zip(graphs[0], on_cpu[0], strict=True):
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-4)  # as TEN_STEPS_RTOL
+    fp8 = {"matmul_dtype": "e4m3"}
+    kinds = [{"matmul_dtype": "bf16"}, fp8, fp8 | {"fp8_recipe": "delayed"}]
+    for products in ({}, {"matmul_dtype": "bf16"}) if base == "int8" else kinds:
+        plain = run(tmp_path, **options, **products)
+        for more in (
+            {"use_cuda_graphs": False},
+            {"recompute_block": True},
+            {"recompute_ffn": True, "recompute_qkv": True, "recompute_norm": True},
+            {"shard_weights": True, "offload_master": True, "offload_residual": True},
+        ):
+            assert same(plain, run(tmp_path, **options, **products, **more)), more
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3"])

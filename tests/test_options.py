@@ -126,6 +126,7 @@ def test_defaults_of_known_flags():
         "lora-dropout": None,
         "lora-scaling": None,
         "lora-plus": 1.0,
+        "base-dtype": None,
         "adapter": None,
         "train": None,
         "eval-task": (),

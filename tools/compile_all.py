@@ -172,7 +172,13 @@ def all_launches(capability: int) -> Launches:
     for fields in formats():
         note_training(spec, presets[0], fields, noted)
     for name in ("bf16", "fp32"):
-        note_training(spec, presets[0], {"model_dtype": name} | ADAPTERS, noted)
+        for base in (None, "e4m3", "int8", "nf4"):
+            fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base} | ADAPTERS
+            note_training(spec, presets[0], fields, noted)
+    for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
+        fields = FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS
+        for model in presets:
+            note_training(spec, model, fields, noted)
     used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
     for kernel in declared_kernels():
         if (kernel.file, kernel.entry) not in used:

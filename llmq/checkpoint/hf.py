@@ -68,14 +68,23 @@ class HfTensor:
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values in the stored dtype."""
-        with suppress(FileNotFoundError):  # what is mapped stays
-            # The system ends a process that reads a mapping beyond the end of its file.
-            if self.path.stat().st_size < self._file_bytes:
-                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
+        self.check_length()
         step = max(_PIECE_ELEMENTS // prod(self.shape[1:]), 1)
         for start in range(0, self.shape[0], step):
             rows = slice(start, min(start + step, self.shape[0]))
             yield rows, self._lazy[rows]
+
+    def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:
+        """These rows; transposed: these columns, as rows."""
+        self.check_length()
+        return self._lazy[:, start:stop].T if transposed else self._lazy[start:stop]
+
+    def check_length(self) -> None:
+        """LlmqError if the file has become shorter."""
+        with suppress(FileNotFoundError):  # what is mapped stays
+            # The system ends a process that reads a mapping beyond the end of its file.
+            if self.path.stat().st_size < self._file_bytes:
+                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
 
 
 class HfWeights:
@@ -210,13 +219,33 @@ class HfWeights:
             tensor, target = self._where[name], out[part.start : part.stop]
             target = target.T if part.transposed else target
             for rows, values in tensor.pieces():
-                if not all_finite(values):
-                    raise LlmqError(
-                        f"'{tensor.path}': {name} holds NaN or infinity: the model is damaged, "
-                        "copy it again or use another one"
-                    )
+                self._check_finite(name, values)
                 target[part.rows_of(rows, len(target))] = values
         return out
+
+    def elements(self, param: Param, start: int, stop: int) -> np.ndarray:
+        """Elements [start, stop) of a matrix without padding, flat: as `read`, of a few rows."""
+        columns, found = param.size // param.shape[0], []
+        first, last = start // columns, -(-stop // columns)
+        bf16 = True
+        for part in self._parts(param):
+            name = self._name(part.name)
+            bf16 &= self._where[name].dtype == "BF16"
+            low, high = max(first, part.start) - part.start, min(last, part.stop) - part.start
+            for rows in part.stored_ranges(low, high) if low < high else ():
+                values = self._where[name].rows(*rows, transposed=part.transposed)
+                self._check_finite(name, values)
+                found.append(values)
+        dtype = (BF16 if bf16 else F32).numpy
+        rows = np.concatenate([values.astype(dtype, copy=False) for values in found])
+        return rows.reshape(-1)[start - first * columns : stop - first * columns]
+
+    def _check_finite(self, name: str, values: np.ndarray) -> None:
+        if not all_finite(values):
+            raise LlmqError(
+                f"'{self._where[name].path}': {name} holds NaN or infinity: the model is damaged, "
+                "copy it again or use another one"
+            )
 
     def digest(self, param: Param) -> str:
         """SHA-256 of what is stored of a parameter: names, types, shapes and values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import staged_directory
 from llmq.base.json_file import json_object
+from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
@@ -33,7 +34,7 @@ from llmq.checkpoint.hf import (
     stored_shape,
 )
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
-from llmq.config.adapters import Adapters, adapted_matrices
+from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
 from llmq.config.options import TrainConfig
@@ -52,13 +53,17 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says."""
+    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says.
+
+    base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
+    """
 
     rank: int
     alpha: float
     rs: bool
     dropout: float
     base: str | None
+    base_dtype: str | None = None
 
     @property
     def scale(self) -> float:
@@ -74,6 +79,7 @@ class AdapterConfig:
             rs=config.lora_scaling == "rs",
             dropout=config.lora_dropout,
             base=config.model,
+            base_dtype=config.base_dtype if config.is_quantized else None,
         )
 
 
@@ -127,7 +133,9 @@ class AdapterFiles(HfWeights):
         """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
         super().__init__(directory)
-        self.base = _recorded_base(directory)
+        record = json_object(directory / RUN_FILE)
+        self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
+        self.config = replace(self.config, base_dtype=dtype if dtype in QUANTIZED else None)
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
@@ -219,10 +227,6 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
     return [p for slab in table if slab.name == SLABS[part] for p in slab.params]
 
 
-def _recorded_base(directory: Path) -> BaseId | None:
-    return BaseId.of(json_object(directory / RUN_FILE).get("base"))
-
-
 # ------------------------------------------------------------------------------------------------
 # Merging
 
@@ -264,11 +268,16 @@ def merged_reader(
 
 @contextmanager
 def open_merged(
-    model: ModelConfig, name: str, weights: HfWeights, directory: Path
+    model: ModelConfig,
+    name: str,
+    weights: HfWeights,
+    directory: Path,
+    base_dtype: str | None = None,
 ) -> Iterator[Callable[[Param], np.ndarray]]:
     """As merged_reader, of a checked model directory and adapters of it.
 
-    name: of the model, for messages. LlmqError if the two do not belong together.
+    name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
+    is not given, as in their training. LlmqError if the two do not belong together.
     """
     with AdapterFiles(directory) as files:
         adapters = files.adapters(model)
@@ -277,7 +286,8 @@ def open_merged(
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
-        yield merged_reader(model, adapters, files.config.scale, weights.read, files.read)
+        read = as_kept(weights.read, base_dtype or files.config.base_dtype)
+        yield merged_reader(model, adapters, files.config.scale, read, files.read)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -317,7 +327,8 @@ def export_adapter(
             sink = HashingSink(file)
             write_safetensors(sink, specs, arrays, {"format": "pt"})
         sums = {ADAPTER_FILE: sink.digest.hexdigest()}
-        write_json(staging / RUN_FILE, run_record(**origin) | {"sha256": sums})
+        kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
+        write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())
 

@@ -21,6 +21,7 @@ DTYPE_ALIASES = {
     "e4m3": ("e4m3", "fp8_e4m3", "f8_e4m3", "float8_e4m3", "float8_e4m3fn"),
     "e5m2": ("e5m2", "fp8_e5m2", "f8_e5m2", "float8_e5m2"),
     "int8": ("int8", "i8"),
+    "nf4": ("nf4",),
 }
 """Every spelling of a number format, in lower case, by its canonical name."""
 

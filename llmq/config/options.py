@@ -14,6 +14,7 @@ from llmq.config.adapters import (
     AdapterFields,
     check_adapters,
     check_adapters_with,
+    implied_products,
     implied_values,
 )
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
@@ -25,6 +26,7 @@ from llmq.config.train_files import split_weights
 _CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
+FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
@@ -46,9 +48,9 @@ class TrainConfig(AdapterFields):
         summed = "fp32" if adapts else values["model_dtype"]  # adapters are small
         for name in ("master_dtype", "grad_accum_dtype"):
             values[name] = values[name] or summed
-        for name in ("matmul_dtype", "head_dtype"):
-            values[name] = values[name] or values["model_dtype"]
         values |= implied_values(values)
+        values["matmul_dtype"] = values["matmul_dtype"] or implied_products(values)
+        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
@@ -182,10 +184,10 @@ class TrainConfig(AdapterFields):
 
     def _validate_matmul(self) -> None:
         """The products run in the model's format, or in 8 bits with output gradients in 8 bits."""
-        if self.lora_rank and self.matmul_dtype == "e4m3":
+        if self.lora_rank and self.matmul_dtype == "e4m3" and self.base_dtype not in FP8_BASES:
             raise ConfigError(
-                "--lora-rank: does not go with --matmul-dtype e4m3: adapters multiply activations "
-                "that fp8 products leave in fp8 only"
+                "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight "
+                "changes, so that one in a wider format would be memory for nothing"
             )
         legal = ("bf16", "e4m3", "int8") if self.model_dtype == "bf16" else (self.model_dtype,)
         if self.matmul_dtype not in legal:
@@ -233,6 +235,12 @@ class TrainConfig(AdapterFields):
 
     def _validate_memory(self) -> None:
         """Options that cannot do anything without another one."""
+        for name in ("persistent_quants", "offload_quants"):
+            if self.lora_rank and getattr(self, name):
+                raise ConfigError(
+                    f"{OPTIONS[name].flag}: beside adapters the model is kept as --base-dtype "
+                    "says; --shard-weights --offload-master keeps it in host memory"
+                )
         for name, needs, has in (
             ("persistent_quants", "--matmul-dtype e4m3", self.matmul_dtype == "e4m3"),
             ("persistent_quants", "--shard-weights", self.shard_weights),

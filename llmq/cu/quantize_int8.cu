@@ -7,7 +7,8 @@
 // down, with the probabilities that make the mean right, by random numbers that follow from seed,
 // step, salt, the row's sequence in the step and the place there. Where the largest value of a row
 // or column is infinite or NaN, its scale is NaN and its codes are 0: so is all that is computed
-// with it. column_max: the largest |x[:, c]| of each column, which `columns` reads.
+// with it. column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out =
+// q * scale of its row.
 //
 // Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows). scale: F32 (rows) or (cols).
 //          factors, column_max: F32 (cols). All 16-byte aligned.
@@ -222,4 +223,18 @@ quantize_int8_columns(i8* __restrict__ q_t, f32* __restrict__ scale, const T* __
     tile.put(codes);
     __syncthreads();
     tile.store(q_t, place.first_row, place.first_column, rows, cols);
+}
+
+// Four neighbours for each thread.
+extern "C" __global__ void __launch_bounds__(256)
+quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* __restrict__ scale,
+                     i64 rows, i32 cols) {
+    const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * 4;
+    if (i >= rows * cols) { return; }
+    const u32 four = *reinterpret_cast<const u32*>(q + i);
+    const float factor = scale[i / cols];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        out[i + k] = from_f32<T>((float)(i8)(four >> (8 * k) & 0xFF) * factor);
+    }
 }

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Operand
+from llmq.base.operand import Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -27,6 +27,11 @@ from llmq.ops import adapter, reduce
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
 from llmq.runtime.device import Device
+
+
+def _tensor(x: Operand) -> Tensor:
+    """What adapters multiply: the tensor itself, also where W's product takes its fp8 codes."""
+    return x.source if isinstance(x, Fp8) else x
 
 
 class _Parts(NamedTuple):
@@ -87,7 +92,7 @@ class BlockLinear:
         parts = self._parts.get((layer, key))
         if parts is None:
             return
-        with self._dropped(parts, x) as dropped:
+        with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
@@ -102,7 +107,7 @@ class BlockLinear:
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, d_hidden, d_out, b)
+            matmul(self.dev, d_hidden, _tensor(d_out), b)
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)
             return
@@ -133,7 +138,7 @@ class BlockLinear:
         if parts is None:
             return
         d_hidden, d_a, d_b = self._d_hidden_of(parts), *(getattr(g, f"{key}_{n}") for n in "ab")
-        with self._dropped(parts, x) as dropped:
+        with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
         if d_b is None:
             return
@@ -142,7 +147,7 @@ class BlockLinear:
             self.dev.scratch("d_b_whole", shape, dtype) as whole,
             self.dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
-            matmul(self.dev, whole, d_out, parts.hidden, trans_a=True)
+            matmul(self.dev, whole, _tensor(d_out), parts.hidden, trans_a=True)
             adapter.collect(self.dev, part, whole, parts.matrix.spans, self._scale)
             reduce.add(self.dev, d_b, part)
 

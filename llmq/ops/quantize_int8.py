@@ -19,7 +19,7 @@ from llmq.ops.common import (
     octet_tiles,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 MULTIPLE = 16  # of rows and columns: one 16-byte access
@@ -41,6 +41,11 @@ COLUMNS = Kernel(
     "quantize_int8.cu",
     "quantize_int8_columns",
     args=f"i8* q_t, f32* scale, const T* x, const f32* column_max, {_ROUNDING}",
+)
+DECODE = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_decode",
+    args="T* out, const i8* q, const f32* scale, i64 rows, i32 cols",
 )
 
 
@@ -124,8 +129,7 @@ def columns(
     expect("quantize_int8", "scale", scale, F32, (cols,))
     tiles = octet_tiles("quantize_int8", n, cols)
     with dev.scratch("column_max", (cols,), F32) as column_max:
-        dev.zero(column_max)
-        dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
+        largest_of_columns(dev, column_max, x)
         dev.launch(
             COLUMNS,
             tiles,
@@ -133,6 +137,40 @@ def columns(
             (q_t, scale, x, column_max, *_rounding(stochastic), n, cols),
             consts={"STOCHASTIC": int(stochastic is not None)},
         )
+
+
+def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
+    """column_max = the largest |x| of each column; NaN is larger than everything.
+
+    Args:
+        column_max  out  F32          (cols,)
+        x           in   BF16 or F32  (rows, cols), both multiples of 16
+
+    Cost:    x read once; one launch, and column_max is cleared.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(x, None)
+    expect("quantize_int8", "column_max", column_max, F32, (cols,))
+    dev.zero(column_max)
+    tiles = octet_tiles("quantize_int8", n, cols)
+    dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
+
+
+def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
+    """out = q * scale of its row.
+
+    Args:
+        out    out  BF16 or F32  (rows, cols), both multiples of 16
+        q      in   I8           (rows, cols)
+        scale  in   F32          (rows,)
+
+    Cost:    q read once, out written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(out, None)
+    expect("quantize_int8", "q", q, I8, out.shape)
+    expect("quantize_int8", "scale", scale, F32, (n,))
+    dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
 
 
 def _rounding(stochastic: Stochastic | None) -> tuple[Tensor | None, int, int]:

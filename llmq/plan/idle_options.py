@@ -153,12 +153,19 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
     return lines + _fp8_warnings(config)
 
 
+def _has_transposed(config: TrainConfig) -> bool:
+    """Whether there are codes of weights in two layouts."""
+    return config.matmul_dtype == "e4m3" or (
+        config.matmul_dtype == "int8" and config.base_dtype == "int8"
+    )
+
+
 def _fp8_warnings(config: TrainConfig) -> list[str]:
     if config.matmul_dtype == "e4m3":
         return []
     idle = {
         "--debug-log-abs-max": config.debug_log_abs_max > 0,
-        "--no-keep-transposed": not config.keep_transposed,
+        "--no-keep-transposed": not config.keep_transposed and not _has_transposed(config),
         "--fp8-fast-accumulation": config.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation,
     }
     reason = "has no effect without --matmul-dtype e4m3"
@@ -183,8 +190,10 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
     elif config.lora_rank:
         lines = _sharded_gradients_warnings(config, world_size)
     streams = streams_weights(config, world_size)
-    if config.matmul_dtype == "e4m3" and streams and not config.keep_transposed:
-        lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
+    decodes = config.is_quantized and config.base_dtype != config.matmul_dtype
+    if _has_transposed(config) and (streams or decodes) and not config.keep_transposed:
+        why = "--shard-weights" if streams else f"--base-dtype {config.base_dtype}"
+        lines.append(f"--no-keep-transposed has no effect with {why}: it is implied")
     if on_cpu or config.device == "cpu":
         lines = _but_on_cpu(config, lines)
     if on_cpu and config.device != "cpu":

@@ -103,3 +103,11 @@ def quantize_int8_columns(
         y = x[block].astype(np.float32, copy=False)
         uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
         q_t[:, block] = _codes(y, factor, uniform).T
+
+
+def quantize_int8_decode(
+    out: np.ndarray, q: np.ndarray, scale: np.ndarray, rows: int, cols: int
+) -> None:
+    """out = q * scale of its row."""
+    for block in row_blocks(rows, cols):
+        out[block] = q[block].astype(np.float32) * scale[block, None]

@@ -43,16 +43,18 @@ class SlabPlacement:
     """The stores of one slab; None where it has no such tensor.
 
     trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
-    work: what products read. master: the shard that work weights are made from, where it is not a
-    part of these themselves. part: of streamed work weights a shard in their format, where that is
-    not the master; without both, codes are made from the master at every gather. transposed: codes
-    in the other layout, streamed where blocks share one set. mirror: a second copy, for peers, of
-    the shard that they gather. gradient: sums. m, v: moments.
+    work: what products read. base: codes that a frozen block is kept as, see state/bases.py; as a
+    shard, ranks gather them at each use. master: the shard that work weights are made from, where
+    it is not a part of these themselves. part: of streamed work weights a shard in their format,
+    where that is not the master; without both, codes are made from the master at every gather.
+    transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
+    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments.
     """
 
     trainable: bool
     group: str
     work: Store
+    base: Store | None = None
     master: Store | None = None
     part: Store | None = None
     transposed: Store | None = None
@@ -63,12 +65,19 @@ class SlabPlacement:
 
     @property
     def is_coded(self) -> bool:
-        """Whether products read fp8 codes, which have scales."""
-        return self.work.dtype == E4M3
+        """Whether products read fp8 codes that are made after every update."""
+        return self.base is None and self.work.dtype == E4M3
+
+    @property
+    def decodes(self) -> bool:
+        """Whether work weights are made from the base's codes at each use."""
+        return self.base is not None and self.base.dtype != self.work.dtype
 
     @property
     def source(self) -> Store | None:
         """The shard that ranks gather streamed work weights from, if there is one all the time."""
+        if self.base is not None:
+            return self.base if self.base.sharded else None
         return self.part or (None if self.is_coded else self.master)
 
     @property
@@ -122,11 +131,12 @@ def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
 
 def _source(config: TrainConfig) -> Store | None:
     """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
+    if config.lora_rank:  # of blocks that are not trained there is nothing else
+        return _shard(config, config.base_dtype, offloaded=config.offload_master)
     if config.matmul_dtype == "e4m3":
         codes = _shard(config, "e4m3", offloaded=config.offload_quants)
         return codes if config.persistent_quants else None
-    # Of blocks that are not trained there is nothing else.
-    is_master = config.master_dtype == config.model_dtype or config.lora_rank > 0
+    is_master = config.master_dtype == config.model_dtype
     return _shard(config, config.model_dtype, offloaded=config.offload_master and is_master)
 
 
@@ -138,6 +148,8 @@ def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
     source = _source(config)
     if world_size > 1 or source is None or source.on_host:
         return None
+    if config.lora_rank:
+        return "without --offload-master"
     if config.matmul_dtype == "e4m3":
         return "with --persistent-quants and without --offload-quants"
     if config.master_dtype != config.model_dtype:
@@ -164,7 +176,8 @@ def why_no_mirrors(config: TrainConfig) -> str | None:
     if source is None:
         return "without --persistent-quants"
     if source.on_host:
-        return "with --offload-" + ("quants" if source.dtype == E4M3 else "master")
+        quants = source.dtype == E4M3 and not config.lora_rank
+        return "with --offload-" + ("quants" if quants else "master")
     return None
 
 
@@ -176,7 +189,7 @@ def streams_weights(config: TrainConfig, world_size: int) -> bool:
 def has_masters(config: TrainConfig, world_size: int) -> bool:
     """Whether the optimizer updates other tensors of the blocks than those that products read."""
     return (
-        config.matmul_dtype == "e4m3"
+        (config.matmul_dtype == "e4m3" and not config.lora_rank)
         or config.master_dtype != config.model_dtype
         or streams_weights(config, world_size)
     )
@@ -228,13 +241,14 @@ def place(
 def _place_slab(
     config: TrainConfig, slab: Slab, world_size: int, *, trainable: bool
 ) -> SlabPlacement:
+    if slab.is_block and config.is_quantized:
+        return _place_base(config, slab, world_size)
     dtype, differs = parse_dtype(config.model_dtype), config.master_dtype != config.model_dtype
     coded = slab.is_block and config.matmul_dtype == "e4m3"
     streams = slab.is_block and streams_weights(config, world_size)
     updates_another = has_masters(config, world_size) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
-    mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
     master_dtype = config.master_dtype if trainable else config.model_dtype
     master = _shard(config, master_dtype, offloaded=config.offload_master)
     transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
@@ -245,9 +259,33 @@ def _place_slab(
         master=master if coded or (trainable and updates_another) else None,
         part=None if gathers_master else source,
         transposed=transposed if coded else None,
-        mirror=Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None,
+        mirror=_mirror(config, source, world_size),
     )
     return _trained(config, slab, world_size, placement) if trainable else placement
+
+
+def _mirror(config: TrainConfig, source: Store | None, world_size: int) -> Store | None:
+    """Of what ranks gather at each use, where they have one."""
+    mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
+    return Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None
+
+
+def _place_base(config: TrainConfig, slab: Slab, world_size: int) -> SlabPlacement:
+    """Of a frozen block that is kept as codes."""
+    streams, source = streams_weights(config, world_size), _source(config)
+    base = source if streams else Store(dtype=source.dtype)
+    codes = config.matmul_dtype == "e4m3" or config.matmul_dtype == config.base_dtype
+    dtype = parse_dtype(config.matmul_dtype if codes else config.model_dtype)
+    work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
+    shared = work.streamed or not config.keep_transposed
+    return SlabPlacement(
+        trainable=False,
+        group=_group(slab),
+        work=work,
+        base=base,
+        transposed=Store(dtype=dtype, streamed=shared) if codes else None,
+        mirror=_mirror(config, source if streams else None, world_size),
+    )
 
 
 def _trained(

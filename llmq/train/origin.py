@@ -82,7 +82,7 @@ class Origin:
             self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
-            self._warn_of_name()
+            self._warn_of_base()
 
     @cached_property
     def base(self) -> BaseId | None:
@@ -93,9 +93,17 @@ class Origin:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
-    def _warn_of_name(self) -> None:
+    def _warn_of_base(self) -> None:
         """Of adapters made elsewhere nothing but the name of their model is known."""
-        name = self._files.config.base
+        name, before = self._files.config.base, self._files.config.base_dtype
+        now = self.config.base_dtype
+        if self._files.base is not None and before != (now if self.config.is_quantized else None):
+            warn(
+                [
+                    f"--adapter: '{self.config.adapter}' was trained beside a model in "
+                    f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
+                ]
+            )
         if self._files.base is None and name and Path(name).name != Path(self.config.model).name:
             warn(
                 [
@@ -115,7 +123,7 @@ class Origin:
                 return self._files.read(param)
             return None if param.of_adapter else self.weights.read(param)
 
-        ranks.load(read)
+        ranks.load(read, self.weights.elements)
 
     def init(self, ranks: Ranks) -> None:
         """Random weights."""

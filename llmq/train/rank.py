@@ -18,6 +18,7 @@ from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
 from llmq.model.step import Piece, Result, Step
 from llmq.runtime.device import Device
+from llmq.state.packing import Elements
 from llmq.state.params import Param
 
 
@@ -103,11 +104,19 @@ class Rank:
         self.step.load_extra_state(reader.manifest.state)
         self.step.weights.refresh()
 
-    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
-        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one."""
+    def load(
+        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+    ) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. elements: a
+        part of one."""
 
         def noted(param: Param) -> np.ndarray | None:
             self.beat()
             return read(param)
 
-        self.step.weights.load(noted, (self.step.config, self.step.options.seed))
+        def noted_elements(param: Param, start: int, stop: int) -> np.ndarray:
+            self.beat()
+            return elements(param, start, stop)
+
+        fresh = (self.step.config, self.step.options.seed)
+        self.step.weights.load(noted, fresh, elements and noted_elements)

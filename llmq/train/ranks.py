@@ -28,6 +28,7 @@ from llmq.runtime.machine import Machine
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
+from llmq.state.packing import Elements
 from llmq.state.params import Param
 from llmq.train.rank import Rank
 from llmq.train.rounds import Rounds
@@ -270,9 +271,12 @@ class Ranks:
         with collected(reader, set().union(*lacking), directory):
             self.run("loading the checkpoint", lambda rank: rank.read(reader))
 
-    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
-        """Fill the weights. read: a whole parameter, None: a fresh one; called by all threads."""
-        self.run("loading weights", lambda rank: rank.load(read))
+    def load(
+        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+    ) -> None:
+        """Fill the weights. read: a whole parameter, None: a fresh one; elements: a part of one.
+        All threads call them."""
+        self.run("loading weights", lambda rank: rank.load(read, elements))
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
         """Random weights."""

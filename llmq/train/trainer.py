@@ -381,8 +381,8 @@ class Trainer:
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Host copies of all master weights by parameter name, padding included."""
-        return {p.name: self._read_weight(p) for slab in self._step.table for p in slab.params}
+        """Host copies of all master weights by name, padding included; codes have no masters."""
+        return {p.name: self._read_weight(p) for p in self._step.weights.params()}
 
     def close(self) -> None:
         """Stop the threads and free the devices."""
