@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ def _run_locked(
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.first:
                     run.save()
+                    run.keeping.finish()
                 raise
         finally:
             run.close()
@@ -169,7 +171,8 @@ class _Run:
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
         self.guard = Guard(self.config)
         history = History(reporter, self.evaluations, self.guard)
-        self.keeping = Keeping(trainer, reporter, best, self.guard, history)
+        wrote = self.ending.requests.write_took
+        self.keeping = Keeping(trainer, reporter, best, self.guard, history, wrote)
         self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
         self.final_seconds = final_seconds
         self.monitors = [
@@ -185,7 +188,8 @@ class _Run:
         self.watchers: list[Watcher] = []
 
     def close(self) -> None:
-        """Stop the monitors and close the reports."""
+        """End what is being written, stop the monitors and close the reports."""
+        self.keeping.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
         for monitor in self.monitors:
             if monitor is not None:
                 monitor.close()
@@ -253,6 +257,7 @@ class _Run:
 
     def _roll_back(self) -> None:
         self._pause()
+        self.keeping.finish()
         self.judging.roll_back()
 
     def _report_scaling(self) -> None:
@@ -273,6 +278,7 @@ class _Run:
         if evaluate and self.evaluations.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         self._judge()
+        self.keeping.look()
         due = interval > 0 and step % interval == 0
         due |= self.keeping.late and self.guard.in_row == 0
         asked = self.ending.agree(asks=True)
@@ -377,11 +383,13 @@ class _Run:
             self.trainer.export()
         if self.config.save_training_state:  # if there was no room before
             self.save(required=True)
+        self.keeping.finish()
 
     # -- signals ---------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         self.save(required=True)
+        self.keeping.finish()
         step, why = self.trainer.steps_done, "--max-hours"
         if self.ending.signum is not None:
             why = signal.Signals(self.ending.signum).name

@@ -11,9 +11,10 @@ from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileE
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
-from llmq.model.step import Piece, Result, Step
+from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.params import Param
+from llmq.state.snapshot import Piece
 
 
 class Rank:
@@ -80,7 +81,7 @@ class Rank:
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
         groups = self.step.stored_state().items()
-        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
 
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint; all ranks do."""

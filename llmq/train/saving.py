@@ -1,0 +1,221 @@
+"""How a checkpoint is written in a thread while training goes on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.base.errors import DiskError
+from llmq.base.signals import ending_signals
+from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry
+from llmq.checkpoint.folder import discard
+from llmq.checkpoint.manifest import Manifest
+from llmq.checkpoint.shards import write_group
+from llmq.runtime.processes import Outcome, processes
+from llmq.state.snapshot import Piece
+from llmq.train.ranks import Ranks
+
+THREADS = 8  # that write files of one process
+PAUSE = 0.01  # seconds between two looks whether a copy is complete
+POLL = 0.1  # seconds after which a caller that waits shows that it goes on
+PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
+
+
+class Done(NamedTuple):
+    """What the thread has done. step: of the checkpoint; None: it had none to write. path: of it;
+    None where error is why there is none. found: what `then` returned. seconds: from the copy on.
+    """
+
+    step: int | None
+    path: Path | None
+    error: DiskError | None
+    found: Any
+    seconds: float
+
+
+class _GivenUp(Exception):
+    """Nobody wants the checkpoint any more."""
+
+
+class Saver:
+    """Writes a checkpoint while training goes on; one at a time.
+
+    Threads copy, hash and write; what needs MPI is done by those who call, between two steps. Each
+    process writes the files of its ranks, and when all have, the first one commits. With a single
+    process that follows at once. All methods but `stop` are called by all processes alike, with
+    the same arguments.
+    """
+
+    def __init__(self, ranks: Ranks, directory: Path):
+        """directory: of checkpoints."""
+        self._ranks, self._directory = ranks, directory
+        self._thread: threading.Thread | None = None
+        self._outcome = Outcome(None, None)
+        self._given_up = self._copied = False
+        # What the first process does when all have written, where these are several.
+        self._last: Callable[[list[FileEntry]], Done] | None = None
+        self._step, self._start = 0, 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something of which `ended` has not told."""
+        return self._thread is not None
+
+    # -- what is begun ---------------------------------------------------------------------------
+
+    def save(self, step: int, manifest: Manifest, then: Callable[[Path], Any]) -> None:
+        """Begin to write a checkpoint of this moment.
+
+        then(path): what the first process's thread does after the commit.
+        """
+        self._step, self._start, self._copied = step, time.monotonic(), False
+        self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
+
+        def last(files: list[FileEntry]) -> Done:
+            try:
+                path = self._writer(self._ranks.world.base).commit(manifest, files)
+            except DiskError as error:
+                return self._done(step, error=error)
+            return self._done(step, path, found=then(path))
+
+        if processes().count == 1:
+            self._begin(lambda: self._alone(last))
+        else:
+            self._last = last
+            self._begin(self._write)
+
+    def do(self, work: Callable[[], Any]) -> None:
+        """Begin what the first process does in its thread, between checkpoints."""
+        self._start, self._copied = time.monotonic(), True
+        self._begin(lambda: self._done(found=work() if processes().first else None))
+
+    def _begin(self, work: Callable[[], Any]) -> None:
+        def run() -> None:
+            # Signals are for the main thread, which waits in a call that they interrupt.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {*ending_signals(), signal.SIGUSR1})
+            try:
+                self._outcome = Outcome(work(), None)
+            except BaseException as error:
+                self._outcome = Outcome(None, error)
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _done(
+        self,
+        step: int | None = None,
+        path: Path | None = None,
+        error: DiskError | None = None,
+        found: Any = None,
+    ) -> Done:
+        return Done(step, path, error, found, time.monotonic() - self._start)
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _alone(self, last: Callable[[list[FileEntry]], Done]) -> Done:
+        try:
+            files = self._write()
+        except DiskError as error:
+            self._discard()
+            return self._done(self._step, error=error)
+        except BaseException:
+            self._discard()
+            raise
+        return last(files)
+
+    def _writer(self, rank: int) -> CheckpointWriter:
+        return CheckpointWriter(self._directory, self._step, rank, self._ranks.world_size)
+
+    def _discard(self) -> None:
+        discard(self._directory, self._step)
+
+    def _write(self) -> list[FileEntry]:
+        """The files of this process's ranks, from the copies."""
+        snapshots = self._ranks.snapshots
+        while not all(snapshot.is_done() for snapshot in snapshots.values()):
+            self._look()
+            time.sleep(PAUSE)
+        self._copied = True
+        failed = threading.Event()
+
+        def beat() -> None:
+            self._look()
+            if failed.is_set():
+                raise _GivenUp
+
+        def write(writer: CheckpointWriter, group: str, pieces: list[Piece]) -> FileEntry:
+            try:
+                return write_group(lambda tensor: tensor.numpy(), writer, group, pieces, beat)
+            except BaseException:
+                failed.set()
+                raise
+
+        files = [
+            partial(write, writer, *group)
+            for rank, snapshot in snapshots.items()
+            for writer in [self._writer(rank)]
+            for group in snapshot.copy.items()
+        ]
+        with ThreadPoolExecutor(min(THREADS, len(files))) as pool:
+            written = [pool.submit(file) for file in files]
+        errors = [error for file in written if (error := file.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, _GivenUp)):
+            raise error
+        return [file.result() for file in written]
+
+    def _look(self) -> None:
+        if self._given_up:
+            raise _GivenUp
+
+    # -- what is known of it ---------------------------------------------------------------------
+
+    def ended(self, *, wait: bool = False) -> Done | None:
+        """What has become of it; None: it goes on, or there is nothing. Raises what is no failure
+        of the disk. wait: until it is known."""
+        while self._thread is not None and self._all_have(wait):
+            self._thread, outcome = None, self._outcome
+            if self._last is None:
+                outcome = processes().share(outcome)
+                return self._told(outcome)
+            outcomes, last = processes().gather(outcome), self._last
+            self._last = None
+            failed = next((found for found in outcomes if found.error is not None), None)
+            if failed is not None:
+                if processes().first:
+                    self._discard()
+                if isinstance(failed.error, DiskError):
+                    return self._done(self._step, error=failed.error)
+                return self._told(failed)
+            files = [entry for found in outcomes for entry in found.value]
+            self._begin(partial(last, files) if processes().first else lambda: None)
+        return None
+
+    def _told(self, outcome: Outcome) -> Done:
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    def _all_have(self, wait: bool) -> bool:
+        """Whether the threads of all processes have ended."""
+        while wait and self._thread.is_alive():
+            self._thread.join(POLL)
+            self._ranks.pool.beat()
+        return all(processes().gather(not self._thread.is_alive()))
+
+    def stop(self, *, give_up: bool) -> None:
+        """Wait for the thread of this process, whose memory is going to be freed.
+
+        give_up: the checkpoint. It is given up as well if its copy does not end.
+        """
+        if self._thread is None:
+            return
+        end = time.monotonic() + PATIENCE
+        while self._thread.is_alive():
+            self._given_up = give_up or (not self._copied and time.monotonic() > end)
+            self._thread.join(POLL)
