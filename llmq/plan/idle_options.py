@@ -36,6 +36,13 @@ def option_warnings(config: TrainConfig) -> list[str]:
             f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
             "--save-training-state: no checkpoints are written"
         )
+    goes_on = config.ckpt_interval > 0 or config.ckpt_every_minutes > 0
+    goes_on |= config.keep_best is not None or config.save_training_state
+    if config.ckpt_background and not goes_on:
+        lines.append(
+            "--ckpt-background has no effect but for checkpoints that are asked for: neither "
+            "--ckpt-interval nor --ckpt-every-minutes writes any"
+        )
     if config.guard != "rollback" and config.guard_recovery != _DEFAULTS.guard_recovery:
         given = flag("guard_recovery", config.guard_recovery)
         lines.append(f"{given} has no effect without --guard rollback")
