@@ -223,7 +223,7 @@ def test_a_copy_beside_a_step_is_of_its_beginning(tmp_path, host, graphs):
     given |= {"grad-accumulation": 2, "eval-file": "none", "learning-rate": 1e-2, "steps": 9}
     if host != "nothing":
         given |= dict.fromkeys(("offload-opt-m", "offload-opt-v", "offload-master"), True)
-        given |= {"master-dtype": "fp32", "use-write-combined": host == "write-combined"}
+        given |= {"master-dtype": "fp32", "write-combined": host == "write-combined"}
     config = make_config(given)
     rng = np.random.default_rng(2)
     with Trainer.from_config(config, *model_of_run(config)) as trainer:
