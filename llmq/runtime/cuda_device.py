@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, MachineError
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
@@ -94,7 +94,7 @@ class CudaDevice(Device):
             self._runtime.setDevice(self.index)
             free, _ = self._runtime.memGetInfo()
         except self._runtime.CUDARuntimeError as error:
-            raise LlmqError(
+            raise MachineError(
                 f"{gpu} cannot be opened ({error}); see nvidia-smi for what else uses it"
             ) from error
         if need > free:
