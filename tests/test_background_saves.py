@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from llmq.checkpoint.checkpoint import CheckpointWriter
+from llmq.checkpoint.verdict import read_verdict
 from llmq.train import keeping, saving
 from llmq.train.loop import _Run
 from tests.runs import make_workplace, records, signal_after, train
+from tests.test_guard import exploding
 
 SHORT = {"eval_file": "none", "batch_size": 1, "grad_accumulation": 1, "ckpt_background": True}
 
@@ -125,6 +127,15 @@ def test_steps_go_on_while_a_checkpoint_is_written(monkeypatch, capsys):
     assert (
         begun < out.index("[T] step     2") < out.index("The checkpoint of step 2 was written in")
     )
+
+
+def test_a_verdict_that_comes_while_a_checkpoint_is_written(monkeypatch):
+    """It is noted when there is something to note it in."""
+    exploding(monkeypatch, 22)
+    gate = Gate(monkeypatch, 22)
+    at_step(monkeypatch, 24, lambda run: gate.open.set())
+    assert train(**SHORT, steps=26, ckpt_interval=22) == 0
+    assert read_verdict(Path("ckpt/step_00000022")).good is False
 
 
 def open_after(gate, seconds):
