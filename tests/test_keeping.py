@@ -159,6 +159,10 @@ def test_the_end_leaves_time_for_a_checkpoint(monkeypatch):
     clock.now += 2
     assert quick.for_end()
     assert not Requests(make_config({}), 10**15).for_end()
+    for background in (False, True):  # where one may be under way there is time for two
+        of = Requests(make_config({"max-hours": 1, "ckpt-background": background}), 100 * 10**8)
+        clock.now += 3600 - 2 * 150 - 2 + 1
+        assert of.for_end() == background
 
 
 def test_max_hours_ends_with_a_checkpoint(capsys):

@@ -377,6 +377,7 @@ class _Run:
         self.ending.agree()
         if self.ending.ends:
             self._leave()
+        self.keeping.finish()  # whatever becomes of the export
         self.reporter.message(self.evaluations.summary(), step)
         self.judging.check_model(self.evaluations.not_finite)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
