@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import ConfigError
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan.disk import checkpoint_bytes
+from llmq.plan.idle_options import option_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
@@ -152,3 +154,13 @@ def test_a_run_takes_what_was_planned(tmp_path, monkeypatch):
             trainer.step()
             assert trainer.usage == trainer.plan.usage
             assert trainer.usage.categories["pinned"]["Checkpoint"] > 0
+
+
+def test_where_the_copy_has_no_effect():
+    never = {"ckpt-background": True, "ckpt-interval": 0, "save-training-state": False}
+    (line,) = option_warnings(make_config(never))
+    assert line.startswith("--ckpt-background has no effect but for checkpoints that are asked for")
+    for name, value in (("ckpt-interval", 5), ("save-training-state", True)):
+        assert option_warnings(make_config(never | {name: value})) == []
+    with pytest.raises(ConfigError, match=r"^--ckpt-background: has no effect here, where save"):
+        Trainer(model="tiny", from_scratch=True, ckpt_background=True)
