@@ -354,6 +354,7 @@ COMMANDS = [
         "train.plot.run_plot",
         (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
     ),
+    ("top README.md --once", "train.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",
         "train.watch.run_watch",

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,6 @@ from llmq.base.errors import MachineError
 from llmq.base.signals import SUPERVISED, FirstSignal
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
-from llmq.runtime import gpu_errors
 from llmq.train import restarts
 from llmq.train.restarts import in_words, is_crash, supervise
 from tests.runs import flags, make_workplace, records, train
@@ -156,16 +156,16 @@ def test_a_signal_that_comes_twice_is_one_where_a_parent_passes_it_on(monkeypatc
 
 
 class Nvml:
-    """One GPU that has an error."""
+    """One GPU that has errors. What is not here is 0, or a function that does nothing."""
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
+    NVMLError = IndexError
     nvmlEventTypeXidCriticalError = 8
 
     def __init__(self):
         self.errors, self.counted = [], 3
 
     def __getattr__(self, name):
-        return lambda *_: None
+        return 0 if name.startswith("NVML") else lambda *_: None
 
     def nvmlDeviceGetCount(self):
         return 1
@@ -177,27 +177,25 @@ class Nvml:
         return self.counted
 
     def nvmlEventSetWait_v2(self, errors, _):
-        return type("Event", (), {"eventData": errors.pop()})
+        return SimpleNamespace(eventType=8, eventData=errors.pop())
 
 
 def test_errors_of_gpus_are_named(monkeypatch, capfd):
     nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    errors = gpu_errors.GpuErrors()
+    monkeypatch.setattr(restarts, "open_nvml", lambda: nvml)
+    errors = restarts._GpuErrors()
     assert errors.new() == []
     nvml.errors += [79, 79]
     nvml.counted += 2
     assert errors.new() == [
-        "GPU 0: the driver says Xid 79",
+        "GPU 0: Xid 79, the GPU has fallen off the bus",
         "GPU 0: 2 uncorrectable memory errors (ECC)",
     ]
     assert errors.new() == []
     nvml.errors.append(48)
-    real = restarts.GpuErrors
-    monkeypatch.setattr(restarts, "GpuErrors", lambda: errors)
+    monkeypatch.setattr(restarts, "_GpuErrors", lambda: errors)
     run(monkeypatch, CRASH, {})
-    assert "killed by SIGKILL; GPU 0: the driver says Xid 48; it goes on" in capfd.readouterr().err
-    assert real is gpu_errors.GpuErrors
+    assert "killed by SIGKILL; GPU 0: Xid 48, an uncorrectable" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------

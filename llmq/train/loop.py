@@ -45,7 +45,7 @@ from llmq.train.judging import Judging
 from llmq.train.keeping import Keeping
 from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
-from llmq.train.monitor import open_monitor, report_gpus, speed_of_light
+from llmq.train.monitor import speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
     locked_places,
@@ -57,6 +57,7 @@ from llmq.train.places import (
 from llmq.train.requests import Requests
 from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
+from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
 from llmq.train.views import PlainView
@@ -125,9 +126,10 @@ def _run_locked(
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
-            announce_memory(trainer, reporter, run.monitors, host_memory_before)
+            announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
-            reporter.view = view_of_run(trainer.steps_done, trainer.total_steps)
+            steps = (trainer.steps_done, trainer.total_steps)
+            reporter.view = view_of_run(*steps, run.sensing.panel)
             try:
                 with run.ending.noted():
                     run.loop()
@@ -137,6 +139,9 @@ def _run_locked(
                     run.save()
                     run.keeping.finish()
                 raise
+        except Exception as error:
+            run.sensing.explain(error)
+            raise
         finally:
             run.close()
 
@@ -175,9 +180,8 @@ class _Run:
         self.keeping = Keeping(trainer, reporter, best, self.guard, history, wrote)
         self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
         self.final_seconds = final_seconds
-        self.monitors = [
-            open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
-        ]
+        world, every = trainer.machine.world, self.config.log_gpu_util
+        self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
         self.speed_of_light = speed_of_light(
             self.config, trainer.model, trainer.dev.spec.name, trainer.world_size
         )
@@ -188,11 +192,9 @@ class _Run:
         self.watchers: list[Watcher] = []
 
     def close(self) -> None:
-        """End what is being written, stop the monitors and close the reports."""
+        """End what is being written, stop the sensors and close the reports."""
         self.keeping.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
-        for monitor in self.monitors:
-            if monitor is not None:
-                monitor.close()
+        self.sensing.close()
         self.reporter.close()
         for watcher in self.watchers:
             watcher.close()
@@ -205,7 +207,8 @@ class _Run:
         for line in notes:
             self.reporter.message(line)
         self.watchers = start_watchers(self.config) if processes().first else []
-        announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
+        gpus = self.sensing.sensors.sources
+        announce_machine(self.trainer, self.reporter, gpus, self.speed_of_light)
 
     def measure_scaling(self) -> None:
         """--measure-scaling: time one rank alone, before the weights are loaded."""
@@ -334,8 +337,7 @@ class _Run:
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
             self.reporter.fast_products(p.step, chosen)
-        if self.config.log_gpu_util > 0 and p.step % self.config.log_gpu_util == 0:
-            report_gpus(self.reporter, self.monitors, p.step)
+        self.sensing.after_step(p.step, result, ms)
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:

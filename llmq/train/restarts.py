@@ -23,7 +23,7 @@ from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.store import checkpoints_by_name
 from llmq.config.option_types import NEWEST
 from llmq.config.options import TrainConfig
-from llmq.runtime.gpu_errors import GpuErrors
+from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_text
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; twice as long each time
 POLL = 0.05  # seconds
@@ -57,7 +57,7 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
     command: of `llmq train`, whose last options win. config: its options, of which the places
     matter. Ending signals and SIGUSR1 are passed on. Returns the status to exit with.
     """
-    errors, before, pause = GpuErrors(), _Before(config), FIRST_PAUSE
+    errors, before, pause = _GpuErrors(), _Before(config), FIRST_PAUSE
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
     with _Run() as run:
@@ -83,6 +83,29 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+class _GpuErrors:
+    """Those of all GPUs of the machine since it was made; of none where NVML cannot be used."""
+
+    def __init__(self) -> None:
+        self._gpus: list[NvmlGpu] = []
+        with suppress(Exception):  # no module, no library, no driver: each its own class
+            self._gpus = all_gpus(open_nvml())
+        self._known = [gpu.read_errors()["ecc_uncorrected"] for gpu in self._gpus]
+
+    def new(self) -> list[str]:
+        """In words, since this was last called."""
+        found = []
+        for index, gpu in enumerate(self._gpus):
+            errors, before = gpu.read_errors(), self._known[index]
+            found += [f"GPU {index}: {xid_text(xid)}" for xid in dict.fromkeys(errors["xid"])]
+            now = self._known[index] = errors["ecc_uncorrected"]
+            if UNSUPPORTED not in (now, before) and now > before:
+                found.append(f"GPU {index}: {now - before} uncorrectable memory errors (ECC)")
+            if gpu.lost is not None:
+                found.append(f"GPU {index}: {gpu.lost}")
+        return found
 
 
 class _Before:
