@@ -42,7 +42,7 @@ def main(
     model: Annotated[str, typer.Option(help="preset")] = "Qwen2.5-1.5B",
     interval: Annotated[int, typer.Option(help="steps between checkpoints")] = 20,
     count: Annotated[int, typer.Option(help="checkpoints of a run")] = 4,
-    folder: Annotated[Path | None, typer.Option(help="of checkpoints; 3 of them fit")] = None,
+    folder: Annotated[Path | None, typer.Option(help="of checkpoints; room for 4")] = None,
 ) -> None:
     """Measure and print a Markdown table."""
     ways = {
