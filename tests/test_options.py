@@ -145,6 +145,7 @@ def test_defaults_of_known_flags():
         "p2p": "auto",
         "watchdog": 300,
         "measure-scaling": False,
+        "ckpt-background": False,
         "download": False,
         "seed": 42,
         "tensorboard": None,

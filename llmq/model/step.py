@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,22 +37,13 @@ from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
-from llmq.state.params import Slab
 from llmq.state.placement import Placement, table_of
+from llmq.state.snapshot import Piece, Snapshot, State
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of a slab, which a rank holds in `tensor`."""
-
-    slab: Slab
-    start: int
-    stop: int
-    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +136,8 @@ class Step:
         self.model = Model(
             dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
         )
+        background = options.ckpt_background
+        self.snapshot = Snapshot(dev, self.stored_state()) if background else None
 
     def _open_inbox(self) -> int:
         """Where the device finds what one micro-step reads; returns its words.
@@ -240,6 +232,8 @@ class Step:
 
     def update(self) -> int:
         """Enqueue the optimizer; returns the ticket of the step's result."""
+        if self.snapshot is not None:
+            self.snapshot.hold()
         self.dev.graph(("update",), self._update)
         self.weights.updated()
         self._goes_on = True
@@ -287,7 +281,7 @@ class Step:
         self._last_read = max(self._last_read, ticket)
         return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
 
-    def state(self) -> dict[str, list[Piece]]:
+    def state(self) -> State:
         """Weights and moments of this rank, by group."""
         optimizer, rank = self.optimizer, self.dev.rank
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
@@ -303,7 +297,7 @@ class Step:
             for group, tensors in groups.items()
         }
 
-    def stored_state(self) -> dict[str, list[Piece]]:
+    def stored_state(self) -> State:
         """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
         if self.options.lora_rank:

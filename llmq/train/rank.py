@@ -16,10 +16,11 @@ from llmq.checkpoint.checkpoint import (
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
-from llmq.model.step import Piece, Result, Step
+from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.snapshot import Piece
 
 
 class Rank:
@@ -86,7 +87,7 @@ class Rank:
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
         groups = self.step.stored_state().items()
-        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
 
     def lacks(self, reader: CheckpointReader) -> set[str]:
         """Names of the files of a checkpoint that this rank reads and that are on other disks."""
