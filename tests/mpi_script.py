@@ -25,6 +25,7 @@ from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
+PLACES = json.loads(sys.argv[2])  # environment of each process, or nothing
 
 
 def fail_in_a_rank(*_: Any, **__: Any) -> None:
@@ -92,6 +93,7 @@ def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
 
 def main() -> None:
     """All cases, one after the other."""
+    os.environ.update(PLACES[INDEX] if PLACES else {})
     for case in json.loads(sys.argv[1]):
         own = case["own"][INDEX] if case["own"] else []
         with with_fault(case["fault"]):

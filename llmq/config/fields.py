@@ -358,6 +358,12 @@ class Fields:
         min=0,
         max=3,
     )
+    shard_over: str = option(
+        _RANKS,
+        "machine",
+        "Of several machines, the GPUs among which that is divided: those of each, or all",
+        choices=("machine", "world"),
+    )
     shard_weights: bool = switch(
         _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
     )

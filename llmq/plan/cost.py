@@ -145,13 +145,13 @@ class Rates:
         and on the network, by name and without those that it does not need; and seconds of a bus
         that is busy both ways.
         """
-        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
+        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
         if sizes not in self._transfers:  # pieces of transfers are all alike
             self._transfers[sizes] = self._carried(*sizes)
         return self._transfers[sizes]
 
     def _carried(
-        self, loaded: int, stored: int, received: int, shared: int, sent: int
+        self, loaded: int, stored: int, received: int, shared: int, sent: int, network: int
     ) -> tuple[dict[str, float], float]:
         if self._link:
             link = (received + shared) / self._link
@@ -165,9 +165,7 @@ class Rates:
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
         carriers = {"load": load, "store": store, "link": link, "host": host}
-        if self._network.machines > 1:
-            # In a ring through all GPUs each machine passes on what one GPU receives.
-            carriers["network"] = (received + shared) / self._network.rate
+        carriers["network"] = network / self._network.rate
         both_ways = (loaded + stored) / self._bus / BOTH_WAYS
         both_ways += max(staged_in, staged_out) / self._staged
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
@@ -224,7 +222,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
         start, seconds = streams[stream], rates.compute(item)
         lasts = seconds
         # Most move nothing, and it takes time.
-        if item.loaded or item.stored or item.received or item.shared:
+        if item.loaded or item.stored or item.received or item.shared or item.network:
             transfers, both_ways = rates.transfers(item)
             bus += both_ways
             for name in transfers:

@@ -83,8 +83,8 @@ class Planner:
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
-        made = make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
-        return replace(made, machines=self.network.machines)
+        how = (self.backend, self.world_size, parts)
+        return make_plan(config, self.model, self.spec, *how, machines=self.network.machines)
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""

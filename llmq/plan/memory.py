@@ -29,7 +29,7 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
-    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)
+    beside = CONTEXT_BYTES + plan.communicators * NCCL_BYTES
     return plan.usage.device_bytes + beside + page_tables(plan.host_bytes, spec)
 
 

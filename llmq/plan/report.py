@@ -31,7 +31,7 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, table_of, trained_count
+from llmq.state.placement import place, shards_of, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -67,9 +67,9 @@ def run_plan(
     given, search = (gpu_memory, host_memory, card, reserve), fit is not None
     where = target(config, model, *given, search=search, machines=machines, network=network)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
-    world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
-    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
-    warn(rank_warnings(config, where.world_size))
+    of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
+    check_machine(config, model, Machine(kind=kind, note=None, **of))
+    warn(rank_warnings(config, where.world_size, machines))
     data = data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
@@ -82,8 +82,8 @@ def run_plan(
         else:
             print("\n".join(fit_report(found, where)))
         return found.candidates[0].config
-    parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
-    plan = planner.plan(parts)
+    shared = (where.spec, where.backend, where.world_size, machines)
+    plan = planner.plan(fewest_attention_parts(config, model, *shared))
     speed = (where.card, where.visible_share, where.network)
     time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
@@ -217,7 +217,8 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         candidates, model = fit.search(), fit.planner.model
         config = candidates[0].config
-        placement = place(config, table_of(config, model, where.world_size), where.world_size)
+        shards = shards_of(config, where.world_size, where.network.machines)
+        placement = place(config, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,
             coarser=[] if where.card is None else coarser(fit, candidates[0]),

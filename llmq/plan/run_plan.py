@@ -28,8 +28,9 @@ def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPl
     """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
-    planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
+    of_ranks = (machine.world_size, network.machines)
+    planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
     shared = (spec, backend, card_of(spec), machine.world_size)
     planner = Planner(model, *shared, network=network)
     plan = planner.plan(planned)

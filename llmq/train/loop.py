@@ -112,7 +112,8 @@ def _run_locked(
         best = them.each(lambda: Best(config.keep_best, config.checkpoint_dir, material.metrics))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
-        warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
+        where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
+        warn(run_warnings(config, trainer.world_size, *length, **where))
         moved = them.on_first(lambda: move_aside(strangers))
         them.on_first(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
         path = config.log_file if them.first else Path(os.devnull)
