@@ -15,7 +15,16 @@ from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from tests.covering import covering
 from tests.ranks import run_ranks
-from tests.sharded import DELAYED, FP8, FP32, assert_same_run, move_in_pieces, run, train_steps
+from tests.sharded import (
+    DELAYED,
+    FP8,
+    FP32,
+    assert_same,
+    assert_same_run,
+    move_in_pieces,
+    run,
+    train_steps,
+)
 from tests.test_sharding import (
     A2A,
     EVERYTHING,
@@ -89,6 +98,14 @@ def test_losses_are_those_of_one_machine():
         np.testing.assert_allclose(found[0].norm, want[0].norm, rtol=2**-9)
         losses = [[result.loss for result in results] for results in (found, want)]
         np.testing.assert_allclose(*losses, rtol=2**-9)
+
+
+@pytest.mark.parametrize("base", [FP32, FP8, {"offload_gradients": True, "shard_gradients": True}])
+def test_two_machines_of_one_rank_make_the_weights_of_two_ranks(base):
+    """A sum of two has one order, and without clipping the norm's rounding does not matter."""
+    found, want = (run(2, 1, train_steps(2), machines=m, grad_clip=0.0, **base) for m in (2, 1))
+    for group in want.state:
+        assert_same(found.state[group], want.state[group])
 
 
 def test_over_the_world_machines_do_not_matter():
