@@ -122,6 +122,12 @@ def plan_report(
         f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
         *disk,
     ]
+    if plan.machines > 1:
+        each = plan.world_size // plan.machines
+        what = f"{plan.machines}, of {each} GPUs; a replica of the state on each"
+        if plan.shards == plan.world_size:
+            what = f"{plan.machines}, of {each} GPUs; the state is divided among all of them"
+        lines.insert(lines.index("[Plan]") + 2, f"  Machines:        {what}")
     if plan.host_bytes and where.spec != HOST_SPEC:
         before = next(i for i, line in enumerate(lines) if line.startswith("  Parameters:"))
         lines.insert(before, f"  Host memory:     {mib(plan.host_bytes)}")
@@ -164,6 +170,8 @@ def plan_record(
     excess = limits.excess(needed, plan.host_bytes)
     return {
         "device": where.spec.name,
+        "machines": plan.machines,
+        "shards": plan.shards,
         "parameters": parameter_count(model),
         "tokens_per_step": plan.tokens,
         "flops_per_token": plan.flops * plan.world_size / plan.tokens,
