@@ -21,8 +21,8 @@ class OutOfMemory(LlmqError):
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
-# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py. A communicator across
-# machines is taken to need as much, which was not measured.
+# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py. A communicator
+# across machines is taken to need as much, which was not measured.
 NCCL_BYTES = 930 * MIB
 
 
