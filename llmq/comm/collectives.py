@@ -149,8 +149,10 @@ class Comm(ABC):
         """After reduce_scatter or all_to_all: a part (n,) of buffer where no result lies."""
         return part(buffer, self.rank - 1, self.size)
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing that needs closing
+    def close(self) -> None:
         """Release what a library holds; the device does this when it is closed."""
+        if self.cross is not None:
+            self.cross.close()
 
     def _begin(self, operation: str) -> None:
         self._dev.last_operation = operation

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.base.tensor import Tensor
 from llmq.comm import nccl
-from llmq.comm.collectives import Comm, Group, storages
+from llmq.comm.collectives import Comm, Group, SingleComm, storages
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.flags import Flags
 from llmq.comm.links import LinkTable
@@ -49,9 +49,9 @@ def connect_cuda(
             library = nccl.load()
             # Between two processes both decide, so all of them must do it alike.
             peer_access = all(processes().gather(options.p2p != "off" and not links.damaged))
-            nccl.set_environment(peer_access)
-        if first.shards > 1 and options.nccl:
             several = len(devices) < first.shards  # the group has more processes
+            nccl.set_environment(peer_access, several=several or first.replicas > 1)
+        if first.shards > 1 and options.nccl:
             inner = nccl.open_communicators(library, devices, Group.of_shards, several=several)
             pairs = not several or options.all_to_all_reduce
             calls = ("all_gather", "reduce_scatter", *(("all_to_all",) if pairs else ()))
@@ -67,7 +67,9 @@ def connect_cuda(
         for place, dev in enumerate(devices):
             api.setDevice(dev.index)  # events belong to the current GPU
             copies = Copies(dev, CudaQueue(dev), memories) if memories else None
-            dev.comm = CudaComm(dev, options, copies, inner[place] if inner else None, watch)
+            own = inner[place] if inner else None
+            alone = dev.shards == 1
+            dev.comm = SingleComm(dev) if alone else CudaComm(dev, options, copies, own, watch)
             if cross:
                 dev.comm.cross = CrossComm(dev, cross[place], watch)
     finally:
@@ -130,7 +132,8 @@ class CudaComm(Comm):
         raise RuntimeError("all_reduce is for the groups across replicas")
 
     def close(self) -> None:
-        self._watch.close(self.rank)
+        super().close()
+        self._watch.close(self._dev.shard)
 
 
 class CrossComm(Comm):
@@ -143,6 +146,9 @@ class CrossComm(Comm):
     def _begin(self, operation: str) -> None:
         super()._begin(f"{operation} across machines")
         self._watch.workers.check()
+
+    def close(self) -> None:
+        self._watch.close(self._dev.shard)
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         self._nccl.all_gather(dst, src)
@@ -193,8 +199,8 @@ class Watch:
         """The rank's memory goes away. The last rank destroys the communicators, when no graph
         uses them any more."""
         with self._lock:
+            last = self._open == {rank}  # once
             self._open.discard(rank)
-            last = not self._open
         if last and not self.workers.stopped.is_set():
             for communicator in self._communicators:
                 communicator.destroy()

@@ -34,11 +34,15 @@ def load() -> Any:
     return nccl
 
 
-def set_environment(peer_access: bool) -> None:
+def set_environment(peer_access: bool, *, several: bool) -> None:
     """Before the first communicator: NCCL reads this once in the life of a process.
 
-    peer_access False: it goes through host memory only.
+    peer_access False: it goes through host memory only. several: there are ranks of other
+    processes. To these it may choose another algorithm by the size of what it sends, and would
+    connect each at its first use, see `establish`: it shall connect all at once.
     """
+    if several:
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if not peer_access:
         os.environ["NCCL_P2P_DISABLE"] = "1"
         os.environ["NCCL_NVLS_ENABLE"] = "0"

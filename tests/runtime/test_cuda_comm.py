@@ -247,6 +247,8 @@ def library(monkeypatch):
     monkeypatch.setattr(nccl, "load", lambda: fake)
     for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.setenv(name, "")  # restored afterwards
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "")
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
     return fake
 
 
@@ -406,6 +408,32 @@ def test_nccl_across_machines(machine, library, monkeypatch):
     for dev in devices:
         dev.close()
     assert library.log[1:] == [(k, "destroy") for k in (0, 1, 1, 1)], "both kinds"
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_machine_of_one_gpu(library, monkeypatch):
+    """It has nobody to share with, and closes what joins it to others."""
+
+    class Second(Processes):
+        index, count = 1, 2
+
+        def gather(self, value):
+            return [{(0, 1): (7,)} if value == {} else True, value]
+
+    monkeypatch.setattr(nccl, "processes", Second)
+    monkeypatch.setattr(cuda, "processes", Second)
+    dev = CudaDevice(0, SIZES, rank=1, world_size=2, shards=1)
+    connect([dev], CommOptions(all_to_all_reduce=True), Workers(1))
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+    library.log.clear()
+    whole, own = make(dev, 2 * N), make(dev, N)
+    dev.comm.world.all_gather(whole, own)
+    dev.comm.cross.all_reduce(own)
+    assert [entry[1] for entry in library.log] == ["allGather", "allReduce"]
+    assert library.log[0][2:4] == (part(whole, 1, 2).ptr, whole.ptr)
+    library.log.clear()
+    dev.close()
+    assert library.log == [(1, "destroy")]
 
 
 def test_copies_do_not_reach_other_processes():
