@@ -69,6 +69,21 @@ def run(
     return process.returncode, out.splitlines(), err
 
 
-def case(fault: dict[str, Any] | None = None, own: Any = None, **changes: Any) -> dict[str, Any]:
-    """One `llmq train`. own: further flags of each process. fault: see mpi_script.py."""
-    return {"flags": flags(**changes), "own": own or [], "fault": fault}
+def case(
+    fault: dict[str, Any] | None = None,
+    own: Any = None,
+    machines: Any = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """One `llmq train`. own: further flags of each process. machines: the name of each one's, see
+    `machine_folder`. fault: see mpi_script.py."""
+    return {"flags": flags(**changes), "own": own or [], "fault": fault, "machines": machines or []}
+
+
+def machine_folder(name: str) -> Path:
+    """A machine with a disk of its own: the folder in which its processes run; data are shared."""
+    folder = Path(name)
+    folder.mkdir()
+    for shared in ("data", "model"):
+        (folder / shared).symlink_to(f"../{shared}")
+    return folder

@@ -354,6 +354,7 @@ COMMANDS = [
         "train.plot.run_plot",
         (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
     ),
+    ("top README.md --once", "train.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",
         "train.watch.run_watch",
@@ -601,3 +602,18 @@ def test_a_config_that_is_a_pipe_is_read_once():
     config, _, _, fields = load_run({}, Path(f"/dev/fd/{end}"))
     os.close(end)
     assert (config.batch_size, fields) == (7, {"model", "from_scratch", "batch_size"})
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["tokenize", "x.txt", "--tokenizer", "bytes", "--out", ""], "--out: is empty: give a"),
+        (["export", "--checkpoint-dir=x", "--out-dir="], "--out-dir: is empty: give a path"),
+        (["train", "--config", "a.yaml", "--config=b.yaml"], "--config: is given twice: put all"),
+    ],
+)
+def test_what_would_be_overlooked(args, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert _run(args) == 2
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+    assert list(tmp_path.iterdir()) == []

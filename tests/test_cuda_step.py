@@ -121,7 +121,9 @@ FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
 DELAYED = FP8 | {"fp8_recipe": "delayed"}
 HEAD = {"head_dtype": "e4m3"}
 FORMATS = {"bf16": {}, "jit": FP8, "delayed": DELAYED, "jit, head": FP8 | HEAD}
-FORMATS |= {"delayed, head": DELAYED | HEAD}
+INT8 = {"model_dtype": "bf16", "matmul_dtype": "int8"}
+FORMATS |= {"delayed, head": DELAYED | HEAD, "int8": INT8}
+FORMATS |= {"int8, adapters": INT8 | {"lora_rank": 4}}
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2", "gpt2"])
@@ -169,6 +171,27 @@ def test_fp8_gradients_equal_those_of_the_cpu(path, gradient, head, recipe):
 def cosine(a, b):
     a, b = a.astype(np.float32), b.astype(np.float32)
     return np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "lora_dropout": 0.2}], ids=["", "adapters"])
+def test_int8_gradients_equal_those_of_the_cpu(path, more):
+    """Sums of codes are exact on both devices. What lies between products differs in its last bits
+    now and then, and a code with it: by no more than all of the format's error."""
+    batches = [random_batch(np.random.default_rng(1), T=T)]
+    found = []
+    for formats in ({"matmul_dtype": "bf16"}, {}, {"device": "cuda"}):
+        options = INT8 | more | {"device": "cpu"} | formats
+        with trainer_for(path, seq_len=T, **options) as trainer:
+            found.append((trainer.step(batches), trainer.gradients()))
+    (_, exact), (want, reference), (got, ours) = found
+    assert abs(got.loss - want.loss) < 0.002 * want.loss
+    largest = max(np.linalg.norm(g.astype(np.float32)) for g in reference.values())
+    names = [
+        n for n, g in reference.items() if np.linalg.norm(g.astype(np.float32)) > 0.02 * largest
+    ]
+    error = max(1 - cosine(reference[name], exact[name]) for name in names)
+    for name in names:
+        assert cosine(ours[name], reference[name]) > 1 - max(0.001, error), name
 
 
 @pytest.mark.parametrize("fast", ["none", "all"])

@@ -520,7 +520,7 @@ def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
     monkeypatch.setattr("llmq.runtime.gpu_info.bus_id", lambda index: f"0000:{index:02}:00.0")
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByPciBusId=lambda bus: bus == b"0000:01:00.0",
+        nvmlDeviceGetHandleByPciBusId=lambda bus: bus == "0000:01:00.0",
         nvmlDeviceGetDisplayMode=lambda second: mode * second,
         nvmlDeviceGetDisplayActive=lambda second: active * second,
     )

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.covering import covering
-from tests.mpi import case, machines, run
+from tests.mpi import case, machine_folder, machines, run
 from tests.runs import make_workplace, records, train, write_tokens
 from tests.test_processes import places, same_bits
+from tests.test_training import digests
 
 pytest.importorskip("mpi4py")
 
@@ -101,3 +102,23 @@ def test_machines_that_are_not_alike():
     assert len(errors) == 1
     assert re.match("error: --shard-over machine: every machine must have as many GPUs, there are "
                     "2 on 'a', 1 on 'b': give --shard-over world", errors[0])  # fmt: skip
+
+
+def test_replicas_on_disks_of_their_own():
+    """Each machine has written a half of what both have, and gets the other one's."""
+    for name in "ab":
+        machine_folder(name)
+    options = {"steps": 4, "save_training_state": True, "batch_size": 1, "eval_file": "none"}
+    on_ab = {"machines": ["a", "b"], "gpus": 2, "cooldown": 0, **options}
+    _, out, err = run(
+        2,
+        case(**on_ab, **places("whole")),
+        case(**on_ab | {"steps": 2}, **places("parts")),
+        case(**on_ab, **places("parts"), **{"continue": ""}),
+    )
+    assert out.count("status of process 0: 0") == 3, err
+    for name in "ab":
+        paths = [Path(name, f"{run}-ckpt", "step_00000004") for run in ("whole", "parts")]
+        files = [sorted(path.name for path in path.glob("*.safetensors")) for path in paths]
+        assert files[0] == files[1] and len(files[0]) == 6, "of two ranks"
+        assert digests(paths[0], files[0]) == digests(paths[1], files[0])

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -65,7 +66,8 @@ def test_every_call_runs(tool, monkeypatch, op):
         assert "error" not in record
         assert (record["op"], record["case"]) == (op, case)
         assert record["us"] > 0 and record["bytes"] > 0
-        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12}.get(op, 1e9)
+        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12, "matmul_int8": 2e12}
+        bound = bound.get(op, 1e9)
         work = record["bytes"] if bound == 1e9 else record["flops"]
         assert record["percent"] == pytest.approx(100 * work / (record["us"] / 1e6) / bound)
         assert record["op"] in bench_ops.line(record)
@@ -186,6 +188,14 @@ def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--model", "tinny", "--device", "cpu"])
     with pytest.raises(SystemExit, match="error: --model: no preset is called 'tinny'"):
         tool("profile_step").run()
+
+
+def test_sensor_cost(tool, capsys):
+    shape = {"batch_size": 1, "seq_len": 16, "grad_accumulation": 1, "gpus": 1, "device": "cpu"}
+    tool("sensor_cost").main(model="tiny", steps=1, rounds=2, **shape)
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", row)[0] for row in rows] == ["alone", "sensors", "sensors, view"]
+    assert re.search(r"^alone +\d+\.\d{3} +0\.000 +0\.000 +None$", rows[0])
 
 
 def test_bench_host(tool, monkeypatch, capsys):
@@ -377,3 +387,16 @@ def test_every_mutation_has_its_place(tool, tmp_path):
     for old in ("twice", "nowhere"):
         with pytest.raises(ValueError, match=rf"a: \*\.py has '{old}' [02]x"):
             run.Mutation(**change, old=old).place(tmp_path)
+
+
+# -- plan_machines ---------------------------------------------------------------------------------
+
+
+def test_the_table_of_machines_is_what_is_predicted(tool):
+    """One row, because all of them take seconds; a change of the prediction changes each."""
+    tables = tool("plan_machines")
+    (block,) = tables.BLOCK.findall(tables.PAGE.read_text())
+    rows = {tuple(line.split(" | ")[:2]): line for line in block.splitlines()}
+    small, large = (tables.cells(name, 8, "machine") for name in tables.MODELS)
+    assert rows["| 64", "machine"] == f"| {' | '.join(['64', 'machine', *small, *large])} |"
+    assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())

@@ -37,7 +37,7 @@ from llmq.state.weights import Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
-FP8 = {"matmul_dtype": "e4m3"}
+FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
 REGISTERS = 65536  # of a multiprocessor, on all of them
 
 
@@ -165,6 +165,10 @@ def all_launches(capability: int) -> Launches:
             note_training(spec, model, fields, noted)
             delayed = {"fp8_recipe": "delayed", "head_dtype": "e4m3"}
             note_training(spec, model, fields | delayed, noted)
+    for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B"):  # which have all its layouts and tiles
+        note_training(spec, PRESETS[name].with_layers(PRESETS[name].layer_kinds), INT8, noted)
+    for fields in (ADAPTERS, {"grad_accum_dtype": "fp32"}):
+        note_training(spec, presets[0], INT8 | fields, noted)
     for fields in formats():
         note_training(spec, presets[0], fields, noted)
     for name in ("bf16", "fp32"):

@@ -19,6 +19,7 @@ from llmq.base.dtypes import (
     E5M2,
     F32,
     F64,
+    I8,
     I32,
     I64,
     STATS,
@@ -44,9 +45,11 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
+    matmul_int8,
     norm,
     qk_norm,
     quantize,
+    quantize_int8,
     random,
     reduce,
     rope,
@@ -279,6 +282,12 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     ]
 
 
+def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
+    args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
+    args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
+    return [Call("matmul_int8", matmul_int8.matmul_int8, args)]
+
+
 def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     """The same with codes too, if C allows, and without out but in post."""
     x, w = bf16(rows, C), bf16(C)
@@ -337,6 +346,29 @@ def quantize_calls(rows: int, cols: int) -> list[Call]:
         Call("both", quantize.quantize, shared | q | q_t),
         Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
         Call("transpose", quantize.transpose, q_t | q),
+    ]
+
+
+def _rows_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
+    rounding = quantize_int8.Stochastic(scalars, 1, args["x"].shape[0])
+    quantize_int8.rows(dev, **args, stochastic=rounding)
+
+
+def _columns_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
+    rounding = quantize_int8.Stochastic(scalars, 1, args["x"].shape[0])
+    quantize_int8.columns(dev, **args, stochastic=rounding)
+
+
+def quantize_int8_calls(rows: int, cols: int) -> list[Call]:
+    x = bf16(rows, cols)
+    by_rows = {"q": Spec((rows, cols), I8), "scale": f32(rows), "x": x}
+    by_columns = {"q_t": Spec((cols, rows), I8), "scale": f32(cols), "x": x}
+    random_numbers = {"scalars": scalars()}
+    return [
+        Call("rows", quantize_int8.rows, by_rows),
+        Call("rows stochastic", _rows_stochastic, by_rows | random_numbers),
+        Call("columns", quantize_int8.columns, by_columns),
+        Call("columns stochastic", _columns_stochastic, by_columns | random_numbers),
     ]
 
 
@@ -460,9 +492,11 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "global_norm": global_norm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "matmul_int8": matmul_int8_calls,
     "norm": norm_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
+    "quantize_int8": quantize_int8_calls,
     "random": random_calls,
     "reduce": reduce_calls,
     "rope": rope_calls,

@@ -16,7 +16,7 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.files import retired_path
 from llmq.checkpoint.manifest import MANIFEST
 
-_UNFINISHED = re.compile(r"step_\d{8,}\.tmp")
+_UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
 

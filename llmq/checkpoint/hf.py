@@ -178,7 +178,7 @@ class HfWeights:
 
     def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
         tensor = self._where[stored]
-        expected = _part_shape(param, part)
+        expected = stored_shape(param, part)
         if tensor.shape != expected:
             raise LlmqError(
                 f"'{tensor.path}': {stored} has shape {list(tensor.shape)}, but config.json asks "
@@ -192,12 +192,11 @@ class HfWeights:
 
     def _check_tied_head(self, embed: str) -> None:
         head = self._where["lm_head.weight"]
-        for (_, a), (_, b) in zip(self._where[embed].pieces(), head.pieces(), strict=True):
-            if not np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True):
-                raise LlmqError(
-                    f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
-                    "tie_word_embeddings: true; set it to false to train both"
-                )
+        if not same_values(self._where[embed], head):
+            raise LlmqError(
+                f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
+                "tie_word_embeddings: true; set it to false to train both"
+            )
 
     def read(self, param: Param) -> np.ndarray:
         """One parameter in its shape, padding zero; BF16 where stored so, else F32.
@@ -260,7 +259,16 @@ def _open_file(path: Path) -> safe_open:
         raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 
-def _part_shape(param: Param, part: HfPart) -> tuple[int, ...]:
+def same_values(one: HfTensor, other: HfTensor) -> bool:
+    """Whether two tensors of a shape hold the same numbers, in whatever formats."""
+    return all(
+        np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True)
+        for (_, a), (_, b) in zip(one.pieces(), other.pieces(), strict=True)
+    )
+
+
+def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
+    """Of what Hugging Face stores of a parameter."""
     shape = (part.stop - part.start, *param.shape[1:])
     return shape[::-1] if part.transposed else shape
 
@@ -330,7 +338,7 @@ def _write_weights(
     shards: list[list[TensorSpec]] = [[]]
     for param in (p for slab in table for p in slab.params):
         for part in param.hf:
-            spec = TensorSpec(part.name, dtype, _part_shape(param, part))
+            spec = TensorSpec(part.name, dtype, stored_shape(param, part))
             filled = sum(s.nbytes for s in shards[-1])
             if shards[-1] and filled + spec.nbytes > max_shard_bytes:
                 shards.append([])

@@ -26,6 +26,7 @@ from llmq.commands import (
     sample,
     show,
     tokenize,
+    top,
     train,
     train_tokenizer,
     verify,
@@ -80,6 +81,7 @@ app.command(cls=Command)(export.export)
 app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
+app.command(cls=Command)(top.top)
 app.command(cls=TrainCommand)(bench.bench)
 
 

@@ -43,6 +43,16 @@ class Card:
     source: str
 
     @property
+    def int8(self) -> float:
+        """Dense peak of products of signed bytes, in TOP/s, as the data sheets have it.
+
+        On cards for data centers and workstations it is twice that of bf16 (A100: 624, RTX A6000:
+        310, L4: 242), on GeForce, which sum bf16 products in fp32 at half their speed, four times
+        (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838).
+        """
+        return self.bf16 * (4 if "GeForce" in self.name or "GB10" in self.name else 2)
+
+    @property
     def size(self) -> int:
         """The memory that it is sold with, in GB."""
         return next(size for size in _SIZES if size >= self.memory)

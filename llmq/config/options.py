@@ -22,7 +22,9 @@ from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options
 from llmq.config.sizes import check_from_scratch
 from llmq.config.train_files import split_weights
 
-_FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+_CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
+_INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
+_INT8_WIDTH = 65536  # of a row that is quantized
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
@@ -179,18 +181,24 @@ class TrainConfig(AdapterFields):
             )
 
     def _validate_matmul(self) -> None:
-        """The products run in the model's format, or in fp8 with fp8 output gradients."""
+        """The products run in the model's format, or in 8 bits with output gradients in 8 bits."""
         if self.lora_rank and self.matmul_dtype == "e4m3":
             raise ConfigError(
                 "--lora-rank: does not go with --matmul-dtype e4m3: adapters multiply activations "
                 "that fp8 products leave in fp8 only"
             )
-        legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
+        legal = ("bf16", "e4m3", "int8") if self.model_dtype == "bf16" else (self.model_dtype,)
         if self.matmul_dtype not in legal:
             raise ConfigError(
                 f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
                 f"{self.model_dtype}, use {' or '.join(legal)}"
             )
+        for name in ("matmul_dtype", "gradient_dtype"):
+            if getattr(self, name) == "int8" and self.gradient_dtype != self.matmul_dtype:
+                raise ConfigError(
+                    "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, "
+                    f"got {self.gradient_dtype} with {self.matmul_dtype}"
+                )
         if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
             raise ConfigError(
                 f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
@@ -246,27 +254,45 @@ class TrainConfig(AdapterFields):
         except ValueError as error:
             raise ConfigError(f"--recompute-layers: {error}") from None
         chunk = self.batch_size * self.seq_len // self.lmhead_chunks
-        if self.head_dtype == "e4m3" and chunk % _FP8_MULTIPLE:
+        if self.head_dtype == "e4m3" and chunk % _CODES_MULTIPLE:
             raise ConfigError(
-                f"--head-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but --lmhead-chunks "
+                f"--head-dtype: e4m3 needs multiples of {_CODES_MULTIPLE}, but --lmhead-chunks "
                 f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
         check_adapters_with(self, model)
-        if self.matmul_dtype == "e4m3":
-            sizes = {
-                "tokens of a micro-step": self.batch_size * self.seq_len,
-                "hidden_size": model.hidden_size,
-                "intermediate_size": model.intermediate_size,
-                "width of the query heads": model.num_heads * model.head_dim,
-                "width of queries, keys and values": model.qkv_channels,
-            }
-            for name, size in sizes.items():
-                if size % _FP8_MULTIPLE:
-                    raise ConfigError(
-                        f"--matmul-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but the {name} "
-                        f"is {size}"
-                    )
+        if self.matmul_dtype in ("e4m3", "int8"):
+            self._check_sizes_of_codes(model)
         return self
+
+    def _check_sizes_of_codes(self, model: ModelConfig) -> None:
+        sizes = {
+            "tokens of a micro-step": self.batch_size * self.seq_len,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "width of the query heads": model.num_heads * model.head_dim,
+            "width of queries, keys and values": model.qkv_channels,
+        }
+        dtype = self.matmul_dtype
+        for name, size in sizes.items():
+            if size % _CODES_MULTIPLE:
+                raise ConfigError(
+                    f"--matmul-dtype: {dtype} needs multiples of {_CODES_MULTIPLE}, but the {name} "
+                    f"is {size}"
+                )
+        if dtype != "int8":
+            return
+        tokens = self.batch_size * self.seq_len
+        if tokens > _INT8_TERMS:
+            raise ConfigError(
+                f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but "
+                f"there are {tokens}: use a smaller --batch-size"
+            )
+        width = model.intermediate_size * (2 if model.gated else 1)
+        if width > _INT8_WIDTH:
+            raise ConfigError(
+                f"--matmul-dtype: int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's "
+                f"first has {width}"
+            )
 
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)

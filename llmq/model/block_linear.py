@@ -37,6 +37,14 @@ class _Parts(NamedTuple):
     hidden: Tensor
 
 
+MATRICES = ("qkv", "o", "up", "down")
+
+
+def _number(layer: int, key: str) -> int:
+    """Of a matrix among those of all blocks."""
+    return len(MATRICES) * layer + MATRICES.index(key)
+
+
 class BlockLinear:
     """All products of all blocks. A matrix is named by its layer, and its key in a block.
 
@@ -54,6 +62,7 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.linear, self.drops = dev, linear, False
+        self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
         self._parts: dict[tuple[int, str], _Parts] = {}
@@ -87,7 +96,7 @@ class BlockLinear:
         self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features)."""
-        self.linear.input_gradient(d_x, d_out, getattr(w, key))
+        self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))
         parts = self._parts.get((layer, key))
         if parts is None:
             return
@@ -118,13 +127,14 @@ class BlockLinear:
 
         Follows input_gradient. x: None where it is not needed.
         """
-        self.linear.weight_gradients(getattr(g, key), d_bias, d_out, x)
+        number = _number(layer, key)
+        self.linear.weight_gradients(getattr(g, key), d_bias, d_out, x, number)
         parts = self._parts.get((layer, key))
         if parts is None:
             return
         d_hidden, d_a, d_b = self._d_hidden_of(parts), *(getattr(g, f"{key}_{n}") for n in "ab")
         with self._dropped(parts, x) as dropped:
-            self.linear.weight_gradients(d_a, None, d_hidden, dropped)
+            self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
         if d_b is None:
             return
         dtype, shape = d_b.tensor.dtype, (parts.matrix.shape[0], parts.hidden.shape[1])

@@ -19,6 +19,7 @@ from llmq.plan.plan import Plan
 from llmq.runtime.device import Event
 from llmq.runtime.plan_device import Trace, Work
 
+PRODUCTS = ("matmul", "matmul_int8.cu")  # files of matrix products
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
@@ -35,6 +36,10 @@ BOTH_WAYS = 1.36
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
+# Of the part of the peak that bf16 products reach, what products of signed bytes do: they use the
+# tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Not measured.
+INT8_SHARE = {90: 0.5, 100: 0.25}
+INT8_SHARE_ELSEWHERE = 0.8
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
@@ -123,6 +128,8 @@ class Rates:
         self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
+        int8 = bf16 * INT8_SHARE.get(card.capability, INT8_SHARE_ELSEWHERE)
+        self._products["matmul_int8"] = 1e12 * int8 * card.int8
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
@@ -134,7 +141,7 @@ class Rates:
     def compute(self, work: Work) -> float:
         """Seconds that one piece of work takes on the GPU itself."""
         memory = work.device_bytes / self._memory
-        if work.file == "matmul":
+        if work.file in PRODUCTS:
             return LAUNCH + self._product(work, memory)
         if work.file.startswith("attention") and work.flops:
             return LAUNCH + max(self._attention(work), memory)
@@ -237,7 +244,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
 
 
 def _part(work: Work) -> str:
-    if work.file == "matmul":
+    if work.file in PRODUCTS:
         return "head" if work.part == "head" else "blocks"
     return "attention" if work.file.startswith("attention") else "memory_bound"
 

@@ -102,8 +102,6 @@ def _idle_on_cpu(config: TrainConfig) -> list[str]:
         "--memcpy-send-recv": config.memcpy_send_recv,
         "--mirror-weights": config.mirror_weights,
         f"--p2p {config.p2p}": config.p2p != "auto",
-        f"--log-gpu-util {config.log_gpu_util}": config.log_gpu_util
-        not in (0, _DEFAULTS.log_gpu_util),
     }
     return [flag for flag, given in idle.items() if given]
 

@@ -56,8 +56,8 @@ class Plan:
 
     placement: where weights, gradients and moments are. sources: what its kernels, and those of an
     evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
-    update: what follows them. machines: among which the ranks are divided equally. shards: in how
-    many parts they keep the state.
+    update: what follows them. machines: that the ranks are on. shards: in how many parts these keep
+    the state. gpus: ranks of one machine, None if it has all.
     """
 
     usage: Usage
@@ -74,6 +74,7 @@ class Plan:
     sources: frozenset[Source]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
+    gpus: int | None = None
 
     @property
     def communicators(self) -> int:
@@ -83,7 +84,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory of all ranks of a machine together that the GPUs work with."""
-        return self.usage.sizes.host * self.world_size // self.machines
+        return self.usage.sizes.host * (self.gpus or self.world_size)
 
 
 def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:

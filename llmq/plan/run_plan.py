@@ -26,13 +26,20 @@ class RunPlan(NamedTuple):
 
 def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
     """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
+    planner, run = plan_unchecked(config, model, machine)
+    check_fits(config, planner, run.plan, memory_limit(config, machine))
+    return run
+
+
+def plan_unchecked(
+    config: TrainConfig, model: ModelConfig, machine: Machine
+) -> tuple[Planner, RunPlan]:
+    """As plan_run, whether it fits or not; and what has planned it."""
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
     network = Network(machine.world.num_machines)
     of_ranks = (machine.world_size, network.machines)
     planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
     shared = (spec, backend, card_of(spec), machine.world_size)
-    planner = Planner(model, *shared, network=network)
-    plan = planner.plan(planned)
-    check_fits(config, planner, plan, memory_limit(config, machine))
-    return RunPlan(plan, planned, backend)
+    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
+    return planner, RunPlan(planner.plan(planned), planned, backend)

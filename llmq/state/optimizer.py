@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, F32, F64, I64, STATS, DType
+from llmq.base.dtypes import E4M3, F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.config.options import TrainConfig
 from llmq.ops import adamw, global_norm
@@ -65,8 +65,12 @@ class AdamW:
         table: tuple[Slab, ...],
         placement: Placement,
         options: TrainConfig,
+        gathered: Tensor | None = None,
     ):
-        """options: betas, epsilon and decay are baked into captured launches."""
+        """options: betas, epsilon and decay are baked into captured launches.
+
+        gathered: F64 (W, 10), where the stats of all ranks come; None with one rank.
+        """
         self.dev, self.placement, self.options = dev, placement, options
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
@@ -91,11 +95,9 @@ class AdamW:
                 if name in moments:
                     dev.zero(moments[name])
             dev.upload(self.segments[name], segments)
-        self._gathered: Tensor | None = None
-        if dev.world_size > 1:
-            shape = (dev.world_size, len(STATS))
-            self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
-            dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
+        self._gathered = gathered
+        if gathered is not None:
+            dev.zero(gathered)  # sums over silent ranks must be numbers, too
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:

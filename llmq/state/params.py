@@ -61,6 +61,11 @@ class Param:
         return prod(self.shape)
 
     @property
+    def count(self) -> int:
+        """Elements without padding."""
+        return self.rows * prod(self.shape[1:])
+
+    @property
     def of_adapter(self) -> bool:
         """Whether it is a part of adapters, which the model itself does not have."""
         return self.hf[0].name.startswith(PEFT_PREFIX)
@@ -244,4 +249,4 @@ def weight_table(
 def parameter_count(config: ModelConfig) -> int:
     """Trained parameters, without padding."""
     table = weight_table(config)
-    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
+    return sum(p.count for slab in table for p in slab.params)

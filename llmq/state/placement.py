@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.config.adapters import adapters_of
@@ -206,7 +205,7 @@ def trains(config: TrainConfig, slab: Slab) -> bool:
 def trained_count(config: TrainConfig, model: ModelConfig) -> int:
     """Parameters that a run updates, without padding."""
     table = [slab for slab in table_of(config, model) if trains(config, slab)]
-    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
+    return sum(p.count for slab in table for p in slab.params)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
 class Origin:
     """Of one run; everything is checked when it is made.
 
-    weights: of the model's directory, None with random ones. base: what adapters are of, or None.
+    weights: of the model's directory, None with random ones.
     """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
@@ -75,17 +76,19 @@ class Origin:
         if self.weights is not None:
             self.weights.check(weight_table(model))
         self._files: AdapterFiles | None = None
-        self.base: BaseId | None = None
-        if self.adapters is not None:
-            self.base = self._base_id()
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
             tied = model.tied_embeddings
             self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
-            check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
+            if self._files.base is not None:
+                check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_name()
 
-    def _base_id(self) -> BaseId:
+    @cached_property
+    def base(self) -> BaseId | None:
+        """What adapters are of, None of a run without any. The first time reads the whole model."""
+        if self.adapters is None:
+            return None
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
@@ -131,7 +134,8 @@ class Origin:
                     f"so, not with {flag(name, now)}"
                 )
         made_on = BaseId.of(reader.manifest.base)
-        check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
+        if made_on is not None:
+            check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
 
     def export(
         self,
