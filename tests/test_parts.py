@@ -20,6 +20,7 @@ pytest.importorskip("mpi4py")
 
 OPTIONS = {"batch_size": 1, "grad_accumulation": 1, "eval_file": "none", "overwrite": None}
 OPTIONS |= {"save_training_state": True, "ckpt_interval": 2, "ckpt_keep_n": 2, "steps": 12}
+OPTIONS |= {"shard_over": "world"}  # machines of unequal size
 SPREAD = [["--gpus=2"], ["--gpus=1"]]
 AGAIN = {"continue": ""}
 PART = re.compile(r".*\.shard_(\d+)_of_003\.safetensors")

@@ -16,10 +16,11 @@ from llmq.checkpoint.checkpoint import (
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
-from llmq.model.step import Piece, Result, Step
+from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.pieces import Piece
 
 
 class Rank:
