@@ -27,6 +27,7 @@ from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
+PLACES = json.loads(sys.argv[2])  # environment of each process, or nothing
 
 
 def fail_in_a_rank(*_: Any, **__: Any) -> None:
@@ -108,6 +109,7 @@ def on_machine(names: list[str]) -> Iterator[None]:
 
 def main() -> None:
     """All cases, one after the other."""
+    os.environ.update(PLACES[INDEX] if PLACES else {})
     for case in json.loads(sys.argv[1]):
         own = case["own"][INDEX] if case["own"] else []
         with on_machine(case["machines"]), with_fault(case["fault"]):

@@ -131,6 +131,7 @@ def test_memory_and_speed_grow_with_the_batch(model):
 def test_machines_of_unequal_size():
     """Pinned memory is that of the ranks of one machine, and so are their tables of its pages."""
     config = options(model="tiny", device="cpu", offload_opt_m=True, batch_size=1)
+    config = replace(config, shard_over="world")
     plans = {}
     for index in range(2):
         world = World((3, 1), ("a", "b"), index)

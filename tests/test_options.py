@@ -144,6 +144,7 @@ def test_defaults_of_known_flags():
         "mirror-weights": False,
         "p2p": "auto",
         "watchdog": 300,
+        "shard-over": "machine",
         "measure-scaling": False,
         "ckpt-background": False,
         "download": False,

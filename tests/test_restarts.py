@@ -219,6 +219,7 @@ if "--restarts=0" in sys.argv and not os.path.exists("killed"):
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, monkeypatch, capfd):
     make_workplace(tmp_path)
     options = {"eval_file": "none", "steps": 5, "ckpt_interval": 2, "overwrite": None}
+    options |= {"batch_size": 1, "grad_accumulation": 1}
     assert train(**options, out_dir="whole", checkpoint_dir="other", log_file="whole.json") == 0
     Path("site").mkdir()
     Path("site/sitecustomize.py").write_text(KILLS)

@@ -17,7 +17,7 @@ from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
-from llmq.state.snapshot import Piece
+from llmq.state.pieces import Piece
 
 MODEL = dataclasses.replace(
     preset("tiny"),

@@ -16,7 +16,8 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.state import snapshot
 from llmq.state.params import weight_table
-from llmq.state.snapshot import COPIED, Piece, Snapshot
+from llmq.state.pieces import Piece
+from llmq.state.snapshot import COPIED, Snapshot
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
 from tests.runs import make_workplace, options
@@ -116,14 +117,15 @@ def test_an_update_has_to_wait_for_it(dev, monkeypatch):
     ids=["fp32", "8-bit"],
 )
 def test_the_plan_counts_the_copy_to_the_byte(given):
-    """As much as a checkpoint has, and padding; of each rank its part."""
+    """As much as a checkpoint has, and padding; of each rank its part, also of a replica."""
     model = preset("Qwen2.5-0.5B")
-    for world in (1, 2):
+    for world, machines in ((1, 1), (2, 1), (6, 3)):
         plain, copied = (
             make_plan(
                 make_config(given | {"ckpt-background": on, "model-dtype": "bf16"}),
                 *(model, HOST_SPEC),
                 world_size=world,
+                machines=machines,
             )
             for on in (False, True)
         )

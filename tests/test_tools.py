@@ -427,7 +427,7 @@ def test_the_table_of_machines_is_what_is_predicted(tool):
     """One row, because all of them take seconds; a change of the prediction changes each."""
     tables = tool("plan_machines")
     (block,) = tables.BLOCK.findall(tables.PAGE.read_text())
-    rows = {line.split(" | ")[0]: line for line in block.splitlines()}
-    small, large = (tables.cells(name, 8) for name in tables.MODELS)
-    assert rows["| 64"] == f"| {' | '.join(['64', *small, *large])} |"
+    rows = {tuple(line.split(" | ")[:2]): line for line in block.splitlines()}
+    small, large = (tables.cells(name, 8, "machine") for name in tables.MODELS)
+    assert rows["| 64", "machine"] == f"| {' | '.join(['64', 'machine', *small, *large])} |"
     assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())

@@ -586,8 +586,8 @@ class GpuLike(HostDevice):
 
     kind, index = "cuda", 0
 
-    def __init__(self, sizes, rank, world_size):
-        super().__init__(sizes, rank=rank, world_size=world_size)
+    def __init__(self, sizes, **ranks):
+        super().__init__(sizes, **ranks)
         self.spec = replace(self.spec, name="NVIDIA GeForce RTX 3060", memory=80_000 << 20)
 
 

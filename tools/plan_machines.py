@@ -3,14 +3,15 @@
 
     PYTHONPATH=. tools/plan_machines.py
 
-Each number is what `llmq plan --card h100 --gpus 8 --machines N --network SIZE` says with the
-options of a model. They, and the table, stand between two comments in that page.
+Each number is what `llmq plan --card h100 --gpus 8 --machines N --network SIZE --shard-over …` says
+with the options of a model. They, and the table, stand between two comments in that page.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from itertools import product
 from pathlib import Path
 
 from llmq.config.options_io import make_config
@@ -42,14 +43,14 @@ def options(text: str) -> dict[str, str | bool]:
     return {flag: value or True for flag, value in found} | {"gpus": PER_MACHINE}
 
 
-def cells(model: str, machines: int) -> list[str]:
+def cells(model: str, machines: int, over: str) -> list[str]:
     """Memory of a GPU, then speed and exposed communication by each network."""
-    config = make_config(options(f"{MODELS[model]} {COMMON}"))
+    config = make_config(options(f"{MODELS[model]} {COMMON}") | {"shard_over": over})
     sizes, found = preset(config.model), []
     for rate in NETWORKS:
         how = {"machines": machines, "network": rate * 10**9 if machines > 1 else None}
         where = target(config, sizes, None, None, CARD, None, search=False, **how)
-        shared = (sizes, where.spec, where.backend, where.world_size)
+        shared = (sizes, where.spec, where.backend, where.world_size, machines)
         plan = where.planner(sizes).plan(fewest_attention_parts(config, *shared))
         speed = (plan, where.card, 1.0, where.network)
         seconds = step_time(*speed).total
@@ -69,22 +70,23 @@ def _short(number: float) -> str:
 
 def block() -> str:
     """What stands in the page."""
-    where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE"
+    where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE --shard-over …"
     text = f"{CARD.upper()}, {PER_MACHINE} per machine, fp8: `llmq plan {where}` with"
     lines = [BEGIN, text, ""]
     for name, text in (MODELS | {"both": COMMON}).items():
         lines += textwrap.wrap(f"{name:4}  {text}", 96, **INDENTED)
     lines += ["", "Predicted, not measured:", ""]
-    head = ["GPUs"]
+    head = ["GPUs", "over"]
     for name in MODELS:
         head.append(f"{name}: GiB each")
         head += [text for rate in NETWORKS for text in (f"{rate} GB/s: tokens/s", "exposed")]
-    lines += [_row(head), _row(["---:"] * len(head))]
-    for machines in MACHINES:
-        row = [f"{machines * PER_MACHINE:,}"]
-        for name in MODELS:
-            row += cells(name, machines)
-        lines.append(_row(row))
+    lines += [_row(head), _row(["---:", ":---", *["---:"] * (len(head) - 2)])]
+    for machines, over in product(MACHINES, ("machine", "world")):
+        if machines > 1 or over == "machine":
+            row = [f"{machines * PER_MACHINE:,}", over if machines > 1 else ""]
+            for name in MODELS:
+                row += cells(name, machines, over)
+            lines.append(_row(row))
     return "\n".join([*lines, END, ""])
 
 

@@ -20,7 +20,7 @@ from llmq.checkpoint.checkpoint import (
 )
 from llmq.runtime.device import Device
 from llmq.state.params import Param
-from llmq.state.snapshot import Piece, State
+from llmq.state.pieces import Piece, State
 
 Part = tuple[int, np.ndarray]
 """Values of a parameter from an index on."""
@@ -42,7 +42,7 @@ def write_group(
     pieces: Sequence[Piece],
     beat: Beat,
 ) -> FileEntry:
-    """Write what a rank holds of a group into its file of a checkpoint, in one format.
+    """Write what is a rank's own of a group into its file of a checkpoint, in one format.
 
     The widest: weights that are not trained may lie in another one than masters. fetch: gives the
     content of a part of a piece.
@@ -50,7 +50,7 @@ def write_group(
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:
-        for found in slab_ranges(group, piece.slab, piece.start, piece.stop):
+        for found in slab_ranges(group, piece.slab, *piece.written):
             ranges.append(found)
             homes[found[0].name] = piece
 
@@ -92,11 +92,11 @@ def check_formats(reader: CheckpointReader, state: State) -> None:
 
 
 def parts_of(dev: Device, param: Param, pieces: Sequence[Piece]) -> list[Part]:
-    """Host copies of what a rank holds of a parameter."""
+    """Host copies of what is a rank's own of a parameter."""
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))
         for piece in pieces
-        for found, start, stop in slab_ranges("weights", piece.slab, piece.start, piece.stop)
+        for found, start, stop in slab_ranges("weights", piece.slab, *piece.written)
         if found.name == param.name
     ]
 

@@ -362,6 +362,9 @@ class Fields:
         min=0,
         max=3,
     )
+    shard_over: str = option(
+        _RANKS, "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
+    )
     shard_weights: bool = switch(
         _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
     )

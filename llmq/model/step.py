@@ -37,8 +37,9 @@ from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
+from llmq.state.pieces import Piece, State
 from llmq.state.placement import Placement, table_of
-from llmq.state.snapshot import Piece, Snapshot, State
+from llmq.state.snapshot import Snapshot
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
@@ -108,7 +109,7 @@ class Step:
     ):
         """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = table_of(options, config, dev.world_size)
+        self.table = table_of(options, config, dev.shards)
         words = self._open_inbox()
         W = dev.world_size
         size = STEP_REPORT_WORDS if W == 1 else STEP_OF_RANKS + W * len(STATS)
@@ -283,16 +284,16 @@ class Step:
 
     def state(self) -> State:
         """Weights and moments of this rank, by group."""
-        optimizer, rank = self.optimizer, self.dev.rank
+        optimizer = self.optimizer
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
         for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
             if scales:
                 groups[f"{name}.scales"] = scales
         return {
             group: [
-                Piece(s, rank * s.shard_size, (rank + 1) * s.shard_size, tensors[s.name])
-                for s in self.table
-                if s.name in tensors
+                Piece.of(self.dev, slab, tensors[slab.name])
+                for slab in self.table
+                if slab.name in tensors
             ]
             for group, tensors in groups.items()
         }

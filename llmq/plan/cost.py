@@ -188,15 +188,13 @@ class Rates:
         and on the network, by name and without those that it does not need; and seconds of a bus
         that is busy both ways.
         """
-        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
+        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
         key = (work.entry, *sizes) if work.received else sizes
         if key not in self._transfers:  # pieces of transfers are all alike
             carried = None if self._links is None else self._links.carried(work)
-            carriers, both_ways = carried or self._carried(*sizes)
-            if self._network.machines > 1:
-                # In a ring through all GPUs each machine passes on what one GPU receives.
-                network = (work.received + work.shared) / self._network.rate
-                carriers |= {"network": network} if network else {}
+            carriers, both_ways = carried or self._carried(*sizes[:5])
+            if work.network:
+                carriers |= {"network": work.network / self._network.rate}
             self._transfers[key] = carriers, both_ways
         return self._transfers[key]
 
@@ -286,7 +284,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
             seconds += exchanges.delay(start, seconds)
         lasts = seconds
         # Most move nothing, and it takes time.
-        if item.loaded or item.stored or item.received or item.shared:
+        if item.loaded or item.stored or item.received or item.shared or item.network:
             transfers, both_ways = rates.transfers(item)
             bus += both_ways
             for name in transfers:

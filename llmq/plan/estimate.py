@@ -83,7 +83,9 @@ class Planner:
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
-        made = make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
+        how = (self.backend, self.world_size, parts)
+        machines = self.network.machines
+        made = make_plan(config, self.model, self.spec, *how, machines=machines)
         return replace(made, gpus=self.gpus)
 
     def exact(self, config: TrainConfig) -> Estimate:

@@ -8,6 +8,7 @@ from llmq.config.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
+    shards_of,
     streams_weights,
     why_gradients_stay,
     why_no_mirrors,
@@ -133,7 +134,7 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
             "--offload-master",
             "has no effect: the optimizer updates the weights that the products read; it has "
             "one with --shard-weights or --matmul-dtype e4m3",
-            config.offload_master and not has_masters(config, world_size=1),
+            config.offload_master and not has_masters(config, shards=1),
         ),
         (
             "--use-zero-copy",
@@ -184,24 +185,29 @@ def _fp8_warnings(config: TrainConfig) -> list[str]:
     return [f"{flag} {reason}" for flag, given in idle.items() if given]
 
 
-def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False) -> list[str]:
-    """One line for every option that has no effect with this number of ranks, or (on_cpu) on
-    the CPU, which --device auto may have chosen."""
-    lines = []
-    if world_size == 1:
+def rank_warnings(
+    config: TrainConfig, world_size: int, machines: int = 1, *, on_cpu: bool = False
+) -> list[str]:
+    """One line for every option that has no effect with this number of ranks on so many machines,
+    or (on_cpu) on the CPU, which --device auto may have chosen."""
+    lines, shards = [], shards_of(config, world_size, machines)
+    if machines == 1 and config.shard_over != _DEFAULTS.shard_over:
+        lines.append(f"{flag('shard_over', config.shard_over)} has no effect with one machine")
+    if shards == 1:
         idle = {
             "--memcpy-all-gather": config.memcpy_all_gather,
             "--memcpy-send-recv": config.memcpy_send_recv,
             "--mirror-weights": config.mirror_weights,
             "--all-to-all-reduce": config.all_to_all_reduce,
-            "--measure-scaling": config.measure_scaling,
-            f"--p2p {config.p2p}": config.p2p != "auto",
+            "--measure-scaling": config.measure_scaling and world_size == 1,
+            f"--p2p {config.p2p}": config.p2p != "auto" and world_size == 1,
         }
-        lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
-        lines += _one_rank_sharding_warnings(config)
+        why = "has no effect with one GPU" + (" on each machine" if machines > 1 else "")
+        lines += [f"{flag} {why}" for flag, given in idle.items() if given]
+        lines += _one_rank_sharding_warnings(config, why)
     elif config.lora_rank:
-        lines = _sharded_gradients_warnings(config, world_size)
-    streams = streams_weights(config, world_size)
+        lines += _sharded_gradients_warnings(config, shards)
+    streams = streams_weights(config, shards)
     decodes = config.is_quantized and config.base_dtype != config.matmul_dtype
     if _has_transposed(config) and (streams or decodes) and not config.keep_transposed:
         why = "--shard-weights" if streams else f"--base-dtype {config.base_dtype}"
@@ -214,10 +220,16 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
 
 
 def run_warnings(
-    config: TrainConfig, world_size: int, steps: int, steps_per_epoch: int, *, on_cpu: bool = False
+    config: TrainConfig,
+    world_size: int,
+    steps: int,
+    steps_per_epoch: int,
+    *,
+    machines: int = 1,
+    on_cpu: bool = False,
 ) -> list[str]:
     """rank_warnings, and one line for every option that has no effect on a run so long."""
-    lines = rank_warnings(config, world_size, on_cpu=on_cpu)
+    lines = rank_warnings(config, world_size, machines, on_cpu=on_cpu)
     if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
     if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
@@ -237,9 +249,9 @@ def run_warnings(
     return lines
 
 
-def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[str]:
-    """Of several ranks, where gradients are not divided."""
-    why = why_gradients_stay(config, world_size)
+def _sharded_gradients_warnings(config: TrainConfig, shards: int) -> list[str]:
+    """Of several shards, where gradients are not divided."""
+    why = why_gradients_stay(config, shards)
     given = {
         "--shard-gradients": config.shard_gradients and config.zero_level < 2,
         "--zero-level 2": config.zero_level == 2,
@@ -248,10 +260,10 @@ def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[st
     return [f"{flag} has no effect {why}" for flag, applies in given.items() if applies]
 
 
-def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
+def _one_rank_sharding_warnings(config: TrainConfig, idle_why: str) -> list[str]:
     """What --zero-level implies counts as one option, which may do something in part."""
-    weights = why_weights_stay(config, world_size=1)
-    gradients = why_gradients_stay(config, world_size=1)
+    weights = why_weights_stay(config, shards=1)
+    gradients = why_gradients_stay(config, shards=1)
     level, idle = config.zero_level, {}
     if config.shard_weights and level < 3:
         idle["--shard-weights"] = weights
@@ -261,4 +273,4 @@ def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
         idle["--zero-level 2"] = gradients
     if level == 3:
         idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
-    return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]
+    return [f"{flag} {idle_why} {why}" for flag, why in idle.items() if why]

@@ -33,7 +33,7 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, table_of, trained_count
+from llmq.state.placement import place, shards_of, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -72,16 +72,16 @@ def run_plan(
     rest = {"machines": machines, "network": network, "card_file": card_file}
     where = target(config, model, *given, search=search, **rest)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
-    world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
-    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
-    warn(rank_warnings(config, where.world_size))
+    of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
+    check_machine(config, model, Machine(kind=kind, note=None, **of))
+    warn(rank_warnings(config, where.world_size, machines))
     data = data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
         return _search(Fit(config, planner, where.limits, fit), where, json)
-    parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
-    plan = planner.plan(parts)
+    shared = (where.spec, where.backend, where.world_size, machines)
+    plan = planner.plan(fewest_attention_parts(config, model, *shared))
     speed = (where.card, where.visible_share, where.network)
     time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
@@ -132,6 +132,12 @@ def plan_report(
         f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
         *disk,
     ]
+    if plan.machines > 1:
+        each = plan.world_size // plan.machines
+        what = f"{plan.machines}, of {each} GPUs; a replica of the state on each"
+        if plan.shards == plan.world_size:
+            what = f"{plan.machines}, of {each} GPUs; the state is divided among all of them"
+        lines.insert(lines.index("[Plan]") + 2, f"  Machines:        {what}")
     if plan.host_bytes and where.spec != HOST_SPEC:
         before = next(i for i, line in enumerate(lines) if line.startswith("  Parameters:"))
         lines.insert(before, f"  Host memory:     {mib(plan.host_bytes)}")
@@ -174,6 +180,8 @@ def plan_record(
     excess = limits.excess(needed, plan.host_bytes)
     return {
         "device": where.spec.name,
+        "machines": plan.machines,
+        "shards": plan.shards,
         "parameters": parameter_count(model),
         "tokens_per_step": plan.tokens,
         "flops_per_token": plan.flops * plan.world_size / plan.tokens,
@@ -227,7 +235,8 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         candidates, model = fit.search(), fit.planner.model
         config = candidates[0].config
-        placement = place(config, table_of(config, model, where.world_size), where.world_size)
+        shards = shards_of(config, where.world_size, where.network.machines)
+        placement = place(config, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,
             coarser=[] if where.card is None else coarser(fit, candidates[0]),

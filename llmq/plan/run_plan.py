@@ -37,8 +37,9 @@ def plan_unchecked(
     """As plan_run, whether it fits or not; and what has planned it."""
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
-    planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
+    of_ranks = (machine.world_size, network.machines)
+    planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
     card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
     shared = (spec, backend, card, machine.world_size)
     planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)

@@ -105,7 +105,8 @@ class AdamW:
 
         stats: F64 (10,), this rank's sums in, those of all ranks out.
         """
-        grads.norm_squared(stats)
+        if self.dev.replica == 0:  # the others have the same sums
+            grads.norm_squared(stats)
         self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
         weights.start_update()
@@ -120,7 +121,7 @@ class AdamW:
     def combine(self, stats: Tensor) -> None:
         """Sums of this rank become sums of all ranks."""
         if self._gathered is not None:
-            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), stats)
+            self.dev.comm.world.all_gather(self._gathered.view(self._gathered.size), stats)
             global_norm.combine(self.dev, stats, self._gathered)
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
@@ -141,7 +142,7 @@ class AdamW:
         self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
     ) -> None:
         step = PIECE if staging.passes_through(state) else slab.shard_size
-        first = self.dev.rank * slab.shard_size
+        first = self.dev.shard * slab.shard_size
         with staging.whole(state) as whole:
             for start in range(0, slab.shard_size, step):
                 stop = min(start + step, slab.shard_size)

@@ -7,29 +7,14 @@ waits for the copy: it costs a step nothing that is as long as the copy takes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from llmq.base.dtypes import MIB, U8
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
-from llmq.state.params import Slab
+from llmq.state.pieces import Piece, State
 
 # Bytes of one copy. Others that share a copy engine, of residuals and streamed weights, wait no
 # longer for it than 1 ms.
 COPIED = 16 * MIB
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of a slab, which a rank holds in `tensor`."""
-
-    slab: Slab
-    start: int
-    stop: int
-    tensor: Tensor
-
-
-State = dict[str, list[Piece]]
-"""What a rank holds of the groups of a checkpoint."""
 
 
 class Snapshot:
@@ -39,9 +24,10 @@ class Snapshot:
     """
 
     def __init__(self, dev: Device, state: State):
-        """state: what is copied, always the same tensors."""
-        self.dev, self._state = dev, state
-        self.copy: State = {group: [self._like(p) for p in of] for group, of in state.items()}
+        """state: always the same tensors. What of it this rank writes down is copied."""
+        self.dev = dev
+        self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
+        self.copy: State = {group: [self._like(p) for p in of] for group, of in self._state.items()}
         on_host = any(piece.tensor.on_host for of in state.values() for piece in of)
         # A copy from host memory to host memory would keep the rank's thread: it goes this way.
         self._way = dev.alloc("snapshot", (COPIED,), U8, "Checkpoint") if on_host else None

@@ -114,7 +114,7 @@ def announce_machine(
 
 
 def _ranks_line(world: World) -> str:
-    if len(world.counts) == 1:
+    if not world.several:
         return f"{world.size} threads"
     return f"{world.size}, in {len(world.counts)} processes on {world.num_machines} machines"
 

@@ -116,7 +116,8 @@ def _run_locked(
         best = them.each(lambda: Best(*kept, material.metrics, disks))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
-        warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
+        where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
+        warn(run_warnings(config, trainer.world_size, *length, **where))
         moved = disks.each(lambda: move_aside(strangers))[0]
         disks.each(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
         path = config.log_file if them.first else Path(os.devnull)

@@ -20,7 +20,7 @@ from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements
 from llmq.state.params import Param
-from llmq.state.snapshot import Piece
+from llmq.state.pieces import Piece
 
 
 class Rank:

@@ -75,7 +75,7 @@ class Ranks:
 
         def open_device(rank: int) -> None:
             of_world = self.world.base + rank
-            how = {"graphs": config.use_cuda_graphs, "tune": config.tune}
+            how = {"graphs": config.use_cuda_graphs, "tune": config.tune, "shards": plan.shards}
             dev = machine.open(sizes, rank=of_world, **how)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 

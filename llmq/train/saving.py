@@ -20,7 +20,7 @@ from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.parts import commit_together
 from llmq.checkpoint.shards import write_group
 from llmq.runtime.processes import Outcome, processes
-from llmq.state.snapshot import Piece
+from llmq.state.pieces import Piece
 from llmq.train.cleaning import Cleaned, Cleaning
 from llmq.train.ranks import Ranks
 

@@ -128,7 +128,9 @@ class StreamNccl:
                 self._peer(self._dev.rank, target)[:] = self._peer(rank, source)
 
         in_place = same_memory(self._part(dst, self._dev.rank), src)
-        # In place NCCL does not touch the own part, which may be copied for a checkpoint meanwhile.
+        # In place the own part is what NCCL sends, and peers may read it until the call ends: so it
+        # keeps its bytes (NVLS writes the same ones once more), and is no race for who reads it
+        # meanwhile, as a copy for a checkpoint does.
         written = [rank for rank in self._all if not (in_place and rank == self._dev.rank)]
         parts = [self._part(dst, rank) for rank in written]
         self._enqueue(f"all_gather {dst.name}", [src], parts, self._all, work)
