@@ -94,11 +94,16 @@ class Scaling:
         self._times.append(ms)
         return len(self._times) == COMPARED
 
+    @property
+    def missing(self) -> bool:
+        """Whether there are some times, and fewer than there should be."""
+        return 0 < len(self._times) < COMPARED
+
     def report_end(self, reporter: Reporter, step: int) -> None:
         """At the end of a run: report what there is, if that is less than what is compared."""
         if not self._times:
             warn([f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps"])
-        elif len(self._times) < COMPARED:
+        elif self.missing:
             reporter.scaling(step, *self.report())
 
     def report(self) -> tuple[str, dict[str, float]]:
