@@ -34,6 +34,7 @@ from llmq.plan.plan import make_plan
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
+from llmq.state.params import weight_table
 from tests.kept import kept_runs
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
@@ -411,7 +412,7 @@ def test_published_runs_with_offloading(words, gpus, model, batch, accumulation,
 
 def test_what_machines_exchange_passes_their_network():
     """In a ring through all GPUs each machine passes on what one of them receives."""
-    received = [work("main", "all_gather", received=10**9)]
+    received = [work("main", "all_gather", received=10**9, network=10**9)]
     network = Network(machines=2, rate=25e9)
     assert replay(received, Rates(H100, network=network)).wall == pytest.approx(1 / 25)
     fast = Network(machines=2, rate=1e12)
@@ -419,8 +420,9 @@ def test_what_machines_exchange_passes_their_network():
 
 
 def test_exposed_communication_of_machines():
-    planner = Planner(preset("Qwen2.5-0.5B"), spec_of(H100), "cudnn", H100, 16)
-    plan = planner.plan(make_config({"gpus": 8, "zero_level": 3, "batch_size": 1}))
+    options = make_config({"gpus": 8, "zero_level": 3, "batch_size": 1, "shard_over": "world"})
+    args = (preset("Qwen2.5-0.5B"), spec_of(H100), "cudnn", H100, 16)
+    plan = Planner(*args, network=Network(2)).plan(options)
     exposed = [
         exposed_seconds(plan, H100, 1.0, Network(2, rate)) for rate in (1e9, 100e9, math.inf)
     ]
@@ -430,3 +432,26 @@ def test_exposed_communication_of_machines():
         w.received for trace, n in plan.micro_steps for w in trace * n if hasattr(w, "sent")
     )
     assert total == pytest.approx(moved / 1e9, rel=0.2), "the network is what it waits for"
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_replicas_exchange(level):
+    """Each machine's gradients once in a step, whatever they divide; beside them little."""
+    options = {"gpus": 8, "zero_level": level, "batch_size": 1, "grad_accumulation": 3}
+    args = (preset("Qwen2.5-0.5B"), spec_of(H100), "cudnn", H100, 32)
+    crossed, plans = [], []
+    for over in ("machine", "world"):
+        planner = Planner(*args, network=Network(4, 25e9))
+        plan = planner.plan(make_config(options | {"shard_over": over}))
+        traces = [*plan.micro_steps, (plan.update, 1)]
+        crossed.append(sum(n * w.network for t, n in traces for w in t if isinstance(w, Work)))
+        plans.append(plan)
+    bytes_of = 2 * sum(slab.size for slab in weight_table(preset("Qwen2.5-0.5B"), 8))
+    # Each of four machines sends and receives 2 x 3/4 of all sums; then the statistics.
+    assert crossed[0] == pytest.approx(1.5 * bytes_of, rel=1e-3)
+    # A ring through 32 GPUs: the gradients, in levels 2 and 3 of three micro-steps, and the weights
+    # once, or of blocks in all passes.
+    assert crossed[1] > {1: 1.2, 2: 2, 3: 4}[level] * crossed[0]
+    assert [plan.shards for plan in plans] == [8, 32]
+    assert plans[0].usage.device_bytes > plans[1].usage.device_bytes
+    assert [plan.communicators for plan in plans] == [2, 1]

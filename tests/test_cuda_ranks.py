@@ -78,6 +78,9 @@ def test_several_gpus_compute_what_one_does(path, world, alone, collectives, lev
         # TF32 products are the same, F32 sums are in another order.
         np.testing.assert_allclose(all_of_them.loss, one.loss, rtol=1e-5)
         np.testing.assert_allclose(all_of_them.norm, one.norm, rtol=1e-4)
+        assert len(all_of_them.waits) == world and one.waits == ()
+        # The same sum, added up in another order.
+        assert np.mean(all_of_them.waits) == pytest.approx(all_of_them.communication, rel=1e-12)
 
 
 @pytest.mark.parametrize("level", [1, 3])

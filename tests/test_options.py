@@ -145,7 +145,9 @@ def test_defaults_of_known_flags():
         "mirror-weights": False,
         "p2p": "auto",
         "watchdog": 300,
+        "shard-over": "machine",
         "measure-scaling": False,
+        "ckpt-background": False,
         "download": False,
         "seed": 42,
         "tensorboard": None,
@@ -721,7 +723,6 @@ def test_options_that_do_nothing_on_the_cpu():
         "memcpy-all-gather": True,
         "memcpy-send-recv": True,
         "p2p": "off",
-        "log-gpu-util": 5,
     }
     config = make_config(options | {"device": "cpu"})
     assert option_warnings(config) == [
@@ -735,7 +736,6 @@ def test_options_that_do_nothing_on_the_cpu():
             "--memcpy-all-gather",
             "--memcpy-send-recv",
             "--p2p off",
-            "--log-gpu-util 5",
         )
     ]
     assert rank_warnings(config, 1) == rank_warnings(config, 1, on_cpu=True) == []
@@ -745,7 +745,6 @@ def test_options_that_do_nothing_on_the_cpu():
     ]
     alone = make_config(options)
     assert not any("cpu" in line for line in option_warnings(alone) + rank_warnings(alone, 1))
-    assert option_warnings(make_config({"device": "cpu", "log-gpu-util": 0})) == []
     summed = make_config({"device": "cpu", "all-to-all-reduce": True})
     assert rank_warnings(summed, 1) == ["--all-to-all-reduce has no effect with one GPU"]
 

@@ -17,7 +17,7 @@ from llmq.checkpoint.manifest import read_manifest
 from llmq.commands.cli import _run
 from llmq.train.trainer import Trainer
 from tests.covering import covering
-from tests.mpi import ENVIRONMENT, case, run, start
+from tests.mpi import ENVIRONMENT, case, machines, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens
 from tests.test_between_steps import EVERYTHING, OPTIONS, write_questions
 from tests.test_guard import ROLLBACK
@@ -63,18 +63,19 @@ def options_of(row: dict) -> dict[str, object]:
     """Of a row of ROWS, without the number of ranks."""
     options = {"steps": 3, "save_training_state": True, "eval_every_n_steps": 2, "batch_size": 1}
     options |= {"zero_level": row["level"], "grad_accumulation": row["steps"]}
-    options |= {"recompute_block": row["recompute"], "eval_num_steps": 1}
+    options |= {"recompute_block": row["recompute"], "eval_num_steps": 1, "shard_over": "world"}
     if row["numbers"] == "e4m3":
         options |= {"model_dtype": "bf16", "matmul_dtype": "e4m3", "all_to_all_reduce": True}
     return options
 
 
 def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
+    """Or over machines, of which one may have more."""
     cases = []
     for i, row in enumerate(ROWS):
         own = [[f"--gpus={count}"] for count in row["ranks"]]
         cases.append(case(own=own, **options_of(row), **places(f"two-{i}")))
-    status, out, err = run(2, *cases)
+    status, out, err = run(2, *cases, places=machines("a", "b"))
     assert (status, err) == (0, "")
     assert [line for line in out if line.startswith("status")].count("status of process 0: 0") == (
         len(ROWS)
@@ -152,7 +153,8 @@ def test_an_interrupted_run_goes_on_in_another_number_of_processes():
 
 
 def test_several_processes_agree_on_rollbacks_and_checkpoints():
-    """A signal of one process, the first one's clock, and a guard that goes back."""
+    """A signal of one process, the first one's clock, and a guard that goes back; checkpoints that
+    are written in the background are the same, too."""
     guarded = ROLLBACK | {"steps": 30, "ckpt_interval": 5, "ckpt_keep_n": 3}
     bad = {"process": None, "step": 24, "what": "explode"}
     asked = {"steps": 4, "batch_size": 1, "ckpt_interval": 0, "eval_file": "none"}
@@ -160,7 +162,7 @@ def test_several_processes_agree_on_rollbacks_and_checkpoints():
         2,
         case({"process": 1, "step": 1, "what": "save"}, gpus=1, **asked, **places("asked")),
         case(gpus=1, max_hours=0.0001, **asked, **places("late")),
-        case(bad, gpus=1, **guarded, **places("two")),
+        case(bad, gpus=1, **guarded, **places("two"), ckpt_background=True),
     )
     ends = [int(line.split()[-1]) for line in out if line.startswith("status of process 0")]
     assert ends == [0, OutOfTime.STATUS, 0] and "error" not in err, err
@@ -206,14 +208,17 @@ def test_a_full_disk_and_damaged_data_of_one_process():
     _, out, err = run(
         2,
         case(full, **options, **places("full")),
-        case(damaged, **options, **places("damaged")),
+        case(damaged, **options, **places("damaged"), ckpt_background=True),
+        case(full, **options, **places("behind"), ckpt_background=True),
     )
     warnings = [line for line in out if line.startswith("WARNING: no checkpoint of step 2")]
-    assert len(warnings) == 1, out
-    assert len([line for line in err.splitlines() if line.startswith("error")]) == 2, err
+    assert len(warnings) == 2, out
+    assert len([line for line in err.splitlines() if line.startswith("error")]) == 3, err
     assert "process 1 on machine" in err and "'data/train-0.bin' is damaged" in err
     assert len(records("step", "full.json")) == 5, "the run goes on"
+    assert len(records("step", "behind.json")) == 5
     assert list(Path("full-ckpt").glob("step_*")) == []
+    assert list(Path("behind-ckpt").glob("step_*")) == []
     assert sorted(os.listdir("damaged-ckpt")) == ["step_00000002", "step_00000003"]
 
 

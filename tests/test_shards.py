@@ -13,11 +13,11 @@ from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWrite
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
 from llmq.config.presets import preset
-from llmq.model.step import Piece
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
+from llmq.state.pieces import Piece
 
 MODEL = dataclasses.replace(
     preset("tiny"),
@@ -87,7 +87,7 @@ class Holder:
     def write(self, directory):
         writer = CheckpointWriter(directory, 7, self.rank, self.world)
         groups = self.state.items()
-        return writer, [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return writer, [write_group(self.dev.download, writer, *g, self.beat) for g in groups]
 
     def check(self):
         for group, pieces in self.state.items():

@@ -32,7 +32,8 @@ from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, 
 from llmq.base.errors import LlmqError
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import abs_max, fill, quantize, quantize_int8, random
+from llmq.ops import fill, random
+from llmq.rig.ladder import fill_codes
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
@@ -93,22 +94,6 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     args = {name: made(name, value) for name, value in call.args.items()}
     flush = dev.alloc("flush", (flush_bytes,), U8, "Activations")
     return Prepared(lambda: call.function(dev, **args), flush)
-
-
-def fill_codes(dev: Device, codes: Tensor) -> None:
-    """Codes of normally distributed numbers: of zeros a product would be faster."""
-    with (
-        dev.scratch("numbers", codes.shape, BF16) as numbers,
-        dev.scratch("largest", (1,), F32) as largest,
-        dev.scratch("scale", (codes.shape[0],), F32) as scale,
-    ):
-        random.normal(dev, numbers, 1.0, SEED)
-        if codes.dtype == I8:
-            quantize_int8.rows(dev, codes, scale, numbers)
-            return
-        dev.zero(largest)
-        abs_max.abs_max(dev, largest, numbers)
-        quantize.quantize(dev, codes, None, scale.rows(0, 1), numbers, largest)
 
 
 def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:

@@ -109,3 +109,4 @@ STAT = {name: index for index, name in enumerate(STATS)}
 # nanoseconds on the device's own clock when the step began and when it ended.
 STEP_BEGIN, STEP_END = len(STATS), len(STATS) + 2
 STEP_REPORT_WORDS = STEP_END + 1
+STEP_OF_RANKS = STEP_END + 2  # with several ranks: their stats (W, 10) as they were exchanged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -49,15 +50,18 @@ class Manifest:
         made: tuple[str | None, TokenizerId | None],
         base: BaseId | None = None,
     ) -> Manifest:
-        """Of a run with these options. made: tokenizer and its identity. base: of adapters."""
+        """Of a run with these options, which may go on: nothing of it is shared.
+
+        made: tokenizer and its identity. base: of adapters.
+        """
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(config).items()
         }
         return cls(
             model=model,
-            loader=loader,
-            state=state,
+            loader=copy.deepcopy(loader),
+            state=copy.deepcopy(state),
             options=options,
             tokenizer=made[0],
             run=run,
@@ -109,6 +113,8 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
     ]
     if not isinstance(document.get("tokenizer"), str | None):
         problems.append("tokenizer is no text")
+    if "machines" in document["distributed"] and not any(problems):
+        problems.append(_wrong_machines(document))
     if any(problems):
         return next(filter(None, problems))
     if not isinstance(document["run"]["state"].get("history", {}), dict):
@@ -118,6 +124,15 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
         return f"it names '{outside[0]}', which is not in its directory"
     others = [name for entry in document["files"] for name in entry.keys() - _FILE.keys()]
     return f"a file of it has a field '{others[0]}'" if others else None
+
+
+def _wrong_machines(document: dict[str, Any]) -> str | None:
+    """Of a checkpoint that lies apart: every rank has a machine that has written its files."""
+    machines, world = document["distributed"]["machines"], document["distributed"]["world"]
+    if not isinstance(machines, list) or not all(isinstance(name, str) for name in machines):
+        return "its machines are no list of names"
+    ranks = (entry["rank"] for entry in document["files"])
+    return None if len(machines) == world > max(ranks, default=-1) else "ranks have no machine"
 
 
 def _wrong_types(content: Any, types: dict[str, type]) -> str | None:

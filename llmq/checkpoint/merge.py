@@ -14,7 +14,8 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import exported_files, tokenizer_files
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices

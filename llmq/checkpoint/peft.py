@@ -13,6 +13,7 @@ import numpy as np
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import staged_directory
+from llmq.base.json_file import json_object
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
@@ -23,7 +24,13 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.hf import IMPORTED_DTYPES, HfTensor, HfWeights
+from llmq.checkpoint.hf import (
+    IMPORTED_DTYPES,
+    HfTensor,
+    HfWeights,
+    same_values,
+    stored_shape,
+)
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
@@ -132,7 +139,7 @@ class AdapterFiles(HfWeights):
         """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
         super().__init__(directory)
-        record = _record(directory)
+        record = json_object(directory / RUN_FILE)
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
         known = {"base_dtype": dtype if dtype in QUANTIZED else None}
         known["split"] = record.get("lora_init") == "pissa"
@@ -181,8 +188,7 @@ class AdapterFiles(HfWeights):
             tensor = self._where.get(part.name)
             if tensor is None:
                 raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
-            shape = (part.stop - part.start, *param.shape[1:])
-            shape = shape[::-1] if part.transposed else shape
+            shape = stored_shape(param, part)
             if tensor.shape != shape:
                 raise LlmqError(
                     f"--adapter: '{path}' is of another model: {part.name} has shape "
@@ -202,11 +208,7 @@ class AdapterFiles(HfWeights):
     def _check_tied(self, path: Path, embed: str) -> None:
         """A model whose head is its embedding has to have one there, too."""
         here = [self._where.get(name) for name in (embed, TIED_HEAD)]
-        same = None not in here and all(
-            np.array_equal(a.astype(np.float32), b.astype(np.float32))
-            for (_, a), (_, b) in zip(*(tensor.pieces() for tensor in here), strict=True)
-        )
-        if not same:
+        if None in here or not same_values(*here):
             raise LlmqError(
                 f"'{path}': {embed} was trained without the LM head, which is the same matrix in "
                 "this model: train both, with ensure_weight_tying in PEFT"
@@ -231,14 +233,6 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
     """The parameters of what --train names."""
     table = weight_table(model, 1, Adapters(rank=1, targets=("o",), train=(part,)))
     return [p for slab in table if slab.name == SLABS[part] for p in slab.params]
-
-
-def _record(directory: Path) -> dict[str, Any]:
-    """What llmq.json says; {} without one."""
-    try:
-        return dict(json.loads((directory / RUN_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from llmq.commands import (
     merge,
     plan,
     plot,
+    rig,
     sample,
     show,
     tokenize,
+    top,
     train,
     train_tokenizer,
     verify,
@@ -80,7 +82,9 @@ app.command(cls=Command)(export.export)
 app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
+app.command(cls=Command)(top.top)
 app.command(cls=TrainCommand)(bench.bench)
+app.command(cls=Command)(rig.rig)
 
 
 def _command(prog_name: str) -> Any:
@@ -96,7 +100,7 @@ def _command(prog_name: str) -> Any:
 
 
 def _run(args: list[str], prog_name: str = "llmq") -> int:
-    """Run a command and return the exit status: 2 after an error that the user can fix.
+    """Run a command and return the exit status: LlmqError.STATUS after what the user can fix.
 
     prog_name: the console script, by which completion finds it.
     """
@@ -123,7 +127,7 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
             raise
         details = error.details if isinstance(error, LlmqError) else ()
         print(f"error: {one_line(error)}", *details, sep="\n", file=sys.stderr)
-        return 2
+        return error.STATUS if isinstance(error, LlmqError) else LlmqError.STATUS
     return status if isinstance(status, int) else 0
 
 

@@ -8,6 +8,7 @@ from llmq.config.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
+    shards_of,
     streams_weights,
     why_gradients_stay,
     why_no_mirrors,
@@ -23,19 +24,7 @@ _NEEDING = {
 
 def option_warnings(config: TrainConfig) -> list[str]:
     """One line for every option that has no effect beside the others."""
-    lines = []
-    if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
-        lines.append(
-            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
-            "deleted"
-        )
-    writes = config.ckpt_interval > 0 or config.save_training_state
-    writes |= config.ckpt_every_minutes > 0 or config.max_hours > 0
-    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
-        lines.append(
-            f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
-            "--save-training-state: no checkpoints are written"
-        )
+    lines = _of_checkpoints(config)
     if config.guard != "rollback" and config.guard_recovery != _DEFAULTS.guard_recovery:
         given = flag("guard_recovery", config.guard_recovery)
         lines.append(f"{given} has no effect without --guard rollback")
@@ -81,6 +70,30 @@ def option_warnings(config: TrainConfig) -> list[str]:
     return on_cpu + _but_on_cpu(config, lines)
 
 
+def _of_checkpoints(config: TrainConfig) -> list[str]:
+    lines = []
+    if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
+        lines.append(
+            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
+            "deleted"
+        )
+    writes = config.ckpt_interval > 0 or config.save_training_state
+    writes |= config.ckpt_every_minutes > 0 or config.max_hours > 0
+    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
+        lines.append(
+            f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
+            "--save-training-state: no checkpoints are written"
+        )
+    goes_on = config.ckpt_interval > 0 or config.ckpt_every_minutes > 0
+    goes_on |= config.keep_best is not None or config.save_training_state
+    if config.ckpt_background and not goes_on:
+        lines.append(
+            "--ckpt-background has no effect but for checkpoints that are asked for: neither "
+            "--ckpt-interval nor --ckpt-every-minutes writes any"
+        )
+    return lines
+
+
 def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:
     """One line for every option that has no effect on this model, else it may have one."""
     if config.recompute_norm and not config.recompute_block and not model.arch.pre_norm:
@@ -102,8 +115,6 @@ def _idle_on_cpu(config: TrainConfig) -> list[str]:
         "--memcpy-send-recv": config.memcpy_send_recv,
         "--mirror-weights": config.mirror_weights,
         f"--p2p {config.p2p}": config.p2p != "auto",
-        f"--log-gpu-util {config.log_gpu_util}": config.log_gpu_util
-        not in (0, _DEFAULTS.log_gpu_util),
     }
     return [flag for flag, given in idle.items() if given]
 
@@ -124,7 +135,7 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
             "--offload-master",
             "has no effect: the optimizer updates the weights that the products read; it has "
             "one with --shard-weights or --matmul-dtype e4m3",
-            config.offload_master and not has_masters(config, world_size=1),
+            config.offload_master and not has_masters(config, shards=1),
         ),
         (
             "--use-zero-copy",
@@ -175,24 +186,29 @@ def _fp8_warnings(config: TrainConfig) -> list[str]:
     return [f"{flag} {reason}" for flag, given in idle.items() if given]
 
 
-def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False) -> list[str]:
-    """One line for every option that has no effect with this number of ranks, or (on_cpu) on
-    the CPU, which --device auto may have chosen."""
-    lines = []
-    if world_size == 1:
+def rank_warnings(
+    config: TrainConfig, world_size: int, machines: int = 1, *, on_cpu: bool = False
+) -> list[str]:
+    """One line for every option that has no effect with this number of ranks on so many machines,
+    or (on_cpu) on the CPU, which --device auto may have chosen."""
+    lines, shards = [], shards_of(config, world_size, machines)
+    if machines == 1 and config.shard_over != _DEFAULTS.shard_over:
+        lines.append(f"{flag('shard_over', config.shard_over)} has no effect with one machine")
+    if shards == 1:
         idle = {
             "--memcpy-all-gather": config.memcpy_all_gather,
             "--memcpy-send-recv": config.memcpy_send_recv,
             "--mirror-weights": config.mirror_weights,
             "--all-to-all-reduce": config.all_to_all_reduce,
-            "--measure-scaling": config.measure_scaling,
-            f"--p2p {config.p2p}": config.p2p != "auto",
+            "--measure-scaling": config.measure_scaling and world_size == 1,
+            f"--p2p {config.p2p}": config.p2p != "auto" and world_size == 1,
         }
-        lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
-        lines += _one_rank_sharding_warnings(config)
+        why = "has no effect with one GPU" + (" on each machine" if machines > 1 else "")
+        lines += [f"{flag} {why}" for flag, given in idle.items() if given]
+        lines += _one_rank_sharding_warnings(config, why)
     elif config.lora_rank:
-        lines = _sharded_gradients_warnings(config, world_size)
-    streams = streams_weights(config, world_size)
+        lines += _sharded_gradients_warnings(config, shards)
+    streams = streams_weights(config, shards)
     decodes = config.is_quantized and config.base_dtype != config.matmul_dtype
     if _has_transposed(config) and (streams or decodes) and not config.keep_transposed:
         why = "--shard-weights" if streams else f"--base-dtype {config.base_dtype}"
@@ -205,10 +221,16 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
 
 
 def run_warnings(
-    config: TrainConfig, world_size: int, steps: int, steps_per_epoch: int, *, on_cpu: bool = False
+    config: TrainConfig,
+    world_size: int,
+    steps: int,
+    steps_per_epoch: int,
+    *,
+    machines: int = 1,
+    on_cpu: bool = False,
 ) -> list[str]:
     """rank_warnings, and one line for every option that has no effect on a run so long."""
-    lines = rank_warnings(config, world_size, on_cpu=on_cpu)
+    lines = rank_warnings(config, world_size, machines, on_cpu=on_cpu)
     if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
     if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
@@ -228,9 +250,9 @@ def run_warnings(
     return lines
 
 
-def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[str]:
-    """Of several ranks, where gradients are not divided."""
-    why = why_gradients_stay(config, world_size)
+def _sharded_gradients_warnings(config: TrainConfig, shards: int) -> list[str]:
+    """Of several shards, where gradients are not divided."""
+    why = why_gradients_stay(config, shards)
     given = {
         "--shard-gradients": config.shard_gradients and config.zero_level < 2,
         "--zero-level 2": config.zero_level == 2,
@@ -239,10 +261,10 @@ def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[st
     return [f"{flag} has no effect {why}" for flag, applies in given.items() if applies]
 
 
-def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
+def _one_rank_sharding_warnings(config: TrainConfig, idle_why: str) -> list[str]:
     """What --zero-level implies counts as one option, which may do something in part."""
-    weights = why_weights_stay(config, world_size=1)
-    gradients = why_gradients_stay(config, world_size=1)
+    weights = why_weights_stay(config, shards=1)
+    gradients = why_gradients_stay(config, shards=1)
     level, idle = config.zero_level, {}
     if config.shard_weights and level < 3:
         idle["--shard-weights"] = weights
@@ -252,4 +274,4 @@ def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
         idle["--zero-level 2"] = gradients
     if level == 3:
         idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
-    return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]
+    return [f"{flag} {idle_why} {why}" for flag, why in idle.items() if why]

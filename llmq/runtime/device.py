@@ -99,7 +99,9 @@ class Clock(NamedTuple):
 class Device(ABC):
     """Memory, launches, copies and order on one rank's machine.
 
-    comm: this rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
+    rank, world_size: among all ranks. shard: which of so many `shards` of weights and optimizer it
+    keeps; replica: which of so many `replicas`, groups of ranks that have all shards. comm: this
+    rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
     was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
     how long the main stream waits for other ranks; None with one rank. stream_name: the current
     stream.
@@ -119,11 +121,17 @@ class Device(ABC):
         *,
         rank: int = 0,
         world_size: int = 1,
+        shards: int | None = None,
     ):
-        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan)."""
+        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan).
+
+        shards: a divisor of world_size; None: each rank has one of its own.
+        """
         self.spec = spec
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self.shards = shards or world_size
+        self.replicas = world_size // self.shards
+        self.replica, self.shard = divmod(rank, self.shards)
         capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))
@@ -214,7 +222,8 @@ class Device(ABC):
         """Make a stream the current one within the `with` block.
 
         "main": compute. "comm": collectives, "exchange": those of gradients where they run beside
-        gathers. "copy": host to device. "store": device to host. "stage": what peers get.
+        gathers. "copy": host to device. "store": device to host. "stage": what peers get. "save":
+        state on its way to a checkpoint, in no graph, which would wait for it.
         """
         before = self.stream_name
         self._switch(stream)
@@ -258,6 +267,10 @@ class Device(ABC):
         finally:
             self.clock = clock
         clock.stop()
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether the work before the event's last record is done; on any thread, at once."""
+        return True
 
     def _record(self, event: Event) -> None:  # noqa: B027 - without streams all is in order
         """Enqueue the event's record on the current stream."""

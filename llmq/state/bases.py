@@ -37,7 +37,7 @@ class Bases:
         self.slabs = {slab.name: slab for slab in table}
         first = placement[table[0].name]  # all are placed alike
         self._store, self._work, self._transposes = first.base, first.work, first.transposed
-        dtype, ranks = first.base.dtype, dev.world_size
+        dtype, ranks = first.base.dtype, dev.shards
         self.layouts = {slab.name: Layout(slab, dtype, ranks) for slab in table}
         self.decodes = first.decodes
         self._codes = self._work.dtype in (E4M3, I8)  # are what products read
@@ -67,12 +67,12 @@ class Bases:
     def _alloc(self, name: str) -> Tensor:
         size = self.layouts[name].nbytes
         if self._store.sharded:
-            size //= self.dev.world_size
+            size //= self.dev.shards
         return self.dev.alloc(f"{name}.base", (size,), U8, "Quants", self._store.memory)
 
     def first_byte(self, name: str) -> int:
         """Of all that a block's layout has, where `packed` begins."""
-        return self.dev.rank * self.packed[name].nbytes if self._store.sharded else 0
+        return self.dev.shard * self.packed[name].nbytes if self._store.sharded else 0
 
     def _alloc_transposed(self, slab: Slab, prefix: str) -> dict[str, Tensor]:
         return {

@@ -57,12 +57,12 @@ class Span:
 class Layout:
     """Of one slab in one format. nbytes: of all, a multiple of PACKED_ALIGN for each rank."""
 
-    def __init__(self, slab: Slab, dtype: DType, world_size: int = 1):
+    def __init__(self, slab: Slab, dtype: DType, shards: int = 1):
         """dtype: E4M3, I8 or NF4."""
         self.slab, self.dtype = slab, dtype
         self._used = 0
         self.spans = tuple(self._nf4(slab) if dtype == NF4 else self._of_matrices(slab))
-        self.nbytes = align_up(self._used, PACKED_ALIGN * world_size)
+        self.nbytes = align_up(self._used, PACKED_ALIGN * shards)
 
     def _region(self, shape: tuple[int, ...], dtype: DType) -> Region:
         found = Region(align_up(self._used, REGION_ALIGN), shape, dtype)

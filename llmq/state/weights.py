@@ -116,7 +116,7 @@ class Weights:
         category, own, master = "Quants" if stores.is_coded else "Weights", None, None
         if not stores.work.streamed:
             self._whole[name] = self._alloc(name, slab.size, stores.work, category)
-            own = slab.shard(self._whole[name], self.dev.rank)
+            own = slab.shard(self._whole[name], self.dev.shard)
         if stores.master is not None:
             master = self._alloc(f"{name}.master", size, stores.master, "Master")
         if stores.part is not None:
@@ -146,7 +146,7 @@ class Weights:
 
         It has to gather what later ones find in place, so it is another graph.
         """
-        stale, self._updated = self._updated and self.dev.world_size > 1, False
+        stale, self._updated = self._updated and self.dev.shards > 1, False
         return stale
 
     def start_micro_step(self, stale: bool) -> None:
@@ -176,7 +176,7 @@ class Weights:
 
     def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
-        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.rank))
+        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.shard))
         if self.placement[name].is_coded:
             self.quants.keep_transposed(name)
         if self._head_quants is not None and name == self._lm_head_slab:
@@ -190,7 +190,7 @@ class Weights:
         whole = slot.rows(0, slab.size)
         part = self._part.get(name)
         if part is None:
-            part = slab.shard(whole, self.dev.rank)
+            part = slab.shard(whole, self.dev.shard)
             self.quants.quantize(name, self.master[name], part)
         self.dev.comm.all_gather(whole, part, self._mirrors.get(name))
 
@@ -261,7 +261,7 @@ class Weights:
             return None
         if name in self._part:
             return self._part[name]
-        return self.slabs[name].shard(self._whole[name], self.dev.rank)
+        return self.slabs[name].shard(self._whole[name], self.dev.shard)
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
@@ -271,7 +271,7 @@ class Weights:
 
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
-        alone = self.dev.world_size == 1
+        alone = self.dev.shards == 1
         if self.quants is not None:
             self.quants.finish_scales()
             for name in [name for name in self.quants.slabs if name in self._pass.changing]:
@@ -294,10 +294,10 @@ class Weights:
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:
                 convert.convert(self.dev, work, master)
-            first = self.dev.rank * slab.shard_size
+            first = self.dev.shard * slab.shard_size
             self.observe(slab, first, first + slab.shard_size, master)
         self.finish_update()
-        for name in self._whole if self.dev.world_size > 1 else ():
+        for name in self._whole if self.dev.shards > 1 else ():
             if name not in self._trained:
                 self._gather_resident(name)
         self.updated()
@@ -385,7 +385,7 @@ class Weights:
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
         """This rank's part of each parameter, without padding, and its first element there."""
-        start = self.dev.rank * slab.shard_size
+        start = self.dev.shard * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             end = min(last, param.offset + param.rows * (param.size // param.shape[0]))

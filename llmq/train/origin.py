@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.parts import collected
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
 from llmq.checkpoint.principal import Split, doubled
 from llmq.config.adapters import adapters_of
@@ -69,7 +71,7 @@ def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
 class Origin:
     """Of one run; everything is checked when it is made.
 
-    weights: of the model's directory, None with random ones. base: what adapters are of, or None.
+    weights: of the model's directory, None with random ones.
     """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
@@ -78,17 +80,19 @@ class Origin:
         if self.weights is not None:
             self.weights.check(weight_table(model))
         self._files: AdapterFiles | None = None
-        self.base: BaseId | None = None
-        if self.adapters is not None:
-            self.base = self._base_id()
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
             tied = model.tied_embeddings
             self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
-            check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
+            if self._files.base is not None:
+                check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
 
-    def _base_id(self) -> BaseId:
+    @cached_property
+    def base(self) -> BaseId | None:
+        """What adapters are of, None of a run without any. The first time reads the whole model."""
+        if self.adapters is None:
+            return None
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
@@ -146,7 +150,9 @@ class Origin:
         split = Split(self.model, self.adapters, config.lora_scale)
         if checkpoint is not None:
             params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
-            split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
+            lacking = checkpoint.lacks(BEGUN, [(p, 0, p.size) for p in params])
+            with collected(checkpoint, lacking, config.checkpoint_dir):
+                split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
             return split
         for matrix in split.matrices:
             split.begun |= processes().on_first(
@@ -172,7 +178,8 @@ class Origin:
                     f"so, not with {flag(name, now)}"
                 )
         made_on = BaseId.of(reader.manifest.base)
-        check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
+        if made_on is not None:
+            check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
 
     def export(
         self,

@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    FileEntry,
+    slab_ranges,
+)
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
-from llmq.model.step import Piece, Result, Step
+from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.pieces import Piece
 
 
 class Rank:
@@ -81,7 +87,16 @@ class Rank:
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
         groups = self.step.stored_state().items()
-        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
+
+    def lacks(self, reader: CheckpointReader) -> set[str]:
+        """Names of the files of a checkpoint that this rank reads and that are on other disks."""
+        return {
+            name
+            for group, pieces in self.step.stored_state().items()
+            for piece in pieces
+            for name in reader.lacks(group, slab_ranges(group, piece.slab, piece.start, piece.stop))
+        }
 
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint; all ranks do."""

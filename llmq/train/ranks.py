@@ -14,6 +14,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.parts import collected
 from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
@@ -29,6 +30,7 @@ from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.snapshot import Snapshot
 from llmq.train.rank import Rank
 from llmq.train.rounds import Rounds
 
@@ -73,7 +75,7 @@ class Ranks:
 
         def open_device(rank: int) -> None:
             of_world = self.world.base + rank
-            how = {"graphs": config.use_cuda_graphs, "tune": config.tune}
+            how = {"graphs": config.use_cuda_graphs, "tune": config.tune, "shards": plan.shards}
             dev = machine.open(sizes, rank=of_world, **how)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
@@ -257,13 +259,23 @@ class Ranks:
         files = [entry for each in of_processes for entries in each for entry in entries]
         return writers[self.world.base], files
 
+    @property
+    def snapshots(self) -> dict[int, Snapshot]:
+        """Copies of the state of this process's ranks, with --ckpt-background."""
+        return {rank.dev.rank: rank.step.snapshot for rank in self._ranks}
+
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint's manifest holds: the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
-    def read(self, reader: CheckpointReader) -> None:
-        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
-        self.run("loading the checkpoint", lambda rank: rank.read(reader))
+    def read(self, reader: CheckpointReader, directory: Path) -> None:
+        """Take the state of a checkpoint of any number of ranks, in formats that were checked.
+
+        directory: where files of other machines lie meanwhile.
+        """
+        lacking = self.run("looking into the checkpoint", lambda rank: rank.lacks(reader))
+        with collected(reader, set().union(*lacking), directory):
+            self.run("loading the checkpoint", lambda rank: rank.read(reader))
 
     def load(
         self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
