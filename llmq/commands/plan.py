@@ -107,7 +107,7 @@ def plan(
 
         if placement:
             raise ConfigError("--placement: has no meaning with --largest")
-        how = {"card": card, "machines": machines, "json": json}
+        how = {"card": card, "card_file": card_file, "machines": machines, "json": json}
         save_config(save, run_largest(config, fields, **sizes, **how))
         return
     from llmq.plan.report import run_plan

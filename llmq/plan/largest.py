@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
@@ -31,6 +32,7 @@ def run_largest(
     card: str | None = None,
     reserve: int | None = None,
     *,
+    card_file: Path | None = None,
     machines: int = 1,
     network: int | None = None,
     json: bool = False,
@@ -42,7 +44,7 @@ def run_largest(
     """
     _check_largest(fixed)
     given = (gpu_memory, host_memory, card, reserve)
-    how = {"search": True, "machines": machines, "network": network}
+    how = {"search": True, "machines": machines, "network": network, "card_file": card_file}
     for name, fit, where in _fits_by_size(
         config, lambda m: target(config, m, *given, **how), fixed
     ):
