@@ -30,6 +30,8 @@ def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
     that are not the best's there is one each. Raises OutOfMemory if nothing fits.
     """
     fits = fits_of(fit)
+    if len(fits) == 1:
+        return fit, fit.search()
     found = [(each, each.found()) for each in fits if not each.is_hopeless()]
     found = [(each, candidates) for each, candidates in found if candidates]
     if not found:
