@@ -367,7 +367,7 @@ class Weights:
                     self._begin(param, target, first, *fresh)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
-                at = param.offset + first - self.dev.rank * slab.shard_size
+                at = param.offset + first - self.dev.shard * slab.shard_size
                 for tensor in held:
                     part = tensor.rows(at, at + target.size)
                     self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
