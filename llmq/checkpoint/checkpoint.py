@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from llmq.base.files import (
 )
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import HASH_THREADS
+from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -119,6 +121,9 @@ class CheckpointWriter:
             self._temporary.mkdir(exist_ok=True)
             if self._temporary.is_symlink():  # what is there would be deleted
                 raise FileExistsError(errno.EEXIST, "it is a link")
+        with disk_errors(self.path):
+            if os.path.lexists(self.path) and not is_complete(self.path):  # it would be replaced
+                raise FileExistsError(errno.EEXIST, "it is no checkpoint: move it away")
 
     def write(
         self,
