@@ -303,7 +303,7 @@ def export_adapter(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    with staged_directory(out_dir, replaces) as staging:
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]

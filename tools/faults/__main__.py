@@ -11,25 +11,22 @@ Needs the packages of the extra `test`. Exits 1 if anything was bad.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
-for _library in ("OMP", "OPENBLAS", "MKL"):  # before NumPy is imported
-    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
-
 import typer
 
 from tools.faults.kills import Kills, WriteErrors
 from tools.faults.machine import Machine, Tally, attempts
+from tools.faults.mutations import Mutations
 from tools.faults.place import scratch_folder, warm_up
 from tools.faults.power import PowerLoss
 from tools.faults.table import merge, table
 
-MACHINES: dict[str, type[Machine]] = {m.name: m for m in (Kills, WriteErrors, PowerLoss)}
+MACHINES: dict[str, type[Machine]] = {m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations)}
 
 
 def main(

@@ -62,7 +62,7 @@ def _child(function: Callable[[], int], output: int) -> None:
         os.dup2(output, 2)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (until the process ends)
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))

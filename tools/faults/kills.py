@@ -19,7 +19,7 @@ from tools.faults.place import (
     copy,
     inside,
     left_behind,
-    llmq,
+    run_llmq,
     prepare,
     touched,
 )
@@ -67,13 +67,12 @@ class _AtCalls:
             problems = ended.problems + touched(root) + (look(root, ended) if look else [])
             committed = max(chosen.committed, self.shared[1] - 1)
             problems += _lost(root, committed)
-            again = llmq(root, chosen.scenario.again)
+            again = run_llmq(root, chosen.scenario.again)
             problems += again.problems
             if again.status:
                 problems.append(("lost", f"the next command says {again.text[-300:]}"))
             else:
-                problems += chosen.compare(root, others=look is None)
-                problems += touched(root) + left_behind(root)
+                problems += chosen.compare(root) + touched(root) + left_behind(root)
             return problems
         finally:
             shutil.rmtree(root)

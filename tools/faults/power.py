@@ -28,7 +28,7 @@ from tools.faults.place import (
     copy,
     hashed,
     inside,
-    llmq,
+    run_llmq,
     prepare,
     touched,
 )
@@ -174,7 +174,7 @@ def _passes(model: Path) -> bool:
 
 def _mend(root: Path, prepared: Prepared) -> Problems:
     """Whether the next command makes of it what it should be."""
-    ended = llmq(root, prepared.scenario.again)
+    ended = run_llmq(root, prepared.scenario.again)
     if ended.problems:
         return ended.problems
     if ended.status:
