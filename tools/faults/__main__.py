@@ -19,6 +19,8 @@ from typing import Annotated
 
 import typer
 
+from tools.faults.divergence import Divergence
+from tools.faults.fuzz import Options
 from tools.faults.kills import Kills, WriteErrors
 from tools.faults.machine import Machine, Tally, attempts
 from tools.faults.mutations import Mutations
@@ -26,7 +28,9 @@ from tools.faults.place import scratch_folder, warm_up
 from tools.faults.power import PowerLoss
 from tools.faults.table import merge, table
 
-MACHINES: dict[str, type[Machine]] = {m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations)}
+MACHINES: dict[str, type[Machine]] = {
+    m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations, Options, Divergence)
+}
 
 
 def main(

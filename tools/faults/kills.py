@@ -19,8 +19,8 @@ from tools.faults.place import (
     copy,
     inside,
     left_behind,
-    run_llmq,
     prepare,
+    run_llmq,
     touched,
 )
 

@@ -67,7 +67,9 @@ def _special(path: Path, rng: random.Random) -> str:
         path.symlink_to("/dev/zero")
     elif how != "nothing":
         content = {"empty": b"", "text": b"Hello, world.\n" * 9}
-        path.write_bytes(content.get(how) if how in content else rng.randbytes(rng.choice((7, 5000))))
+        path.write_bytes(
+            content.get(how) if how in content else rng.randbytes(rng.choice((7, 5000)))
+        )
     return f"{how} in its place"
 
 
@@ -77,7 +79,9 @@ def places(node: Any) -> list[tuple[Any, Any]]:
     waiting = [node]
     while waiting:
         each = waiting.pop()
-        keys = each if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
+        keys = (
+            each if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
+        )
         found += [(each, key) for key in keys]
         waiting += [each[key] for key in keys]
     return found

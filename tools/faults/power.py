@@ -28,8 +28,8 @@ from tools.faults.place import (
     copy,
     hashed,
     inside,
-    run_llmq,
     prepare,
+    run_llmq,
     touched,
 )
 
