@@ -9,12 +9,18 @@ from typing import Any
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+def kept_reports() -> list[Path]:
+    """The JSON of each."""
+    paths = sorted(BENCHMARKS.glob("*.json"))
+    return [path for path in paths if "invocations" in json.loads(path.read_text())]
+
+
 def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
     """Of each that succeeded on a GPU: the name of its report, the device, the run."""
     found = []
-    for path in sorted(BENCHMARKS.glob("*.json")):
+    for path in kept_reports():
         report = json.loads(path.read_text())
-        device = (report.get("machine") or {}).get("device")  # peers.json has none
+        device = (report["machine"] or {}).get("device")
         if device:
             found += [(path.stem, device, run) for run in report["runs"] if run["status"] == "ok"]
     return found

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,18 @@ def mpirun() -> str:
 
 
 def start(
-    count: int, *cases: dict[str, Any], output: Path | None = None, **options: Any
+    count: int,
+    *cases: dict[str, Any],
+    output: Path | None = None,
+    places: Sequence[dict[str, str]] = (),
+    **options: Any,
 ) -> subprocess.Popen:
     """mpirun with so many processes, which all run the cases, see mpi_script.py. options: Popen's.
 
-    Its output is in the pipes, or in a file.
+    Its output is in the pipes, or in a file. places: environment of each process, see `machines`.
     """
-    command = [mpirun(), "-n", str(count), sys.executable, str(SCRIPT), json.dumps(cases)]
+    command = [mpirun(), "-n", str(count), sys.executable, str(SCRIPT)]
+    command += [json.dumps(cases), json.dumps(list(places))]
     root = str(Path(__file__).parents[1])
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": root}
     out = subprocess.PIPE if output is None else open(output, "w")  # noqa: SIM115 - the child's
@@ -45,9 +51,16 @@ def start(
     )
 
 
-def run(count: int, *cases: dict[str, Any]) -> tuple[int, list[str], str]:
+def machines(*names: str) -> list[dict[str, str]]:
+    """Places of processes that take themselves to be on these machines."""
+    return [{"LLMQ_MACHINE": name} for name in names]
+
+
+def run(
+    count: int, *cases: dict[str, Any], places: Sequence[dict[str, str]] = ()
+) -> tuple[int, list[str], str]:
     """The status of mpirun, the lines of the first process, and all that went to standard error."""
-    process = start(count, *cases)
+    process = start(count, *cases, places=places)
     try:
         out, err = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -56,6 +69,21 @@ def run(count: int, *cases: dict[str, Any]) -> tuple[int, list[str], str]:
     return process.returncode, out.splitlines(), err
 
 
-def case(fault: dict[str, Any] | None = None, own: Any = None, **changes: Any) -> dict[str, Any]:
-    """One `llmq train`. own: further flags of each process. fault: see mpi_script.py."""
-    return {"flags": flags(**changes), "own": own or [], "fault": fault}
+def case(
+    fault: dict[str, Any] | None = None,
+    own: Any = None,
+    machines: Any = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """One `llmq train`. own: further flags of each process. machines: the name of each one's, see
+    `machine_folder`. fault: see mpi_script.py."""
+    return {"flags": flags(**changes), "own": own or [], "fault": fault, "machines": machines or []}
+
+
+def machine_folder(name: str) -> Path:
+    """A machine with a disk of its own: the folder in which its processes run; data are shared."""
+    folder = Path(name)
+    folder.mkdir()
+    for shared in ("data", "model"):
+        (folder / shared).symlink_to(f"../{shared}")
+    return folder

@@ -1,11 +1,13 @@
 """What each process of tests/mpi.py runs: `llmq train` once for each of some cases.
 
-A case has "flags", "own" (further flags by process) and a "fault" or null: "process" (null: all),
-the "step" before which it happens, and "what" happens. The first process prints each status.
+A case has "flags", "own" (further flags by process), "machines" (by process a name, which is also
+the folder that it runs in) and a "fault" or null: "process" (null: all), the "step" before which it
+happens, and "what" happens. The first process prints each status.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,6 +27,7 @@ from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
+PLACES = json.loads(sys.argv[2])  # environment of each process, or nothing
 
 
 def fail_in_a_rank(*_: Any, **__: Any) -> None:
@@ -63,6 +66,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": lambda: setattr(Step, "update", fail_in_a_rank),
     "disk full": lambda: setattr(os, "fsync", refuse_to_write),
+    "no names": lambda: setattr(os, "rename", refuse_to_write),
     "damaged": lambda: setattr(DataLoader, "next_batch", damaged),
     "warn": lambda: warn(["this process is unwell"]),
     "hang": lambda: setattr(Step, "update", lambda step: time.sleep(1000)),
@@ -72,7 +76,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 @contextmanager
 def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     """Within the block it happens, if it is one of this process."""
-    real, real_batch, real_fsync = _Run._step, DataLoader.next_batch, os.fsync
+    real, real_batch, real_calls = _Run._step, DataLoader.next_batch, (os.fsync, os.rename)
 
     happened = []
 
@@ -87,14 +91,28 @@ def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _Run._step, DataLoader.next_batch, os.fsync = real, real_batch, real_fsync
+        _Run._step, DataLoader.next_batch = real, real_batch
+        os.fsync, os.rename = real_calls
+
+
+@contextmanager
+def on_machine(names: list[str]) -> Iterator[None]:
+    """Within the block this process is on the machine of its name, if it has one."""
+    if not names:
+        yield
+        return
+    os.environ["LLMQ_MACHINE"] = names[INDEX]
+    with contextlib.chdir(names[INDEX]):
+        yield
+    del os.environ["LLMQ_MACHINE"]
 
 
 def main() -> None:
     """All cases, one after the other."""
+    os.environ.update(PLACES[INDEX] if PLACES else {})
     for case in json.loads(sys.argv[1]):
         own = case["own"][INDEX] if case["own"] else []
-        with with_fault(case["fault"]):
+        with on_machine(case["machines"]), with_fault(case["fault"]):
             try:
                 status = _run(["train", *case["flags"], *own])
             except SystemExit as end:

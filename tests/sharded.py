@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Fp8, Int8, Operand
 from llmq.comm.connect import connect
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -161,6 +161,7 @@ def run(
     spec: DeviceSpec = HOST_SPEC,
     connect: Callable[..., Any] = connect,
     frozen: Collection[str] = (),
+    machines: int = 1,
     **options: Any,
 ) -> Outcome:
     """Run a program (train_steps() if None) on every rank, and check what must always hold.
@@ -168,14 +169,16 @@ def run(
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
     make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
-    connect: as llmq.comm.collectives's. frozen: slabs that are not trained.
+    connect: as llmq.comm.collectives's. frozen: slabs that are not trained. machines: that the
+    ranks are taken to be on; with --shard-over machine all of them must have the same state.
     """
     cfg = config(world, accum, **options)
-    plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen)
+    plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen, machines=machines)
+    ranks = {"world_size": world} | ({"shards": plan.shards} if machines > 1 else {})
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:
-        dev = devices[rank] = make(plan.usage.sizes, rank=rank, world_size=world, poison=True)
+        dev = devices[rank] = make(plan.usage.sizes, rank=rank, poison=True, **ranks)
         workers.barrier()
         if rank == 0:
             connect(devices, comm_options(cfg, plan.placement), workers)
@@ -194,7 +197,11 @@ def run(
         for dev in devices:
             if dev is not None:
                 dev.close()
-    state = _assemble(shards)
+    state = _assemble(shards[: plan.shards])
+    for first in range(plan.shards, world, plan.shards):
+        same = _assemble(shards[first : first + plan.shards])
+        for group in state:
+            assert_same(state[group], same[group])
     for result, extra, work in zip(results, extras, works, strict=True):
         assert (result, extra) == (results[0], extras[0])
         _check_work(work, state["weights"])
@@ -217,7 +224,7 @@ def _work_weights(session: Session) -> dict[str, np.ndarray]:
 
 
 def _content(dev: Device, name: str, operand: Operand) -> dict[str, np.ndarray]:
-    if not isinstance(operand, Fp8):
+    if not isinstance(operand, Fp8 | Int8):
         return {name: dev.download(operand)}
     codes, transposed = (dev.download(t) for t in (operand.codes, operand.transposed))
     np.testing.assert_array_equal(transposed, codes.T, err_msg=name)
@@ -225,7 +232,10 @@ def _content(dev: Device, name: str, operand: Operand) -> dict[str, np.ndarray]:
 
 
 def _check_work(work: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
-    """The work weights must be what follows from all ranks' masters."""
+    """The work weights must be what follows from all ranks' masters; codes of a frozen model have
+    none."""
+    known = {*weights, LM_HEAD}
+    work = {n: values for n, values in work.items() if n.removesuffix(".scale") in known}
     want = {name: weights[name].astype(work[name].dtype) for name in weights}
     if LM_HEAD in work:
         want[LM_HEAD] = want.get("lm_head.weight", want["model.embed_tokens.weight"])

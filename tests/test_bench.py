@@ -16,9 +16,14 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, measure, peers
-from llmq.bench.bench import describe, markdown, read_runs, run_bench, run_child
+from llmq.bench import bench, child, measure, peers, report_file, sweep_file
+from llmq.bench.bench import run_bench
+from llmq.bench.child import run_child
+from llmq.bench.how import How
 from llmq.bench.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.bench.plan_runs import planned
+from llmq.bench.report import describe, markdown
+from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.ops import fill
@@ -27,6 +32,7 @@ from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.launch_kind import Kind
 from llmq.runtime.timing import LaunchTime, time_launches
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -152,22 +158,21 @@ def test_wrong_peers(tmp_path, text):
     path = tmp_path / "peers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--peers"):
-        given = {"steps": 1, "repeats": 1, "add": False, "argv": []}
-        run_bench({"model": "tiny"}, None, out=tmp_path / "x", peers=path, **given)
+        run_bench({"model": "tiny"}, None, How(out=tmp_path / "x", peers=path), [])
 
 
 # -- one run -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def child():
+def measured():
     """A real run of the tiny preset in a process of its own."""
     return run_child(TINY, steps=1, repeats=3)
 
 
-def test_child_measures(child):
-    assert child["status"] == "ok"
-    result = child["result"]
+def test_child_measures(measured):
+    assert measured["status"] == "ok"
+    result = measured["result"]
     seconds = result["step_seconds"]
     assert len(seconds) == 3 and min(seconds) > 0
     assert result["tokens_per_second"] == 32 / sorted(seconds)[1]
@@ -178,10 +183,17 @@ def test_child_measures(child):
     assert result["memory"]["as_planned"] and result["memory"]["planned"] > 0
     # 8847360 + 197376 + 73728 FLOPs a token, see test_monitor.
     assert result["tflops"] == pytest.approx(9118464 * result["tokens_per_second"] / 1e12)
-    on_gpus = ("sol_percent", "joules_per_token", "kernel_idle", "python_busy", "waits_per_step")
+    on_gpus = (
+        "predicted",
+        "sol_percent",
+        "joules_per_token",
+        "kernel_idle",
+        "python_busy",
+        "waits_per_step",
+    )
     assert {result[name] for name in on_gpus} == {None}
-    assert child["machine"]["device"] == "CPU" and child["gpus"] == 1
-    assert {"llmq", "Python", "NumPy"} == set(child["machine"]["versions"])
+    assert measured["machine"]["device"] == "CPU" and measured["gpus"] == 1
+    assert {"llmq", "Python", "NumPy"} == set(measured["machine"]["versions"])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +231,7 @@ def test_child_leaves_ctrl_c_to_its_parent(monkeypatch, capfd):
         "measure.measure = lambda **_: {'result': repr(signal.raise_signal(signal.SIGINT))}; "
         "measure.main()"
     )
-    monkeypatch.setattr(bench, "CHILD", (sys.executable, "-c", code))
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", code))
     assert run_child(TINY, steps=1, repeats=1) == {"status": "ok", "result": "None"}
     assert capfd.readouterr().err == ""
 
@@ -236,7 +248,7 @@ def test_child_says_what_does_nothing(capfd):
 def child_runs(monkeypatch, code: str) -> None:
     """Children run this instead; `job` is theirs."""
     command = f"import json, os, signal, sys, time; job = json.load(sys.stdin); {code}"
-    monkeypatch.setattr(bench, "CHILD", (sys.executable, "-c", command))
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", command))
 
 
 def test_child_that_dies(monkeypatch, capfd):
@@ -246,28 +258,48 @@ def test_child_that_dies(monkeypatch, capfd):
     assert outcome == {"status": "failed", "message": killed}
     child_runs(monkeypatch, "print(job['options']); sys.exit(5)")
     outcome = run_child(TINY, steps=1, repeats=1)
-    assert outcome == {"status": "failed", "message": "the process ended with status 5"}
+    message = "the process ended with status 5"
+    assert outcome == {"status": "failed", "message": message, "last_words": [str(TINY)]}
     assert capfd.readouterr().err == f"{TINY}\n"
 
 
 HUNG = (
-    "no progress for 2 seconds, so the process was ended; standard error says where it was; raise "
-    "--watchdog if this is not a hang, 0 switches it off"
+    "no progress for 2 seconds, so the process was ended; raise --watchdog if this is not a hang, "
+    "0 switches it off"
 )
 
 
-def test_child_that_hangs(monkeypatch, tmp_path, capfd):
-    """It is a line of the report, and the next run has its turn."""
-    child_runs(monkeypatch, "time.sleep(1000 if job['options']['seed'] == 1 else 0); sys.exit(5)")
-    monkeypatch.setattr(bench, "START_SECONDS", 1)
-    given = TINY | {"seed": [1, 2], "watchdog": 1}
-    file = suite(tmp_path, json.dumps(given))
-    rest = {"steps": 1, "repeats": 1, "add": False, "argv": [], "peers": None}
+def test_child_that_hangs(monkeypatch, tmp_path):
+    """It is a line of the report with its last words, and the next run has its turn."""
+    code = "signal.signal(signal.SIGUSR1, lambda *_: print('in stuck')); print('began'); "
+    child_runs(
+        monkeypatch, code + "time.sleep(9 if job['options']['seed'] == 1 else 0); sys.exit(5)"
+    )
+    monkeypatch.setattr(child, "START_SECONDS", 1)
+    monkeypatch.setattr(child, "LAST_WORDS", 0.5)
+    monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
+    file = suite(tmp_path, json.dumps(TINY | {"seed": [1, 2], "watchdog": 1}))
     with pytest.raises(LlmqError, match="2 of 2 runs failed"):
-        run_bench({}, file, out=tmp_path / "out", **rest)
+        run_bench({}, file, How(out=tmp_path / "out", steps=1, repeats=1), [])
     report = (tmp_path / "out.md").read_text()
-    assert f"- tiny fp32 1 x 2: failed: {HUNG}\n" in report
-    assert "- tiny fp32 1 x 2: failed: the process ended with status 5\n" in report
+    words = "\n\n  ```text\n  began\n"
+    assert f"- tiny fp32 1 x 2 --seed=1: hung: {HUNG}{words}  in stuck\n  ```\n" in report
+    assert f"- tiny fp32 1 x 2 --seed=2: failed: the process ended with status 5{words}" in report
+
+
+def test_child_that_is_late(monkeypatch):
+    """It makes progress, and is ended all the same."""
+    code = (
+        "import pathlib; [(pathlib.Path(sys.argv[2]).touch(), time.sleep(0.1)) for _ in range(99)]"
+    )
+    child_runs(monkeypatch, code)
+    monkeypatch.setattr(child, "LAST_WORDS", 0.2)
+    outcome = run_child(TINY, steps=1, repeats=1, timeout=1)
+    assert outcome["status"] == "hung"
+    assert outcome["message"].startswith(
+        "not done after 1 seconds, so the process was ended; raise "
+    )
+    assert "raise --timeout if this is not a hang" in outcome["message"]
 
 
 def test_child_shows_progress(tmp_path):
@@ -293,6 +325,11 @@ def test_random_batches_cover_the_vocabulary():
         assert [a.dtype for a in batch] == [np.int32] * 2
         assert all((a.min(), a.max()) == (0, 256) for a in batch)
     assert not np.array_equal(*batches[0][:2])
+
+
+def test_speed_is_predicted_from_the_plan_of_the_run():
+    with open_trainer(TINY, 1) as trainer:
+        assert measure.predicted_speed(trainer) == planned(TINY)[0]["tokens_per_second"]
 
 
 def test_launches_of_a_step_are_timed_without_changing_it():
@@ -416,7 +453,8 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
 
     launches = time_launches(dev, work)
     # Each span holds one record of 0.25 ms, which the empty spans show to be its own cost.
-    assert launches == [LaunchTime("fill", 0.0, 32, 0, True), LaunchTime("zero", 5.0, 32, 0, True)]
+    filled = LaunchTime("fill", 0.0, 32, 0, True, Kind("fill/f32", (32,)))
+    assert launches == [filled, LaunchTime("zero", 5.0, 32, 0, True, Kind("zero/", (32,)))]
     assert graphs == [False] and dev.use_graphs
     assert not dev.api.live
     assert not {"launch", "copy", "zero"} & set(vars(dev))
@@ -449,17 +487,10 @@ MACHINE = {
 def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, add=False):
     """Run the parent with these outcomes of its children."""
     outcomes = iter(outcomes)
-    monkeypatch.setattr(bench, "run_child", lambda options, steps, repeats: next(outcomes))
-    run_bench(
-        given or {},
-        file,
-        out=tmp_path / "h100.v1",
-        peers=BENCHMARKS / "peers.json",
-        steps=5,
-        repeats=3,
-        add=add,
-        argv=["/usr/bin/llmq", "bench", "--config", "a b.yaml"],
-    )
+    monkeypatch.setattr(bench, "run_child", lambda *_: next(outcomes))
+    monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
+    how = How(out=tmp_path / "h100.v1", peers=BENCHMARKS / "peers.json", add=add)
+    run_bench(given or {}, file, how, ["/usr/bin/llmq", "bench", "--config", "a b.yaml"])
 
 
 def test_report(monkeypatch, tmp_path, capsys):
@@ -495,7 +526,8 @@ def test_report(monkeypatch, tmp_path, capsys):
     assert table[3].endswith("|  | 124.3k (1.05x) |")
     assert "| 41.00 (1.025x)* |  |" in table[4]
     assert len(table) == 5
-    assert "- Qwen2.5-1.5B bf16 32 x 8: does not fit: out of memory: 90 GiB are needed" in lines
+    run = "Qwen2.5-1.5B bf16 32 x 8 --lmhead-chunks=4"
+    assert f"- {run}: does not fit: out of memory: 90 GiB are needed" in lines
     report = json.loads((tmp_path / "h100.v1.json").read_text())
     assert report["machine"] == MACHINE
     assert [run["status"] for run in report["runs"]] == ["ok", "does not fit", "ok", "ok"]
@@ -562,7 +594,7 @@ def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
     assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(11.0), ok(22.0))[1] == [0, 0]
     before = (tmp_path / "h100.v1.json").read_text()
     other = MACHINE | {"device": "NVIDIA H200"}
-    with pytest.raises(ConfigError, match=r"--add: measured on .*H100.*, and now on .*H200"):
+    with pytest.raises(ConfigError, match=r"--add: .*device NVIDIA H100.*, NVIDIA H200.*--out"):
         measure("model: tiny\n", ok(1.0, other))
     assert (tmp_path / "h100.v1.json").read_text() == before
     (tmp_path / "h100.v1.json").write_text("{}")
@@ -573,10 +605,11 @@ def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
 def test_a_failure_does_not_replace_a_result():
     def report(status, batch="1"):
         run = {"options": TINY | {"batch-size": batch}, "status": status, "invocation": 0}
-        return {"machine": MACHINE, "invocations": [status], "runs": [run]}
+        ends = {"left": 0, "running": None}
+        return {"machine": MACHINE, "invocations": [{"command": status}], "runs": [run]} | ends
 
     def merged(earlier, later):
-        return [run["status"] for run in bench.merge(earlier, later)["runs"]]
+        return [run["status"] for run in report_file.merge(earlier, later)["runs"]]
 
     assert merged(report("ok"), report("failed")) == ["ok", "failed"]
     assert merged(report("ok"), report("ok", batch=1)) == ["ok"]
@@ -591,10 +624,9 @@ def test_equal_runs_are_equal_in_another_minute(monkeypatch):
         now = datetime(2026, 1, 1, 0, next(minutes), tzinfo=UTC)
         return dataclasses.replace(make_config(options), log_file=None).normalized(now)
 
-    monkeypatch.setattr(bench, "make_config", later)
-    run = {"options": TINY, "status": "ok", "invocation": 0}
-    report = {"machine": MACHINE, "invocations": ["a"], "runs": [run]}
-    assert len(bench.merge(report, report)["runs"]) == 1
+    monkeypatch.setattr(sweep_file, "make_config", later)
+    assert sweep_file.identity(TINY) == sweep_file.identity(TINY | {"watchdog": 7})
+    assert sweep_file.identity(TINY) != sweep_file.identity(TINY | {"seed": 7})
 
 
 def test_the_folder_of_the_report_is_made_before_measuring(monkeypatch, tmp_path):
@@ -618,18 +650,10 @@ def test_report_without_any_result():
 
 def test_command_line(monkeypatch, tmp_path):
     calls = []
-    stub = SimpleNamespace(run_bench=lambda *args, **kwargs: calls.append((args, kwargs)))
-    monkeypatch.setitem(sys.modules, "llmq.bench.bench", stub)
+    monkeypatch.setattr(bench, "run_bench", lambda *args: calls.append(args))
     file = tmp_path / "x.yaml"
     args = ["--config", str(file), "--timed-steps", "2", "--out", "there", "--batch", "8"]
+    args += ["--plan-first", "--resume", "--retry", "--timeout", "60"]
     assert _run(["bench", *args]) == 0
-    (((given, config), options),) = calls
-    assert given == {"batch-size": "8"} and config == file
-    assert options == {
-        "out": Path("there"),
-        "peers": None,
-        "steps": 2,
-        "repeats": 3,
-        "add": False,
-        "argv": sys.argv,
-    }
+    how = How(out=Path("there"), steps=2, plan_first=True, resume=True, retry=True, timeout=60.0)
+    assert calls == [({"batch-size": "8"}, file, how, sys.argv)]

@@ -716,6 +716,24 @@ def test_a_checkpoint_that_cannot_be_looked_into_is_not_incomplete(tmp_path, mon
         find_checkpoint(tmp_path)
 
 
+def test_a_file_is_hashed_once_as_long_as_it_is_the_same(tmp_path, monkeypatch):
+    path = save(tmp_path, world=2)
+    hashed, real = [], hashlib.file_digest
+
+    def digest(file, kind):
+        hashed.append(Path(file.name).name)
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    assert find_checkpoint(tmp_path) == path
+    CheckpointReader(path).close()
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert sorted(hashed) == files
+    os.utime(path / files[0])
+    CheckpointReader(path).close()
+    assert hashed[len(files) :] == [files[0]]
+
+
 # ------------------------------------------------------------------------------------------------
 # Export
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llmq.bench.child import run_watched
+from llmq.bench.child import KEPT_LINES, run_child, run_watched, watched
 
 TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
 
@@ -62,3 +62,21 @@ def test_no_child_outlives_an_interrupted_parent(tmp_path, capfd, monkeypatch):
         run(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)", 60)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_process_that_cannot_be_made_is_a_failed_run(monkeypatch):
+    def nothing_left(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("llmq.bench.child.subprocess.Popen", nothing_left)
+    outcome = run_child({"model": "tiny"}, 1, 1)
+    message = "no process can be made: Cannot allocate memory"
+    assert outcome == {"status": "failed", "message": message}
+
+
+def test_the_last_words_are_few(tmp_path, capfd):
+    code = "print('x' * 20_000); [print('line', n, flush=True) for n in range(100)]"
+    alive = tmp_path / "alive"
+    ended = watched([sys.executable, "-c", code], "", alive, 60)
+    assert ended == (0, False, [f"line {n}" for n in range(100 - KEPT_LINES, 100)])
+    assert len(capfd.readouterr().err) > 20_000  # and all of it is passed on

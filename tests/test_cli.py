@@ -85,7 +85,7 @@ def test_plan_has_the_flags_of_train():
         flags.get(command, set()).add(spellings)
     assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
     own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
-    assert flags["plan"] - flags["train"] == own | {"--machines", "--network"}
+    assert flags["plan"] - flags["train"] == own | {"--card-file", "--machines", "--network"}
 
 
 def python(code, *args):
@@ -196,7 +196,14 @@ def test_plan(stub, capsys):
     planning = stub("plan.report.run_plan")
     assert _run(["plan", *TINY, "--gpu-memory", "16GiB", "--json"]) == 0
     sizes = {"gpu_memory": 2**34, "host_memory": None}
-    others = {"card": None, "reserve": None, "fit": None, "placement": False, "json": True}
+    others = {
+        "card": None,
+        "card_file": None,
+        "reserve": None,
+        "fit": None,
+        "placement": False,
+        "json": True,
+    }
     others |= {"machines": 1, "network": None}
     assert planning.kwargs == sizes | others
     for flag in ("--gpu-memory", "--host-memory"):
@@ -259,6 +266,7 @@ COMMANDS = [
     ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
+    ("rig --out x/rig --minutes 3", "rig.rig.run_rig", ((Path("x/rig"), 3.0), {})),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
         "data.tokenize.tokenize",
@@ -347,13 +355,14 @@ COMMANDS = [
     (
         "merge base adapter --out o",
         "checkpoint.merge.merge_adapter",
-        (("base", Path("adapter"), Path("o"), "bf16"), {}),
+        (("base", Path("adapter"), Path("o"), "bf16", None), {}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",
         "train.plot.run_plot",
         (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
     ),
+    ("top README.md --once", "train.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",
         "train.watch.run_watch",
@@ -601,3 +610,18 @@ def test_a_config_that_is_a_pipe_is_read_once():
     config, _, _, fields = load_run({}, Path(f"/dev/fd/{end}"))
     os.close(end)
     assert (config.batch_size, fields) == (7, {"model", "from_scratch", "batch_size"})
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["tokenize", "x.txt", "--tokenizer", "bytes", "--out", ""], "--out: is empty: give a"),
+        (["export", "--checkpoint-dir=x", "--out-dir="], "--out-dir: is empty: give a path"),
+        (["train", "--config", "a.yaml", "--config=b.yaml"], "--config: is given twice: put all"),
+    ],
+)
+def test_what_would_be_overlooked(args, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert _run(args) == 2
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+    assert list(tmp_path.iterdir()) == []

@@ -74,6 +74,16 @@ def test_waiting_for_a_rank_is_communication(trainer, monkeypatch):
     assert seldom(of_the_step_after)
 
 
+def test_the_rank_that_is_late_waits_less_than_the_others(trainer, monkeypatch):
+    assert len(trainer.step(BATCHES).waits) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "micro_step", late(Step.micro_step))
+        result = trainer.step(BATCHES)
+    punctual, last = result.waits
+    assert punctual - last >= LEAST
+    assert result.communication == pytest.approx((punctual + last) / 2)  # of a sum of two
+
+
 def test_what_follows_the_sums_counts_in_the_next_step(trainer, monkeypatch):
     """There the scales of fp8 weights are exchanged."""
 

@@ -1,4 +1,4 @@
-"""Two processes with a GPU each: the bits of one process with two, and the end when one fails."""
+"""Processes with a GPU each: the bits of one process with two, machines, and the end of all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.conftest import gpu_problem
 from tests.mpi import case, run, start
 from tests.runs import make_workplace, records, train, write_tokens
 from tests.test_processes import places, same_bits
+from tests.test_training import digests
 
 pytest.importorskip("mpi4py")
 PROBLEM = gpu_problem() or (None if gpu_count() > 1 else "there is one GPU")
@@ -49,6 +50,52 @@ def test_two_processes_make_the_bits_of_two_threads():
         assert ranks == [0, 1], "of both processes"
         buses = {record["bus_id"] for record in records("gpu-model", f"two-{i}.json")}
         assert len(buses) == 2, "each process has a GPU of its own"
+
+
+def machine(name: str, gpus: str, **more: str) -> dict[str, str]:
+    """The environment of a process that takes itself to be on a machine with these GPUs."""
+    return {"LLMQ_MACHINE": name, "CUDA_VISIBLE_DEVICES": gpus} | more
+
+
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+REPLICAS = [
+    {"zero_level": 1},
+    {"zero_level": 3, "matmul_dtype": "e4m3"},
+    {"zero_level": 2, "offload_gradients": True, "grad_accum_dtype": "fp32"},
+    {"zero_level": 1, "use_cuda_graphs": False},
+]
+
+
+def test_two_machines_of_one_gpu_make_the_weights_of_two_threads():
+    """A sum of two has one order; without clipping the norm's rounding does not matter."""
+    given = OPTIONS | {"grad_clip": 0.0, "grad_accumulation": 1}
+    cases = [case(gpus=1, **given | way, **places(f"two-{i}")) for i, way in enumerate(REPLICAS)]
+    pair = [machine("a", "0", **SOCKETS), machine("b", "1", **SOCKETS)]
+    _, out, err = run(2, *cases, places=pair)
+    assert out.count("status of process 0: 0") == len(REPLICAS), err
+    for i, way in enumerate(REPLICAS):
+        assert train(gpus=2, **given | way, **places(f"one-{i}")) == 0
+        weights = [digests(f"{name}-{i}", ["model.safetensors"]) for name in ("one", "two")]
+        assert weights[0] == weights[1], way
+        found, want = (
+            [record["loss"] for record in records("step", f"{name}-{i}.json")]
+            for name in ("two", "one")
+        )
+        assert found == want
+
+
+@pytest.mark.skipif(PROBLEM is None and gpu_count() < 4, reason="there are less than four GPUs")
+def test_machines_of_two_gpus_by_copies_and_by_nccl():
+    """With --all-to-all-reduce all sums have one order, however the parts travel."""
+    given = OPTIONS | {"zero_level": 2, "all_to_all_reduce": True, "grad_accumulation": 2}
+    copies = {"memcpy_all_gather": True, "memcpy_send_recv": True}
+    pair = [machine("a", "0,1"), machine("b", "2,3")]
+    _, out, err = run(2, case(gpus=2, **given | copies, **places("copies")), places=pair)
+    assert out.count("status of process 0: 0") == 1, err
+    four = [machine(name, gpus) for name, gpus in zip("abab", ("0,1", "2,3") * 2, strict=True)]
+    _, out, err = run(4, case(gpus=1, **given, **places("nccl")), places=four)
+    assert out.count("status of process 0: 0") == 1, err
+    same_bits("copies", "nccl", 4)
 
 
 @pytest.mark.parametrize("what", ["kill", "stop", "raise"])

@@ -10,6 +10,7 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.model.step import Step
 from llmq.runtime.gpu_info import gpu_count
+from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import hf_model, random_batch, trainer_for
 
@@ -77,6 +78,9 @@ def test_several_gpus_compute_what_one_does(path, world, alone, collectives, lev
         # TF32 products are the same, F32 sums are in another order.
         np.testing.assert_allclose(all_of_them.loss, one.loss, rtol=1e-5)
         np.testing.assert_allclose(all_of_them.norm, one.norm, rtol=1e-4)
+        assert len(all_of_them.waits) == world and one.waits == ()
+        # The same sum, added up in another order.
+        assert np.mean(all_of_them.waits) == pytest.approx(all_of_them.communication, rel=1e-12)
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -96,6 +100,22 @@ def test_where_codes_lie_changes_no_bit(path, world):
     ways.append(kept | {"p2p": "off", "mirror_weights": True})
     results = [run(path, world, **options, **way) for way in ways]
     assert results[1:] == results[:-1]
+
+
+@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4"])
+def test_where_a_frozen_model_lies_changes_no_bit(path, world, base):
+    options = {"model_dtype": "bf16", "lora_rank": 4, "base_dtype": base, **COPIES}
+    divided = {"zero_level": 3}
+    ways = [{}, divided, divided | {"offload_master": True}, divided | {"p2p": "off"}]
+    ways.append(divided | {"p2p": "off", "mirror_weights": True})
+    results = [run(path, world, **options, **way) for way in ways]
+    assert results[1:] == results[:-1]
+    with trainer(path, world, **options | divided) as t:
+        several = block_weights(t)
+    with trainer(path, 1, **options) as t:
+        alone = {p.name: values for p, values in block_weights(t).items()}
+    for param, values in several.items():
+        np.testing.assert_array_equal(values, alone[param.name], err_msg=param.name)
 
 
 def test_a_continued_run_is_the_same_to_the_bit(path, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, hf_model, random_batch, trainer_for
 
@@ -102,6 +103,35 @@ def test_adapters(tmp_path, name):
         assert same(plain, run(tmp_path, **options, **more)), more
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("base", ["e4m3", "int8", "nf4"])
+def test_models_kept_as_codes(tmp_path, name, base):
+    """The codes of the CPU, and the same bits with and without graphs and what saves memory."""
+    hf_model(name).save_pretrained(tmp_path)
+    options = {"lora_rank": 4, "lora_dropout": 0.2, "base_dtype": base}
+    exact = options | {"model_dtype": "fp32"}
+    weights = []
+    for device in ("cuda", "cpu"):
+        with trainer_for(tmp_path, **exact, seq_len=T, device=device) as trainer:
+            weights.append(block_weights(trainer))
+    for param, values in weights[0].items():
+        np.testing.assert_array_equal(values, weights[1][param], err_msg=param.name)
+    graphs, on_cpu = (run(tmp_path, **exact, device=device) for device in ("cuda", "cpu"))
+    for got, want in zip(graphs[0], on_cpu[0], strict=True):
+        np.testing.assert_allclose(got.loss, want.loss, rtol=1e-4)  # as TEN_STEPS_RTOL
+    fp8 = {"matmul_dtype": "e4m3"}
+    kinds = [{"matmul_dtype": "bf16"}, fp8, fp8 | {"fp8_recipe": "delayed"}]
+    for products in ({}, {"matmul_dtype": "bf16"}) if base == "int8" else kinds:
+        plain = run(tmp_path, **options, **products)
+        for more in (
+            {"use_cuda_graphs": False},
+            {"recompute_block": True},
+            {"recompute_ffn": True, "recompute_qkv": True, "recompute_norm": True},
+            {"shard_weights": True, "offload_master": True, "offload_residual": True},
+        ):
+            assert same(plain, run(tmp_path, **options, **products, **more)), more
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3"])
 def test_documents_are_data_of_graphs(tmp_path, name):
     """Graphs are captured once and see each batch's documents; on the CPU the same comes out."""
@@ -121,7 +151,9 @@ FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3"}
 DELAYED = FP8 | {"fp8_recipe": "delayed"}
 HEAD = {"head_dtype": "e4m3"}
 FORMATS = {"bf16": {}, "jit": FP8, "delayed": DELAYED, "jit, head": FP8 | HEAD}
-FORMATS |= {"delayed, head": DELAYED | HEAD}
+INT8 = {"model_dtype": "bf16", "matmul_dtype": "int8"}
+FORMATS |= {"delayed, head": DELAYED | HEAD, "int8": INT8}
+FORMATS |= {"int8, adapters": INT8 | {"lora_rank": 4}}
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2", "gpt2"])
@@ -169,6 +201,27 @@ def test_fp8_gradients_equal_those_of_the_cpu(path, gradient, head, recipe):
 def cosine(a, b):
     a, b = a.astype(np.float32), b.astype(np.float32)
     return np.vdot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "lora_dropout": 0.2}], ids=["", "adapters"])
+def test_int8_gradients_equal_those_of_the_cpu(path, more):
+    """Sums of codes are exact on both devices. What lies between products differs in its last bits
+    now and then, and a code with it: by no more than all of the format's error."""
+    batches = [random_batch(np.random.default_rng(1), T=T)]
+    found = []
+    for formats in ({"matmul_dtype": "bf16"}, {}, {"device": "cuda"}):
+        options = INT8 | more | {"device": "cpu"} | formats
+        with trainer_for(path, seq_len=T, **options) as trainer:
+            found.append((trainer.step(batches), trainer.gradients()))
+    (_, exact), (want, reference), (got, ours) = found
+    assert abs(got.loss - want.loss) < 0.002 * want.loss
+    largest = max(np.linalg.norm(g.astype(np.float32)) for g in reference.values())
+    names = [
+        n for n, g in reference.items() if np.linalg.norm(g.astype(np.float32)) > 0.02 * largest
+    ]
+    error = max(1 - cosine(reference[name], exact[name]) for name in names)
+    for name in names:
+        assert cosine(ours[name], reference[name]) > 1 - max(0.001, error), name
 
 
 @pytest.mark.parametrize("fast", ["none", "all"])

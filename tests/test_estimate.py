@@ -11,6 +11,10 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan.estimate import Planner
+from llmq.plan.run_plan import plan_run
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.machine import Machine
+from llmq.runtime.world import World
 
 CARD = find_card("4090")
 EVERYTHING = {
@@ -122,3 +126,17 @@ def test_memory_and_speed_grow_with_the_batch(model):
     sizes, speeds = [e.device for e in found], [e.speed for e in found]
     assert sizes == sorted(sizes) and speeds == sorted(speeds)
     assert sizes[-1] > 1.5 * sizes[0]
+
+
+def test_machines_of_unequal_size():
+    """Pinned memory is that of the ranks of one machine, and so are their tables of its pages."""
+    config = options(model="tiny", device="cpu", offload_opt_m=True, batch_size=1)
+    config = replace(config, shard_over="world")
+    plans = {}
+    for index in range(2):
+        world = World((3, 1), ("a", "b"), index)
+        machine = Machine(kind="host", spec=HOST_SPEC, note=None, world=world)
+        plans[index] = plan_run(config, preset("tiny"), machine).plan
+    pinned = plans[0].usage.sizes.host
+    assert pinned > 0 and plans[1].usage == plans[0].usage
+    assert [plan.host_bytes for plan in plans.values()] == [3 * pinned, pinned]

@@ -23,6 +23,7 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset, resolve_model
 from llmq.plan import advice, estimate
 from llmq.plan.coarser import coarser
+from llmq.plan.cost import Network
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
@@ -222,6 +223,19 @@ def test_what_is_hopeless_is_found_out_quickly(where):
     with counted_plans() as layers:
         refusal("Qwen2.5-72B", **where)
     assert layers.count(80) == 1 and len(layers) < 500
+
+
+def test_machines_share_a_state_where_one_has_no_room_for_it():
+    config = make_config({"model": "Qwen2.5-32B", "zero_level": 3, "recompute_block": True})
+    card = find_card("h100")
+    args = (preset("Qwen2.5-32B"), spec_of(card), "cudnn", card, 64)
+    limits = Limits(device=int(64e9), host=GIB)  # no room there either
+    for machines in (8, 1):
+        shrinker = Shrinker(Planner(*args, network=Network(machines, 50e9)), limits)
+        changes = shrinker.shrink(config, REARRANGING[-3:])
+        assert changes == ([{"shard_over": "world"}] if machines > 1 else [])
+        copying = replace(config, memcpy_all_gather=True)
+        assert shrinker.allowed(copying, {"shard_over": "world"}) is None
 
 
 def test_shrinking_takes_the_cheapest_and_nothing_superfluous():
@@ -506,7 +520,7 @@ def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
     monkeypatch.setattr("llmq.runtime.gpu_info.bus_id", lambda index: f"0000:{index:02}:00.0")
     nvml = SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByPciBusId=lambda bus: bus == b"0000:01:00.0",
+        nvmlDeviceGetHandleByPciBusId=lambda bus: bus == "0000:01:00.0",
         nvmlDeviceGetDisplayMode=lambda second: mode * second,
         nvmlDeviceGetDisplayActive=lambda second: active * second,
     )

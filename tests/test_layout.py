@@ -18,7 +18,7 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # Operations do not import each other, and neither do their references: only `common`.
 ROOMS = [
     "base", "runtime", "comm", "ref", "ops", "model.arch", "config", "data", "state", "model",
-    "checkpoint", "plan", "train", "bench", "commands",
+    "checkpoint", "plan", "train", "bench", "rig", "commands",
 ]  # fmt: skip
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}

@@ -11,6 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from llmq.train.gauges import Panel, Row
 from llmq.train.live import BARS, WIDTH, LiveView, LossCurve, time_left
 
 
@@ -51,25 +52,24 @@ def shown(screen):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "")
 
 
-def view(screen, first=0, total=10):
+def view(screen, first=0, total=10, panel=None):
     console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    return LiveView(console, first, total)
+    return LiveView(console, first, total, panel)
 
 
 def test_state_is_drawn_below_the_lines(screen):
-    live = view(screen)
+    live = view(screen, panel=Panel(lambda: [Row(label="0", sample={}, note="GPU is lost")]))
     for step in range(4):
         live.line(f"[T] step {step} [markup] is not read")
         live.progress(step=step + 1, loss=4.0 - step, norm=0.5, lr=1e-3, ms=500.0, tokens=1024)
     live.progress(scores={"eval": 2.71828})
-    live.progress(gpu="GPU 0: 99 %")
     live.close()
     assert all(f"[T] step {i} [markup] is not read\n" in shown(screen) for i in range(4))
-    step, numbers, losses, gpu = shown(screen).rstrip("\n").split("\n")[-4:]
+    step, numbers, losses, _, gpu = shown(screen).rstrip("\n").split("\n")[-5:]
     assert re.search(r"step 4/10  [━╸╺ ]{40}  2,048 tok/s   0:00:03 left *$", step)
     assert numbers.split("   ") == ["loss 1", "norm 0.5", "lr 0.001", "eval 2.718"]
     assert losses == BARS[-1] + BARS[5] + BARS[2] + BARS[0]
-    assert gpu == "GPU 0: 99 %"
+    assert gpu.split("  ")[-1].strip() == "0 GPU is lost"
 
 
 def test_a_resumed_run_begins_where_it_was(screen):

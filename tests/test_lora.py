@@ -29,6 +29,7 @@ from llmq.state.params import weight_table
 from llmq.state.placement import trained_count
 from llmq.state.weights import Weights
 from llmq.train.sampling import open_model
+from tests.bases import block_weights
 from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
 
 T = 24
@@ -71,6 +72,17 @@ def peft_model(name: str, trainer) -> peft.PeftModel:
     return model
 
 
+def take_weights(model: peft.PeftModel, trainer) -> None:
+    """Those of the trainer's blocks, as its products read them."""
+    modules = dict(model.named_modules())
+    for param, values in block_weights(trainer).items():
+        for part in param.hf:
+            module = modules[f"base_model.model.{part.name.removesuffix('.weight')}.base_layer"]
+            stored = part.stored(values[part.start : part.stop])
+            assert np.abs(module.weight.detach().numpy() - stored).max() > 0
+            module.weight.copy_(torch.from_numpy(np.ascontiguousarray(stored)))
+
+
 def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
     """Of the sum of losses, by the names of PEFT's files."""
     return {
@@ -80,10 +92,17 @@ def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_peft(name):
-    with trainer_for(exported(name), **LORA) as trainer:
+# With weights that are kept as codes: theirs are what these stand for.
+CODED = [("qwen2", "e4m3"), ("phi3", "nf4"), ("olmo2", "nf4"), ("gpt2", "int8"), ("qwen3", "nf4")]
+
+
+@pytest.mark.parametrize("name, base", [*((name, None) for name in MODELS), *CODED])
+def test_equals_peft(name, base):
+    with trainer_for(exported(name), **LORA, base_dtype=base) as trainer:
         model = peft_model(name, trainer)
+        if base is not None:
+            with torch.no_grad():
+                take_weights(model, trainer)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         trained = [p for _, p in named]
         groups = [{"params": [p for n, p in named if f"lora_{x}" in n]} for x in "AB"]
@@ -291,7 +310,21 @@ def test_checkpoint_of_another_base(tmp_path):
         ({"lora_rank": 4, "lora_plus": 0.0}, "--lora-plus: must be greater than 0"),
         (
             {"lora_rank": 4, "model_dtype": "bf16", "matmul_dtype": "e4m3"},
-            "--lora-rank: does not go with --matmul-dtype e4m3",
+            "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters",
+        ),
+        (
+            {"lora_rank": 4, "base_dtype": "bf16"},
+            "--base-dtype: bf16 does not go with --model-dtype fp32, use fp32 or e4m3 or",
+        ),
+        ({"base_dtype": "nf4"}, "--base-dtype: needs --lora-rank"),
+        (
+            {"lora_rank": 4, "base_dtype": "e4m3", "matmul_dtype": "e4m3"},
+            "--matmul-dtype: e4m3 does not go with --model-dtype fp32",
+        ),
+        (
+            {"lora_rank": 4, "model_dtype": "bf16", "base_dtype": "e4m3"}
+            | {"shard_weights": True, "persistent_quants": True},
+            "--persistent-quants: beside adapters the model is kept as --base-dtype says",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
     sizes = MemorySizes(device=1, stack=2, pinned=3)
     two = machine.Machine(kind="cuda", spec=GPU, note=None, world=World.of(2))
     two.open(sizes, rank=1, tune=False)
-    options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2}
+    options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2, "shards": None}
     assert calls == ["bus 1", ((1, sizes), options)]
     calls.clear()
     machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)

@@ -470,10 +470,14 @@ def test_many_files_are_not_all_listed(reporter):
     assert (record["file_index"], record["chunk_index"], record["seed"]) == (2, 7, 5)
 
 
-def test_gpu_samples_are_logged_and_shown(reporter):
-    reporter.gpu(25, 0, {"id": 0, "power": 5}, "GPU 0: 5 W")
-    assert logged(reporter)[0]["power"] == 5
-    assert reporter.view.states == [{"gpu": "GPU 0: 5 W"}]
+@pytest.mark.parametrize("shown", [False, True])
+def test_sensors_are_logged_and_said_unless_the_view_shows_them(reporter, shown):
+    reporter.view.shows_sensors = shown
+    reporter.sensors("gpu", 25, 3, {"id": 0, "power": 5}, "gpu  3", "power 5 W")
+    (record,) = logged(reporter)
+    assert (record["log"], record["step"], record["rank"], record["power"]) == ("gpu", 25, 3, 5)
+    said = [] if shown else ["[G] step    25 [gpu  3] | power 5 W"]
+    assert reporter.view.lines == said
     reporter.close()
     assert reporter.view.closed
 

@@ -1,8 +1,6 @@
-"""Readings of a GPU from a stand-in for NVML, and the speed of light against llm.q's numbers."""
+"""What a run says about its card, and the speed of light against llm.q's numbers."""
 
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,18 +12,16 @@ from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.nvml import NvmlGpu
 from llmq.train import monitor as monitor_module
 from llmq.train.announce import announce_machine
 from llmq.train.monitor import (
-    GpuMonitor,
-    load_nvml,
     measured_peak,
-    monitor_line,
-    open_monitor,
     speed_of_light,
     system_lines,
     system_record,
 )
+from tests.fake_nvml import FakeError, FakeGpu, FakeNvml
 
 H100 = "NVIDIA H100 80GB HBM3"
 MIB = 1 << 20
@@ -46,227 +42,11 @@ INFO = GpuInfo(
 )
 
 
-class FakeError(Exception):
-    pass
-
-
-class FakeNvml:
-    """NVML of a machine with one GPU whose handle is its bus id; `broken` calls are refused."""
-
-    NVMLError = FakeError
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = "sm", "gpu", "slow"
-    NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = "rx", "tx"
-    nvmlMemory_v2 = 2
-
-    def __init__(self, *broken, delay=0.0):
-        self.broken, self.delay = set(broken), delay
-        self.reasons = 0
-        self.utilization = 90
-        self.threads = set()
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        if bus_id != BUS_ID:
-            raise FakeError("Not Found")
-        return bus_id
-
-    def __getattr__(self, name):
-        values = {
-            "nvmlDeviceGetClockInfo": lambda kind: {"sm": 1755}[kind],
-            "nvmlDeviceGetMaxClockInfo": lambda kind: {"sm": 1980}[kind],
-            "nvmlDeviceGetFanSpeed": lambda: 30,
-            "nvmlDeviceGetPowerUsage": lambda: 651_234,
-            "nvmlDeviceGetEnforcedPowerLimit": lambda: 700_000,
-            "nvmlDeviceGetTemperature": lambda kind: {"gpu": 61}[kind],
-            "nvmlDeviceGetTemperatureThreshold": lambda kind: {"slow": 89}[kind],
-            "nvmlDeviceGetMemoryInfo": lambda version=1: SimpleNamespace(
-                free=20 * MIB, **({"reserved": 600 * MIB} if version == 2 else {})
-            ),
-            "nvmlDeviceGetUtilizationRates": lambda: SimpleNamespace(
-                gpu=self.utilization, memory=40
-            ),
-            "nvmlDeviceGetPcieThroughput": lambda kind: {"rx": 5000, "tx": 7000}[kind],
-            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda: self.reasons,
-            "nvmlDeviceGetTotalEnergyConsumption": lambda: 123_456,
-            "nvmlDeviceGetUUID": lambda: "GPU-5c57ee15-34b0-285a-5748-50b4b0975c8c",
-        }
-
-        def call(handle, *args):
-            assert handle == BUS_ID
-            self.threads.add(threading.current_thread().name)
-            time.sleep(self.delay)
-            if name in self.broken:
-                raise FakeError("Not Supported")
-            return values[name](*args)
-
-        if name not in values:
-            raise AttributeError(name)
-        return call
-
-    def nvmlSystemGetDriverVersion(self):
-        return "580.159.04"
-
-
-@pytest.fixture
-def opened():
-    """GpuMonitors that are closed after the test; an hour between rounds unless said."""
-    monitors = []
-
-    def make(nvml, interval=3600.0):
-        monitors.append(GpuMonitor(nvml, BUS_ID, 3, interval))
-        return monitors[-1]
-
-    yield make
-    for monitor in monitors:
-        monitor.close()
-
-
-def test_record_has_llm_qs_fields(opened):
-    assert opened(FakeNvml()).sample() == {
-        "id": 3,
-        "clock": 1755,
-        "max_clock": 1980,
-        "fan": 30,
-        "power": 651_234,
-        "power_limit": 700_000,
-        "temperature": 61,
-        "temp_slowdown": 89,
-        "gpu_util": 90,
-        "mem_util": 40,
-        "throttle": "no cap",
-        "dram_free": 20 * MIB,
-        "pcie_rx": 5_000_000,
-        "pcie_tx": 7_000_000,
-    }
-
-
-def test_what_the_card_does_not_tell(opened):
-    refused = ("FanSpeed", "UtilizationRates", "PcieThroughput", "TemperatureThreshold")
-    nvml = FakeNvml(
-        *(f"nvmlDeviceGet{name}" for name in refused),
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-        "nvmlDeviceGetTotalEnergyConsumption",
-        "nvmlDeviceGetUUID",
-        "nvmlDeviceGetMemoryInfo",
-    )
-    monitor = opened(nvml)
-    sample = monitor.sample()
-    unsupported = {name for name, value in sample.items() if value == -1}
-    assert unsupported == {
-        *("fan", "gpu_util", "mem_util", "pcie_rx", "pcie_tx", "temp_slowdown", "dram_free")
-    }
-    assert sample["throttle"] == "not supported"
-    assert sample["power"] == 651_234
-    assert monitor.joules() is None
-    assert monitor.identity() == {"driver": "580.159.04", "uuid": "", "reserved": 0}
-    assert monitor_line(sample) == (
-        "GPU 3: - % | 651 / 700 W | 61 / - °C | 1,755 / 1,980 MHz, not supported | "
-        "- MiB free | PCIe ↓ - ↑ - MiB/s"
-    )
-
-
-@pytest.mark.parametrize(
-    "reasons, word",
-    [
-        (0x0, "no cap"),
-        (0x1, "idle"),
-        (0x4, "power cap"),
-        (0x80 | 0x8, "power cap"),
-        (0x20, "thermal cap"),
-        (0x40 | 0x8, "thermal cap"),
-        (0x2, "other cap"),
-        (0x100, "other cap"),
-    ],
-)
-def test_throttle_reasons(opened, reasons, word):
-    nvml = FakeNvml()
-    nvml.reasons = reasons
-    assert opened(nvml).sample()["throttle"] == word
-
-
-def test_rates_are_averages_since_the_last_sample(opened):
-    nvml = FakeNvml()
-    monitor = opened(nvml)
-    nvml.utilization = 10
-    monitor._poll()
-    assert monitor.sample()["gpu_util"] == 50
-    assert monitor.sample()["gpu_util"] == 50  # no round in between: the last average stays
-    monitor._poll()
-    assert monitor.sample()["gpu_util"] == 10
-
-
-def test_sampling_does_not_wait_for_nvml(opened):
-    nvml = FakeNvml(delay=0.02)  # a round of 13 calls takes 0.26 s
-    monitor = opened(nvml, interval=0.0)
-    start = time.perf_counter()
-    for _ in range(20):
-        monitor.sample()
-    # 20 rounds would take 5 s; the lock is held for microseconds.
-    assert time.perf_counter() - start < 1
-    deadline = time.monotonic() + 20
-    while "monitor 3" not in nvml.threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "monitor 3" in nvml.threads
-
-
-def test_energy_and_identity(opened):
-    monitor = opened(FakeNvml())
-    assert monitor.joules() == 123.456
-    assert monitor.identity() == {
-        "driver": "580.159.04",
-        "uuid": "5c57ee1534b0285a574850b4b0975c8c",
-        "reserved": 600 * MIB,
-    }
-
-
-def test_close_ends_the_thread():
-    monitor = GpuMonitor(FakeNvml(), BUS_ID, 5, 0.001)
-    monitor.close()
-    assert "monitor 5" not in [thread.name for thread in threading.enumerate()]
-
-
-# -- opening -------------------------------------------------------------------------------------
-
-
-def test_the_gpu_is_found_by_its_place_in_the_machine(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(monitor_module, "load_nvml", FakeNvml)
-    monkeypatch.setattr(monitor_module, "bus_id", lambda index: asked.append(index) or BUS_ID)
-    monitor = open_monitor(SimpleNamespace(kind="cuda", index=2))
-    monitor.close()
-    assert asked == [2]
-    assert monitor.sample()["id"] == 2
-
-    monkeypatch.setattr(monitor_module, "bus_id", lambda index: "0000:20:00.0")
-    assert open_monitor(SimpleNamespace(kind="cuda", index=0)) is None
-    assert capsys.readouterr().err == ("warning: no readings of GPU 0 at 0000:20:00.0: Not Found\n")
-
-
-def test_without_nvml_there_is_one_warning(monkeypatch, capsys):
-    def fail():
-        raise FakeError("NVML Shared Library Not Found")
-
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=fail))
-    load_nvml.cache_clear()
-    try:
-        for index in range(2):
-            assert open_monitor(SimpleNamespace(kind="cuda", index=index)) is None
-    finally:
-        load_nvml.cache_clear()
-    warning = capsys.readouterr().err
-    assert warning.count("\n") == 1
-    assert "NVML Shared Library Not Found" in warning
-    assert "nvidia-ml-py" in warning
-
-
-def test_the_cpu_has_no_monitor():
-    assert open_monitor(SimpleNamespace(kind="host")) is None
-
-
 # -- [System] ------------------------------------------------------------------------------------
 
 
-def test_system(opened):
-    record = system_record(3, INFO, opened(FakeNvml()))
+def test_system():
+    record = system_record(3, INFO, NvmlGpu(FakeNvml(), FakeGpu()))
     assert {
         *("id name l2_size sm_count major minor memory free reserved uuid ecc".split()),
         *("shared_mem cuda_driver cuda_runtime".split()),
@@ -313,7 +93,7 @@ def test_gpu_info(monkeypatch):
     assert chosen == [0, 1, 2, 1]
 
     def full():
-        raise FakeError("cudaErrorMemoryAllocation")
+        raise FakeError(2, "cudaErrorMemoryAllocation")
 
     runtime.memGetInfo = full  # it makes the context, which needs memory
     with pytest.raises(LlmqError, match=r"GPU 0 cannot be opened \(cudaErrorMemoryAllocation\)"):
@@ -396,6 +176,7 @@ def test_lines_and_record():
         "bf16_peak": 989.4,
         "fp16_peak": 989.4,
         "fp8_peak": 1978.9,
+        "int8_peak": 1978.8,
     }
 
 

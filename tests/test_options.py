@@ -126,6 +126,7 @@ def test_defaults_of_known_flags():
         "lora-dropout": None,
         "lora-scaling": None,
         "lora-plus": 1.0,
+        "base-dtype": None,
         "adapter": None,
         "train": None,
         "eval-task": (),
@@ -143,6 +144,7 @@ def test_defaults_of_known_flags():
         "mirror-weights": False,
         "p2p": "auto",
         "watchdog": 300,
+        "shard-over": "machine",
         "measure-scaling": False,
         "download": False,
         "seed": 42,
@@ -219,7 +221,7 @@ def test_values_are_converted(flag, value, field, expected):
         ({"model-dtype": "fp8"}, "--model-dtype: FP8 alone is ambiguous, give e4m3 or e5m2"),
         ({"model-dtype": "e4m3"}, "--model-dtype: expected bf16 or fp32, got 'e4m3'"),
         ({"model-dtype": "half"}, "--model-dtype: expected bf16 or fp32, got 'fp16'"),
-        ({"opt-v-dtype": "int8"}, "--opt-v-dtype: unknown dtype 'int8', expected one of fp32,"),
+        ({"opt-v-dtype": "int4"}, "--opt-v-dtype: unknown dtype 'int4', expected one of fp32,"),
         ({"lr-schedule": "step"}, "--lr-schedule: expected cosine or linear or wsd, got 'step'"),
         ({"memory-limit": "lots"}, "--memory-limit: expected a size such as 512MiB or 16GiB"),
         ({"memory-limit": "0"}, "--memory-limit: must be at least 1, got 0"),
@@ -719,7 +721,6 @@ def test_options_that_do_nothing_on_the_cpu():
         "memcpy-all-gather": True,
         "memcpy-send-recv": True,
         "p2p": "off",
-        "log-gpu-util": 5,
     }
     config = make_config(options | {"device": "cpu"})
     assert option_warnings(config) == [
@@ -733,7 +734,6 @@ def test_options_that_do_nothing_on_the_cpu():
             "--memcpy-all-gather",
             "--memcpy-send-recv",
             "--p2p off",
-            "--log-gpu-util 5",
         )
     ]
     assert rank_warnings(config, 1) == rank_warnings(config, 1, on_cpu=True) == []
@@ -743,7 +743,6 @@ def test_options_that_do_nothing_on_the_cpu():
     ]
     alone = make_config(options)
     assert not any("cpu" in line for line in option_warnings(alone) + rank_warnings(alone, 1))
-    assert option_warnings(make_config({"device": "cpu", "log-gpu-util": 0})) == []
     summed = make_config({"device": "cpu", "all-to-all-reduce": True})
     assert rank_warnings(summed, 1) == ["--all-to-all-reduce has no effect with one GPU"]
 

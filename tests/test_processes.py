@@ -17,7 +17,7 @@ from llmq.checkpoint.manifest import read_manifest
 from llmq.commands.cli import _run
 from llmq.train.trainer import Trainer
 from tests.covering import covering
-from tests.mpi import ENVIRONMENT, case, run, start
+from tests.mpi import ENVIRONMENT, case, machines, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens
 from tests.test_between_steps import EVERYTHING, OPTIONS, write_questions
 from tests.test_guard import ROLLBACK
@@ -63,18 +63,19 @@ def options_of(row: dict) -> dict[str, object]:
     """Of a row of ROWS, without the number of ranks."""
     options = {"steps": 3, "save_training_state": True, "eval_every_n_steps": 2, "batch_size": 1}
     options |= {"zero_level": row["level"], "grad_accumulation": row["steps"]}
-    options |= {"recompute_block": row["recompute"], "eval_num_steps": 1}
+    options |= {"recompute_block": row["recompute"], "eval_num_steps": 1, "shard_over": "world"}
     if row["numbers"] == "e4m3":
         options |= {"model_dtype": "bf16", "matmul_dtype": "e4m3", "all_to_all_reduce": True}
     return options
 
 
 def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
+    """Or over machines, of which one may have more."""
     cases = []
     for i, row in enumerate(ROWS):
         own = [[f"--gpus={count}"] for count in row["ranks"]]
         cases.append(case(own=own, **options_of(row), **places(f"two-{i}")))
-    status, out, err = run(2, *cases)
+    status, out, err = run(2, *cases, places=machines("a", "b"))
     assert (status, err) == (0, "")
     assert [line for line in out if line.startswith("status")].count("status of process 0: 0") == (
         len(ROWS)

@@ -20,8 +20,9 @@ from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.train import announce, scaling
 from llmq.train import loop as training
+from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
-from tests.test_training import GPU, GpuLike, Sensors, digests, measured
+from tests.test_training import GPU, GpuLike, digests, measured
 
 STEPS = 7
 WORLD = 3
@@ -160,7 +161,8 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
             [Link(kind="staged", speed=25.0, reason="no access"), None],
         ],
     )
-    sensors, asked = [Sensors(), Sensors()], []
+    asked = []
+    fake_sensors(monkeypatch, FakeGpu(0, power=7000), FakeGpu(1, power=8000))
 
     def connect(devices, options, workers, world):
         connect_host(devices, workers)
@@ -175,7 +177,6 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
 
     monkeypatch.setattr("llmq.runtime.machine._open_host", Gpu)
     monkeypatch.setattr("llmq.train.ranks.connect", connect)
-    monkeypatch.setattr(training, "open_monitor", lambda dev: sensors[dev.index])
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     monkeypatch.setattr(announce, "gpu_info", gpu_info)
     assert train(steps=5, gpus=2, log_gpu_util=4) == 0
@@ -186,9 +187,10 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
     assert "[Links] GB/s" in out and "no access" in out
     assert [(r["rank"], r["id"]) for r in records("gpu-model")] == [(0, 0), (1, 1)]
     found = [(r["step"], r["rank"], r["power"]) for r in records("gpu")]
-    assert found == [(0, 0, 7), (0, 1, 7), (4, 0, 7), (4, 1, 7)]
+    assert found == [(0, 0, 7000), (0, 1, 8000), (4, 0, 7000), (4, 1, 8000)]
+    assert all(r["communication"] >= 0 for r in records("gpu"))
+    assert re.search(r"\[G\] step     4 \[gpu  1\] .* \| waits \d+\.\d ms\n", out)
     assert records("links")[0]["links"] == table.records()
-    assert all(s.closed for s in sensors)
     (sol,) = records("sol")
     assert re.search(rf"SOL: +{sol['tps']} tok/s", out)
 

@@ -20,7 +20,7 @@ from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
 from llmq.config.presets import preset
 from llmq.data.detokenize import continuation
-from llmq.data.tokenizer import HfTokenizer
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.train.sampling import (
@@ -29,6 +29,7 @@ from llmq.train.sampling import (
     first_token,
     open_model,
     printable,
+    prompt_ids,
 )
 from llmq.train.trainer import Trainer
 from tests.models import hf_model
@@ -208,9 +209,12 @@ def test_empty_prompt_begins_a_text(trained, capsys):
     assert capsys.readouterr().out == "<|endoftext|>" + empty
 
 
-def test_bytes_that_are_no_text_in_a_prompt(trained, capsys):
-    assert sample(trained / "out", "--prompt=a\udcff", "--max-new-tokens=1") == 0
+@pytest.mark.parametrize("half", ["\udcff", "\ud800"])
+def test_what_is_no_text_in_a_prompt(trained, capsys, half):
+    """A byte that the shell hands on, and half a character of a JSON file."""
+    assert sample(trained / "out", f"--prompt=a{half}", "--max-new-tokens=1") == 0
     assert capsys.readouterr().out.startswith("a\ufffd")
+    assert prompt_ids(ByteTokenizer(), preset("tiny"), f"a{half}") == [97, *"\ufffd".encode()]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": T
 EVERYTHING = STREAMED | HOST | MOMENTS
 QUANTS = {"shard_weights": True, "persistent_quants": True}
 HEAD = {"head_dtype": "e4m3"}
+INT8 = {"matmul_dtype": "int8"}
 MASTER = {"master_dtype": "fp32"}
 SMALL = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
 MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
@@ -167,6 +168,9 @@ BITS = [
     *((1, 3, FP8, options) for options in ONE_RANK_FP8),
     *((1, 2, DELAYED | HEAD, options) for options in (EVERYTHING, QUANTS)),
     *((1, 2, SMALL, options) for options in (MOMENTS, EVERYTHING)),
+    *((1, 2, INT8, options) for options in (EVERYTHING, {"recompute_block": True})),
+    (3, 1, INT8, {"zero_level": 3}),
+    (2, 2, INT8 | {"zero_level": 2}, EVERYTHING),
 ]
 # Several ranks round BF16 sums where they are made, so gradients must be divided alike.
 LEVEL2 = {"zero_level": 2}

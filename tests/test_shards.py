@@ -13,11 +13,11 @@ from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWrite
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
 from llmq.config.presets import preset
-from llmq.model.step import Piece
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
+from llmq.state.pieces import Piece
 
 MODEL = dataclasses.replace(
     preset("tiny"),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError, DataError, LlmqError
-from llmq.bench.bench import read_runs
 from llmq.bench.measure import open_trainer
+from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
 from llmq.config.command_line import command_line
 from llmq.config.options_io import make_config

@@ -23,7 +23,7 @@ CEILINGS = {
 @pytest.mark.parametrize("name", CEILINGS)
 def test_ceilings(name):
     flops = flops_per_token(preset(name), 1024)
-    _, bf16, fp8 = peaks(H100)
+    _, bf16, fp8, _ = peaks(H100)
     for peak, ceiling in zip((fp8, bf16), CEILINGS[name], strict=True):
         rate = 1e9 / nanoseconds_per_token(flops, peak, bf16, bf16)
         assert rate / 1000 == pytest.approx(ceiling, abs=0.05)  # published with one digit
@@ -42,7 +42,7 @@ def test_ceilings(name):
     ],
 )
 def test_published_runs(card, name, fp8, gpus, tps, published):
-    _, bf16, fp8_peak = peaks(card)
+    _, bf16, fp8_peak, _ = peaks(card)
     flops = flops_per_token(preset(name), 1024)
     ns = nanoseconds_per_token(flops, fp8_peak if fp8 else bf16, bf16, bf16, gpus)
     assert 100 * tps * ns / 1e9 == pytest.approx(published, rel=0.01)  # tps has three digits
@@ -86,5 +86,23 @@ SHEETS = {
 def test_scaled_cards():
     for card, sheet in SHEETS.items():
         assert peaks(card)[1] == pytest.approx(sheet, rel=0.003), card  # clocks are rounded
-    tf32, bf16, fp8 = peaks("NVIDIA GeForce RTX 4060")
-    assert (bf16 / tf32, fp8 / bf16) == pytest.approx((2, 2), rel=0.001)
+    tf32, bf16, fp8, int8 = peaks("NVIDIA GeForce RTX 4060")
+    assert (bf16 / tf32, fp8 / bf16, int8 / bf16) == pytest.approx((2, 2, 4), rel=0.001)
+
+
+# Dense TOP/s of signed bytes, from data sheets.
+INT8_SHEETS = {
+    "A100-SXM4-80GB": 624,
+    "A40": 299.3,
+    "RTX A6000": 309.7,
+    "L4": 242,
+    "H100 80GB HBM3": 1979,
+    "GeForce RTX 3090": 284,
+    "GeForce RTX 4090": 660.6,
+    "GeForce RTX 5090": 838,
+}
+
+
+def test_peaks_of_signed_bytes():
+    for card, sheet in INT8_SHEETS.items():
+        assert peaks(f"NVIDIA {card}")[3] == pytest.approx(sheet, rel=0.002), card

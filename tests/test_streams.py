@@ -35,6 +35,7 @@ COPIES = GATHER | A2A | {"memcpy_send_recv": True}
 MIRRORS = {"mirror_weights": True}
 HEAD = {"head_dtype": "e4m3"}
 ADAPTERS = {"lora_rank": 3, "lora_dropout": 0.2, "train": ("norms",)}
+NF4, E4M3 = {"base_dtype": "nf4"}, {"base_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
@@ -66,6 +67,12 @@ CASES = {
     "one rank, adapters": (1, 2, ADAPTERS | STREAMED | HOST | MOMENTS),
     "copies, adapters": (2, 2, COPIES | ADAPTERS),
     "nccl, adapters": (2, 1, ADAPTERS | {"shard_weights": True} | MOMENTS),
+    "one rank, nf4": (1, 2, ADAPTERS | NF4 | {"offload_residual": True}),
+    "one rank, nf4, host": (1, 1, ADAPTERS | NF4 | FP8 | STREAMED | HOST),
+    "copies, nf4": (2, 2, COPIES | ADAPTERS | NF4 | {"shard_weights": True} | MIRRORS),
+    "copies, e4m3": (2, 1, COPIES | ADAPTERS | E4M3 | DELAYED | {"shard_weights": True} | MIRRORS),
+    "one rank, int8": (1, 1, ADAPTERS | {"base_dtype": "int8"} | {"keep_transposed": False}),
+    "nccl, e4m3": (2, 2, ADAPTERS | E4M3 | FP8 | {"recompute_block": True}),
     "exchanges by copies": (2, 2, A2A | {"memcpy_send_recv": True} | STREAMED),
 }
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -10,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from llmq.config.card_file import record_of
+from llmq.config.options_io import make_config
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
+from tests.rigs import card_file
 
 TOOLS = Path(__file__).parents[1] / "tools"
 MIB = 1 << 20
@@ -65,7 +70,8 @@ def test_every_call_runs(tool, monkeypatch, op):
         assert "error" not in record
         assert (record["op"], record["case"]) == (op, case)
         assert record["us"] > 0 and record["bytes"] > 0
-        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12}.get(op, 1e9)
+        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12, "matmul_int8": 2e12}
+        bound = bound.get(op, 1e9)
         work = record["bytes"] if bound == 1e9 else record["flops"]
         assert record["percent"] == pytest.approx(100 * work / (record["us"] / 1e6) / bound)
         assert record["op"] in bench_ops.line(record)
@@ -186,6 +192,14 @@ def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--model", "tinny", "--device", "cpu"])
     with pytest.raises(SystemExit, match="error: --model: no preset is called 'tinny'"):
         tool("profile_step").run()
+
+
+def test_sensor_cost(tool, capsys):
+    shape = {"batch_size": 1, "seq_len": 16, "grad_accumulation": 1, "gpus": 1, "device": "cpu"}
+    tool("sensor_cost").main(model="tiny", steps=1, rounds=2, **shape)
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", row)[0] for row in rows] == ["alone", "sensors", "sensors, view"]
+    assert re.search(r"^alone +\d+\.\d{3} +0\.000 +0\.000 +None$", rows[0])
 
 
 def test_bench_host(tool, monkeypatch, capsys):
@@ -317,12 +331,39 @@ def test_sanitize_refuses_other_parts(sanitize, select):
     assert "expected K/N" in done.stderr and calls == []
 
 
-def test_predictions_stand_beside_what_was_measured(tool, capsys):
-    tool("predicted").main([str(TOOLS.parent / "benchmarks" / "h100_recipes.json")])
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    (row,) = [r for r in rows if r[0] == "Qwen2.5-1.5B" and "accumulation=all" in r[2]]
-    assert row[1] == "32 x 4" and row[3] == "86,107"
-    assert 0.8 < float(row[4].replace(",", "")) / 86107 < 1.2
+def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
+    kept = TOOLS.parent / "benchmarks" / "h100_recipes.json"
+    report = json.loads(kept.read_text())
+    (tmp_path / "some.json").write_text(json.dumps(report | {"runs": report["runs"][-2:]}))
+    (tmp_path / "rig.json").write_text(json.dumps(record_of(card_file())))
+
+    def printed(rig):
+        tool("predicted").main([tmp_path / "some.json"], rig)
+        return capsys.readouterr().out
+
+    rows = [line.strip("| ").split(" | ") for line in printed(None).splitlines()]
+    measured, guess = (float(cell.replace(",", "")) for cell in rows[-1][3:5])
+    assert rows[-1][0] == report["runs"][-1]["model"]
+    assert measured == round(report["runs"][-1]["result"]["tokens_per_second"])
+    assert 0.8 < guess / measured < 1.2
+    # By a card file, beside the same by the data sheet; and how many of them are close.
+    *lines, _, last = printed(tmp_path / "rig.json").splitlines()
+    assert lines[-1].strip("| ").split(" | ")[6:] == rows[-1][4:]
+    assert last.startswith("rates measured on this rig") and "of 2 within 5 %" in last
+
+
+def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch):
+    sweep = tool("fit_sweep")
+    few = {"BATCHES": (4, 8, 16), "RECOMPUTE": ("", "block"), "OFFLOAD": ("",), "CHUNKS": (1,)}
+    for name, value in (few | {"STREAMED": ({},)}).items():
+        monkeypatch.setattr(sweep, name, value)
+    sweep.main("tiny", "1GiB", card="h100", within=90.0, sequences=16)
+    text = capsys.readouterr().out
+    runs = yaml.safe_load(text)["runs"]
+    assert "# 6 combinations" in text and len(runs) > 1
+    configs = [make_config(run) for run in runs]
+    assert len(set(configs)) == len(configs)
+    assert {c.batch_size * c.grad_accumulation for c in configs} == {16}
 
 
 # -- fingerprint ---------------------------------------------------------------------------------
@@ -377,3 +418,16 @@ def test_every_mutation_has_its_place(tool, tmp_path):
     for old in ("twice", "nowhere"):
         with pytest.raises(ValueError, match=rf"a: \*\.py has '{old}' [02]x"):
             run.Mutation(**change, old=old).place(tmp_path)
+
+
+# -- plan_machines ---------------------------------------------------------------------------------
+
+
+def test_the_table_of_machines_is_what_is_predicted(tool):
+    """One row, because all of them take seconds; a change of the prediction changes each."""
+    tables = tool("plan_machines")
+    (block,) = tables.BLOCK.findall(tables.PAGE.read_text())
+    rows = {tuple(line.split(" | ")[:2]): line for line in block.splitlines()}
+    small, large = (tables.cells(name, 8, "machine") for name in tables.MODELS)
+    assert rows["| 64", "machine"] == f"| {' | '.join(['64', 'machine', *small, *large])} |"
+    assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,15 +24,18 @@ from rich.console import Console
 from llmq.base.errors import LlmqError
 from llmq.base.locks import locked
 from llmq.checkpoint.checkpoint import GROUPS
+from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
-from llmq.train import announce, live
+from llmq.runtime.host_usage import HostUsage
+from llmq.train import announce, live, sensing
 from llmq.train import loop as training
 from llmq.train.diagnose import MAX_SKIPPED
 from llmq.train.json_log import JsonLog
 from llmq.train.rounds import Rounds
 from llmq.train.trainer import Trainer
+from tests.fake_nvml import FAKE_UUID, FakeGpu, fake_sensors
 from tests.runs import (
     T,
     flags,
@@ -572,6 +576,7 @@ def test_terminal_gets_the_live_view(monkeypatch, capsys):
     assert train(steps=2) == 0
     assert "[T] step     1" in screen.getvalue()
     assert "step 2/2" in screen.getvalue()
+    assert " cores  memory " in screen.getvalue() and "[G]" not in screen.getvalue()
     assert "\x1b[?25h" in screen.getvalue(), "the cursor is back"
     assert "[T]" not in capsys.readouterr().out
 
@@ -581,24 +586,9 @@ class GpuLike(HostDevice):
 
     kind, index = "cuda", 0
 
-    def __init__(self, sizes, rank, world_size):
-        super().__init__(sizes, rank=rank, world_size=world_size)
+    def __init__(self, sizes, **ranks):
+        super().__init__(sizes, **ranks)
         self.spec = replace(self.spec, name="NVIDIA GeForce RTX 3060", memory=80_000 << 20)
-
-
-class Sensors:
-    closed = False
-
-    def sample(self):
-        names = "gpu_util power power_limit temperature temp_slowdown clock max_clock dram_free"
-        numbers = dict.fromkeys(f"{names} pcie_rx pcie_tx".split(), 7)
-        return {"id": 0, "throttle": "no cap", **numbers}
-
-    def identity(self):
-        return {"driver": "580.1", "uuid": "ab12", "reserved": 500 << 20}
-
-    def close(self):
-        self.closed = True
 
 
 GPU = GpuInfo(
@@ -612,16 +602,16 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     options = {"steps": 6, "ckpt_interval": 3, "eval_every_n_steps": 2, "log_gpu_util": 4}
     assert train(**options, log_file="cpu.json") == 0
     capsys.readouterr()
-    sensors = Sensors()
+    nvml = fake_sensors(monkeypatch, FakeGpu(power=7000, reserved=500 << 20))
     monkeypatch.setattr("llmq.runtime.machine._open_host", GpuLike)
-    monkeypatch.setattr(training, "open_monitor", lambda dev: sensors)
     monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     assert train(**options) == 0
     out = capsys.readouterr().out
     assert measured() == measured("cpu.json")
     assert [r["loss"] for r in records("eval")] == [r["loss"] for r in records("eval", "cpu.json")]
-    assert sensors.closed
+    assert "sensors" not in [thread.name for thread in threading.enumerate()]
+    assert nvml.listening == 0
     assert (
         "\n[System 0]\n  Device 0: NVIDIA GeForce RTX 3060\n"
         "  CUDA version: driver 13.0, runtime 12.9\n  Memory: 10000 MiB / 80000 MiB\n\n"
@@ -638,18 +628,50 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     )
     assert re.search(r"\[T\] step     1 .* \| tps +[\d-]+ \| sol \d+\.\d%\n", out)
     (model,) = records("gpu-model")
-    assert (model["rank"], model["id"], model["uuid"]) == (0, 0, "ab12")
+    assert (model["rank"], model["id"], model["uuid"]) == (0, 0, FAKE_UUID)
     assert {"name", "l2_size", "sm_count", "major", "minor", "memory", "free", "reserved", "ecc",
             "shared_mem", "cuda_driver", "cuda_runtime"} <= set(model)  # fmt: skip
     (sol,) = records("sol")
     assert {"rank", "blocks", "lm_head", "attention", "tps", "tf32_peak", "bf16_peak", "fp16_peak",
             "fp8_peak"} <= set(sol)  # fmt: skip
-    assert [(r["step"], r["power"]) for r in records("gpu")] == [(0, 7), (4, 7)]
+    assert [(r["step"], r["power"]) for r in records("gpu")] == [(0, 7000), (4, 7000)]
+    assert re.search(
+        r"\n\[G\] step     4 \[gpu  0\] \| use 98\^98% \| mem .* \| power 7\^7/700 W", out
+    )
 
 
-def test_no_sensors_are_read_where_none_are_wanted(monkeypatch):
-    monkeypatch.setattr(training, "open_monitor", None)
+def test_no_sensors_are_read_where_none_are_wanted(monkeypatch, capsys):
+    monkeypatch.setattr(sensing, "open_sensors", None)
     assert train(steps=1, log_gpu_util=0) == 0
+    assert "[G]" not in capsys.readouterr().out
+    assert records("cpu") == []
+
+
+def test_reports_of_the_cpu(monkeypatch, capsys):
+    read = HostUsage.read
+    monkeypatch.setattr(HostUsage, "read", lambda self: read(self) | {"util": 30})
+    assert train(steps=3, log_gpu_util=2) == 0
+    assert len(re.findall(r"\n\[G\] step     [02] \[cpu\] \| use ", capsys.readouterr().out)) == 2
+    first, last = records("cpu")
+    assert (first["step"], last["step"], last["rank"]) == (0, 2, 0)
+    assert 0 < last["memory_used"] <= last["memory_used_max"] <= last["memory_total"]
+
+
+def test_an_error_of_the_gpu_is_told_with_the_error_that_it_makes(monkeypatch, capsys):
+    nvml = fake_sensors(monkeypatch)
+    monkeypatch.setattr("llmq.runtime.machine._open_host", GpuLike)
+    monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
+    monkeypatch.setattr(announce, "measured_peak", lambda dev: None)
+
+    def fail(self, step, *args):
+        nvml.gpus[0].xids.append(79)
+        raise LlmqError("the GPU has gone")
+
+    monkeypatch.setattr(Step, "train", fail)
+    assert train(steps=2) == 2
+    assert capsys.readouterr().err == (
+        "error: the GPU has gone\nGPU 0: Xid 79, the GPU has fallen off the bus\n"
+    )
 
 
 def test_useless_flag_is_said_to_be(capsys):

@@ -177,6 +177,16 @@ NUMBERS = [
     ),
     ("gpu", {"id": 0, "power": 1000}, {"gpu0/power": 1}),  # an older log
     (
+        "gpu",
+        {"rank": 1, "power_max": 2000, "dram_free_min": 2**21, "samples": 9, "reasons": {"a": 3}},
+        {"gpu1/power_max": 2, "gpu1/dram_free_min": 2},
+    ),
+    (
+        "cpu",
+        {"rank": 0, "util": 30, "util_max": -1, "memory_used": 2**22},
+        {"cpu0/util": 30, "cpu0/memory_used": 4},
+    ),
+    (
         "abs-maxes",
         {"abs_maxes": [{"name": "act.ln1.0", "value": 2.5}, {"name": "grad.qkv.0", "value": 3}]},
         {"abs_maxes/act.ln1.0": 2.5, "abs_maxes/grad.qkv.0": 3},

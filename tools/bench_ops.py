@@ -7,8 +7,9 @@ those that are too small to fill a GPU; --case runs any of them. Before every ru
 filled with other (dirty) lines. Printed are the median time of many runs and the rate: TFLOP/s of
 products and attention, else GB/s of the bytes that must be moved. The ceiling is, for bytes, a
 large copy on this device; for products and attention, what benchmarks/peers.json has for this card
-and shape, else a large product in bf16, twice its speed for fp8. What stays below 85 % of a large
-copy is compared with a copy of as many bytes too, which needs time to start and to end as well.
+and shape, else a large product in bf16, twice its speed for fp8 and int8. What stays below 85 % of
+a large copy is compared with a copy of as many bytes too, which needs time to start and to end as
+well.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import numpy as np
 import typer
 from op_calls import OPS, SEED, Call, Spec, cases, scalars
 
-from llmq.base.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS, U8
+from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, U8
 from llmq.base.errors import LlmqError
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import abs_max, fill, quantize, random
+from llmq.ops import fill, random
+from llmq.rig.ladder import fill_codes
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
@@ -45,7 +47,12 @@ LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests
 WARM_UP, MIN_RUNS, MAX_RUNS, SECONDS = 3, 10, 100, 0.3
 FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
 GOAL = 85  # percent of the bandwidth of a copy
-PRODUCTS = ("attention", "matmul", "matmul_fp8")  # bound by arithmetic, all others by memory
+PRODUCTS = (
+    "attention",
+    "matmul",
+    "matmul_fp8",
+    "matmul_int8",
+)  # bound by arithmetic, all others by memory
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
         if not isinstance(value, Spec):
             return value
         tensor = dev.alloc(name, value.shape, value.dtype, "Activations")
-        if value.dtype == E4M3 and len(value.shape) == 2:
+        if value.dtype in (E4M3, I8) and len(value.shape) == 2:
             fill_codes(dev, tensor)
         elif value.dtype not in (F32, BF16):
             dev.zero(tensor)
@@ -87,19 +94,6 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     args = {name: made(name, value) for name, value in call.args.items()}
     flush = dev.alloc("flush", (flush_bytes,), U8, "Activations")
     return Prepared(lambda: call.function(dev, **args), flush)
-
-
-def fill_codes(dev: Device, codes: Tensor) -> None:
-    """Codes of normally distributed numbers: of zeros a product would be faster."""
-    with (
-        dev.scratch("numbers", codes.shape, BF16) as numbers,
-        dev.scratch("largest", (1,), F32) as largest,
-        dev.scratch("scale", (1,), F32) as scale,
-    ):
-        random.normal(dev, numbers, 1.0, SEED)
-        dev.zero(largest)
-        abs_max.abs_max(dev, largest, numbers)
-        quantize.quantize(dev, codes, None, scale, numbers, largest)
 
 
 def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:
@@ -146,7 +140,7 @@ class Ceilings:
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
-        if known is None and op == "matmul_fp8":
+        if known is None and op in ("matmul_fp8", "matmul_int8"):
             return 2 * self.product, "2 x product"
         if known is None:
             return self.product, "product"

@@ -37,7 +37,7 @@ from llmq.state.weights import Weights
 
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
-FP8 = {"matmul_dtype": "e4m3"}
+FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
 REGISTERS = 65536  # of a multiprocessor, on all of them
 
 
@@ -165,10 +165,20 @@ def all_launches(capability: int) -> Launches:
             note_training(spec, model, fields, noted)
             delayed = {"fp8_recipe": "delayed", "head_dtype": "e4m3"}
             note_training(spec, model, fields | delayed, noted)
+    for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B"):  # which have all its layouts and tiles
+        note_training(spec, PRESETS[name].with_layers(PRESETS[name].layer_kinds), INT8, noted)
+    for fields in (ADAPTERS, {"grad_accum_dtype": "fp32"}):
+        note_training(spec, presets[0], INT8 | fields, noted)
     for fields in formats():
         note_training(spec, presets[0], fields, noted)
     for name in ("bf16", "fp32"):
-        note_training(spec, presets[0], {"model_dtype": name} | ADAPTERS, noted)
+        for base in (None, "e4m3", "int8", "nf4"):
+            fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base} | ADAPTERS
+            note_training(spec, presets[0], fields, noted)
+    for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
+        fields = FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS
+        for model in presets:
+            note_training(spec, model, fields, noted)
     used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
     for kernel in declared_kernels():
         if (kernel.file, kernel.entry) not in used:

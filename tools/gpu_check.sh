@@ -56,7 +56,7 @@ for part in "$@"; do
             --json "$logs/ops.json"
         ;;
     bench)
-        run bench '^  (ok|failed|does not fit):|^error' "$python" -m llmq bench \
+        run bench '^  (ok|failed|hung|does not fit):|^error' "$python" -m llmq bench \
             --config "${value:-benchmarks/h100_bf16.yaml}" --peers benchmarks/peers.json \
             --out "$logs/bench"
         ;;

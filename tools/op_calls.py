@@ -19,11 +19,13 @@ from llmq.base.dtypes import (
     E5M2,
     F32,
     F64,
+    I8,
     I32,
     I64,
     STATS,
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
+    U8,
     DType,
 )
 from llmq.base.operand import Fp8Out
@@ -44,9 +46,13 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
+    matmul_int8,
+    nf4,
     norm,
+    outliers,
     qk_norm,
     quantize,
+    quantize_int8,
     random,
     reduce,
     rope,
@@ -54,6 +60,7 @@ from llmq.ops import (
 )
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE
+from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 
 SEED = 1
@@ -279,6 +286,28 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     ]
 
 
+def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
+    args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
+    args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
+    return [Call("matmul_int8", matmul_int8.matmul_int8, args)]
+
+
+def nf4_calls(n: int) -> list[Call]:
+    half, blocks, groups = nf4.sizes(n)
+    codes, scales = Spec((half,), U8, value=7), f32(blocks)
+    mean, levels = f32(1, value=0.0), scale_levels()
+    second = {"groups": f32(groups), "mean": mean, "levels": levels}
+    kept = {"codes": codes, "scale_codes": Spec((blocks,), U8, value=7)} | second
+    fp8 = {"out": Spec((n,), E4M3), "fp8_scale": f32(1, value=0.01)}
+    made = {"codes": kept["scale_codes"], "scales": scales}
+    return [
+        Call("quantize", nf4.quantize, {"codes": codes, "scales": scales, "x": bf16(n)}),
+        Call("scales", nf4.quantize_scales, made | second),
+        Call("decode", nf4.decode, {"out": bf16(n)} | kept),
+        Call("decode fp8", nf4.decode, kept | fp8),
+    ]
+
+
 def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     """The same with codes too, if C allows, and without out but in post."""
     x, w = bf16(rows, C), bf16(C)
@@ -308,6 +337,20 @@ def norm_calls(rows: int, C: int, centred: bool) -> list[Call]:
     return calls
 
 
+def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
+    most = 64
+    index = np.arange(most, dtype=np.int32) * (cols // most) if cols > most else np.arange(cols)
+    index = np.resize(index.astype(np.int32), most)
+    found = {"mask": f32(cols), "index": Spec((most,), I32), "column_max": f32(cols, value=1.0)}
+    x = bf16(rows, cols)
+    weight = {"q": Spec((outs, cols), I8, value=7), "scale": f32(outs, value=1.0)}
+    return [
+        Call("select", outliers.select, found | {"threshold": 6.0}),
+        Call("take", outliers.take, {"out": bf16(rows, most), "x": x, "index": index}),
+        Call("weight", outliers.weight, {"out": bf16(outs, most), **weight, "index": index}),
+    ]
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
     heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
@@ -331,12 +374,37 @@ def quantize_calls(rows: int, cols: int) -> list[Call]:
     q, q_t = {"q": Spec((rows, cols), E4M3)}, {"q_t": Spec((cols, rows), E4M3)}
     shared = {"scale": f32(1), "x": bf16(rows, cols), "abs_max": f32(1, value=5.0)}
     known = {"scale": f32(1, value=0.01), "saturated": Spec((1,), I32)}
+    back = {"out": bf16(rows * cols), "q": Spec((rows * cols,), E4M3), "scale": known["scale"]}
     return [
         Call("rows", quantize.quantize, shared | q | {"q_t": None}),
         Call("columns", quantize.quantize, shared | q_t | {"q": None}),
         Call("both", quantize.quantize, shared | q | q_t),
         Call("scaled", quantize_scaled, {**shared, **q, **q_t, **known}),
         Call("transpose", quantize.transpose, q_t | q),
+        Call("back", quantize.dequantize, back),
+    ]
+
+
+def _rows_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
+    rounding = quantize_int8.Stochastic(scalars, 1, args["x"].shape[0])
+    quantize_int8.rows(dev, **args, stochastic=rounding)
+
+
+def _columns_stochastic(dev: Device, scalars: Tensor, **args: Any) -> None:
+    rounding = quantize_int8.Stochastic(scalars, 1, args["x"].shape[0])
+    quantize_int8.columns(dev, **args, stochastic=rounding)
+
+
+def quantize_int8_calls(rows: int, cols: int) -> list[Call]:
+    x = bf16(rows, cols)
+    by_rows = {"q": Spec((rows, cols), I8), "scale": f32(rows), "x": x}
+    by_columns = {"q_t": Spec((cols, rows), I8), "scale": f32(cols), "x": x}
+    random_numbers = {"scalars": scalars()}
+    return [
+        Call("rows", quantize_int8.rows, by_rows),
+        Call("rows stochastic", _rows_stochastic, by_rows | random_numbers),
+        Call("columns", quantize_int8.columns, by_columns),
+        Call("columns stochastic", _columns_stochastic, by_columns | random_numbers),
     ]
 
 
@@ -460,9 +528,13 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "global_norm": global_norm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "matmul_int8": matmul_int8_calls,
+    "nf4": nf4_calls,
     "norm": norm_calls,
+    "outliers": outliers_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
+    "quantize_int8": quantize_int8_calls,
     "random": random_calls,
     "reduce": reduce_calls,
     "rope": rope_calls,

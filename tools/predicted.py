@@ -2,38 +2,42 @@
 """The planner's speeds beside the measured ones: a Markdown table of every kept run.
 
     PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
+    PYTHONPATH=. tools/predicted.py --card-file rig.json benchmarks/*.json
 
 Reads the JSON reports of `llmq bench`; runs on cards that llmq/config/cards.py does not know are
-left out.
+left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
+has or fewer, are shown, predicted by what was measured there, and again by the data sheet.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from llmq.config.cards import CARDS, Card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
+from llmq.config.rig_cards import card_from
 from llmq.plan.cost import step_time
-from llmq.plan.plan import fewest_attention_parts, make_plan
+from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
 PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 
 
-def predicted(card: Card, options: dict[str, Any], gpus: int) -> float:
-    """Tokens per second."""
+def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
+    """The plan of a run on so many of these cards."""
     config = make_config(options)
     planned_for = (preset(config.model), spec_of(card), "cudnn", gpus)
-    plan = make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
-    return plan.tokens / step_time(plan, card).total
+    return make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
 
 
-def row(card: Card, run: dict[str, Any]) -> str:
-    """One line of the table."""
+def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
+    """One line of the table, and the difference by the first card. cards: the same one, by what is
+    measured of it and by its data sheet, or only that."""
     options = run["options"]
     flags = " ".join(
         f"--{name}" if value is True else f"--{name}={value}"
@@ -41,25 +45,49 @@ def row(card: Card, run: dict[str, Any]) -> str:
         if name not in PLAIN
     )
     batch = f"{options['batch-size']} x {options['grad-accumulation']}"
-    measured, guess = run["result"]["tokens_per_second"], predicted(card, options, run["gpus"])
-    return (
-        f"| {run['model']} | {batch} | {flags} | {measured:,.0f} | {guess:,.0f} | "
-        f"{100 * (guess / measured - 1):+.1f} % |"
-    )
+    measured, plan = run["result"]["tokens_per_second"], plan_of(cards[0], options, run["gpus"])
+    cells = [run["model"], batch, flags, f"{measured:,.0f}"]
+    differences = []
+    for card in cards:
+        guess = plan.tokens / step_time(plan, card).total
+        differences.append(100 * (guess / measured - 1))
+        cells += [f"{guess:,.0f}", f"{differences[-1]:+.1f} %"]
+    return f"| {' | '.join(cells)} |", differences[0]
 
 
-def main(paths: list[str]) -> None:
+def main(
+    paths: Annotated[list[Path], typer.Argument(help="Reports of llmq bench, JSON.")],
+    card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig, rig.json.")] = None,
+) -> None:
     """Print the table."""
-    print("`tools/predicted.py benchmarks/*.json`: tokens/s, as measured and as `llmq plan` says\n")
-    print("| model | batch | flags | measured | predicted | difference |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    rig = None if card_file is None else card_from(card_file)
+    command = "tools/predicted.py benchmarks/*.json"
+    head = ["model", "batch", "flags", "measured", "predicted", "difference"]
+    if rig is not None:
+        command = "tools/predicted.py --card-file rig.json benchmarks/*.json"
+        head += ["by data sheet", "difference"]
+    print(f"`{command}`: tokens/s, as measured and as `llmq plan` says\n")
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    differences = []
     for path in sorted(paths):
-        report = json.loads(Path(path).read_text())
+        report = json.loads(path.read_text())
         card = CARDS.get((report.get("machine") or {}).get("device"))
         for run in report["runs"] if card else []:
+            cards = [card]
+            if rig is not None:
+                if card.name != CARDS.get(rig.name, rig).name or run["gpus"] > rig.measured.gpus:
+                    continue
+                cards = [rig, card]
             if run["status"] == "ok":
-                print(row(card, run))
+                line, difference = row(cards, run)
+                differences.append(difference)
+                print(line)
+    if rig is not None and differences:
+        most, within = max(map(abs, differences)), sum(abs(d) <= 5 for d in differences)
+        print(
+            f"\n{rig.source}: at most {most:.1f} % off, {within} of {len(differences)} within 5 %"
+        )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    typer.run(main)

@@ -5,7 +5,7 @@
 #   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
 #
 # RUN: bf16; bf16-again, the same tokens in smaller micro-batches, which shows how far runs drift
-# apart that differ in rounding only; fp8, or fp8 with -delayed, -head and one of -all and
+# apart that differ in rounding only; int8; fp8, or fp8 with -delayed, -head and one of -all and
 # -forward, such as fp8-delayed-head: delayed scales, the LM head in fp8, and fast accumulation in
 # all or only in forward's products instead of in those of forward and of activations' gradients.
 # STEPS in the environment: how many steps of 65,536 tokens, 300 if not set. LR: the highest
@@ -19,7 +19,7 @@ work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
 for run in "$@"; do
-    if ! [[ $run =~ ^(bf16(-again)?|fp8(-delayed)?(-head)?(-all|-forward)?)$ ]]; then
+    if ! [[ $run =~ ^(bf16(-again)?|int8|fp8(-delayed)?(-head)?(-all|-forward)?)$ ]]; then
         echo "error: $run: $usage" >&2 && exit 64
     fi
 done
@@ -58,6 +58,7 @@ for run in "$@"; do
     options=(--batch-size 32 --grad-accumulation 2)
     [[ $run == *-again ]] && options=(--batch-size 16 --grad-accumulation 4)
     [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
+    [[ $run == int8 ]] && options+=(--matmul-dtype int8)
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
     [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
     [[ $run == *-all ]] && options+=(--fp8-fast-accumulation all)

@@ -12,6 +12,7 @@ MIB = 1 << 20
 
 E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
+I8_MAX = 127  # of codes: as far from 0 as -127, so that -128 is not used
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, compared in every launch
@@ -42,12 +43,14 @@ E4M3 = _dtype("e4m3", "F8_E4M3", ml_dtypes.float8_e4m3fn)
 E5M2 = _dtype("e5m2", "F8_E5M2", ml_dtypes.float8_e5m2)
 I32 = _dtype("i32", "I32", np.int32)
 I64 = _dtype("i64", "I64", np.int64)
+I8 = _dtype("i8", "I8", np.int8)
 U8 = _dtype("u8", "U8", np.uint8)
+NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see state/packed.py
 
-DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, U8)}
+DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, I8, U8)}
 
 # The option spelling ("fp32", "bf16", ...) of the formats that a user may choose.
-OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2}
+OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "nf4": NF4, "int8": I8}
 
 
 def parse_dtype(option: str) -> DType:
@@ -106,3 +109,4 @@ STAT = {name: index for index, name in enumerate(STATS)}
 # nanoseconds on the device's own clock when the step began and when it ended.
 STEP_BEGIN, STEP_END = len(STATS), len(STATS) + 2
 STEP_REPORT_WORDS = STEP_END + 1
+STEP_OF_RANKS = STEP_END + 2  # with several ranks: their stats (W, 10) as they were exchanged

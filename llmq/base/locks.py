@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ LOCK = ".llmq-lock"
 
 _MARK = b"llmq: "  # by which a lock file is known for ours; an empty one holds nothing to lose
 _OWNER_BYTES = 1000
+_OWNER = re.compile(rb"llmq: process (\d+) on (.*)\n")
 _TRIES = 1000
 
 
@@ -52,6 +54,22 @@ def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
         for folder in made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
+
+
+def holder(path: Path) -> tuple[int, str] | None:
+    """The process that holds the lock file `path`, and its machine; None where there is no lock.
+
+    One that was killed has left it. Nothing is locked for this, so it is in nobody's way.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file, suppress(OSError):
+        match = _OWNER.fullmatch(file.read(_OWNER_BYTES))
+        if match is not None:
+            return int(match[1]), match[2].decode(errors="replace")
+    return None
 
 
 def _lock_file(path: Path, flag: str, target: Path) -> int | None:

@@ -48,4 +48,16 @@ class Fp8:
     scale: Tensor
 
 
-Operand = Tensor | Fp8
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8:
+    """A weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts.
+
+    codes: I8 (rows, features). transposed: I8 (features, rows). scale: F32 (rows,).
+    """
+
+    codes: Tensor
+    transposed: Tensor
+    scale: Tensor
+
+
+Operand = Tensor | Fp8 | Int8

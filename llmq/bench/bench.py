@@ -1,348 +1,246 @@
-"""`llmq bench`: the speed of one or many configurations, as a Markdown table and as JSON.
+"""`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
 
 Every configuration runs in a child process (llmq/bench/measure.py); this one loads no CUDA.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import shlex
-import signal
+import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Hashable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import check_writable, disk_errors, write_file
-from llmq.bench.child import run_watched
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.signals import Interrupted
+from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child
+from llmq.bench.how import How
 from llmq.bench.peers import floor_of, peers_of, read_facts
-from llmq.config.option_file import read_option_file
-from llmq.config.option_types import AUTO
-from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.bench.predict import Forecast, Prediction, predict
+from llmq.bench.report import describe, full_title, markdown, shared_flags
+from llmq.bench.report_file import Report, ReportFile, differences, in_order, merge
+from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
 
-GIB = 1 << 30
-CHILD = (sys.executable, "-m", "llmq.bench.measure")
-START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
-_FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
-_DATA = "train_file eval_file eval_fraction train_seed eval_seed steps epochs eval_every_n_steps "
-_DATA += "eval_num_steps document_separator"
-# Options that change nothing here: which data there is, what is written when, what is timed beside.
-_WITHOUT_EFFECT = {
-    opt.flags[0]
-    for name, opt in OPTIONS.items()
-    if opt.group in {OPTIONS[n].group for n in ("log_file", "eval_task", "guard")}
-    or name in (*_DATA.split(), "measure_scaling")
-}
-
-EXPLANATION = """\
-Tokens are random. tok/s: median of the repeats; ±: their range over the median. SOL: of the data
-sheet's peak, by llm.q's formula. TFLOP/s: of the model, recomputation not counted. memory: in use
-on the whole GPU, and its ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 -
-(the launches of a step's main stream, timed one by one, added up) / (a step). Python: time in which
-the host, driver included, enqueues a step into an empty queue, of a step. waits: of the host for
-the GPU within a step. start: from the command to the end of the first step."""
-
-# ------------------------------------------------------------------------------------------------
-# Configurations
+FAILED = ("failed", "hung")
+# When a run is ended that makes progress, but hardly: seconds for its start, kernels compiled and
+# weights made, and by what factor its steps may be slower than the plan says.
+PATIENCE, SLOWER = 900, 20
 
 
-def read_runs(given: dict[str, Any], file: Path | None) -> list[dict[str, Any]]:
-    """The options of every run, by flag name without dashes.
+def run_bench(given: Mapping[str, Any], file: Path | None, how: How, argv: list[str]) -> None:
+    """Measure every configuration, write the report after each, and print its table.
 
-    given: from the command line; wins. file: YAML or JSON with options of all runs, and under
-    `runs` a list of mappings with those of each. A list as a value stands for one run with each
-    of its elements. Raises ConfigError.
+    given, file: as for read_runs. argv: the command, for the report. Raises LlmqError at the end if
+    a run failed; one that does not fit into memory is noted and left out.
     """
-    shared = {} if file is None else read_option_file(file)
-    runs = shared.pop("runs", [{}])
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-        raise ConfigError(f"--config: {file}: runs must be a list of mappings of options")
-    expanded = []
-    for run in runs:
-        options = {"from-scratch": True} | _by_flag(shared) | _by_flag(run) | given
-        choices = [
-            [(key, value) for value in (values if isinstance(values, list) else [values])]
-            for key, values in options.items()
-        ]
-        expanded += [dict(choice) for choice in itertools.product(*choices)]
-    if not expanded:
-        raise ConfigError(f"--config: {file} has an empty list, so there is nothing to run")
-    for options in expanded:
-        for key in options:
-            if key in _WITHOUT_EFFECT:
-                raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
-        if make_config(options).vocab_size == AUTO:  # which brings up what is wrong, too
-            raise ConfigError("--vocab-size: auto needs token files, and tokens are random here")
-    return expanded
-
-
-def one_run(given: dict[str, Any], file: Path | None) -> TrainConfig:
-    """The only run of these options, as for read_runs. ConfigError if there are several."""
+    if how.add and how.resume:
+        raise ConfigError("--add: makes all runs, and --resume only those that are missing: one")
+    if how.retry and not how.resume:
+        raise ConfigError("--retry: is for what failed in an earlier sweep: give --resume, too")
     runs = read_runs(given, file)
-    if len(runs) > 1:
-        raise ConfigError(f"--save-config: holds the options of one run, but these are {len(runs)}")
-    return make_config(runs[0])
+    facts = {"runs": [], "floors": []} if how.peers is None else read_facts(how.peers)
+    report_file = ReportFile(how.out)
+    with report_file.reserved():
+        earlier = _earlier(report_file, how)
+        sweep = Sweep(runs, how, report_file, earlier, facts, argv)
+        try:
+            sweep.make()
+        except (KeyboardInterrupt, Interrupted):
+            sweep.interrupted()
+            raise
+    print(markdown(sweep.report))
+    sweep.raise_failed()
 
 
-def _by_flag(options: dict[str, Any]) -> dict[str, Any]:
-    """The same options under each one's first flag; unknown ones are left to make_config."""
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        flag = str(key).replace("_", "-")
-        flag = _FIRST_FLAG.get(flag, flag)
-        if flag in found:
-            raise ConfigError(f"--config: {flag} is given twice, under two names")
-        found[flag] = value
-    return found
-
-
-def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """What a run is told apart by, and its remaining options as flags."""
-    config = make_config(options)
-    columns = {
-        "model": config.model.rsplit("/", 1)[-1],
-        "dtype": "fp8" if config.matmul_dtype == "e4m3" else config.model_dtype,
-        "fp8_head": config.head_dtype == "e4m3",
-        "batch": config.batch_size,
-        "accumulation": config.grad_accumulation,
-        "seq_len": config.seq_len,
-        "gpus": max(config.gpus, 1),
-    }
-    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # columns
-    left_out |= {"from-scratch", "device", "watchdog"}
-    rest = {key: value for key, value in options.items() if key not in left_out}
-    return columns | {"flags": {key: _flag(key, value) for key, value in rest.items()}}
-
-
-def _flag(key: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{key}" if value else f"--no-{key}"
-    return f"--{key}={value}"
-
-
-# ------------------------------------------------------------------------------------------------
-# Running
-
-
-def run_child(options: dict[str, Any], steps: int, repeats: int) -> dict[str, Any]:
-    """What one child measured: `status` and the rest as llmq/bench/measure.py writes it."""
-    watchdog = make_config(options).watchdog
-    limit = watchdog + START_SECONDS if watchdog else 0
-    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
-        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
-        command = [*CHILD, str(path), str(alive)]
-        # Whatever a library prints goes to standard error, where our progress is.
-        status = run_watched(command, json.dumps(job), alive, limit)
-        if path.exists():
-            return json.loads(path.read_text())
-    message = f"the process ended with status {status}"
-    if status is None:
-        message = (
-            f"no progress for {limit} seconds, so the process was ended; standard error says where "
-            "it was; raise --watchdog if this is not a hang, 0 switches it off"
+def _earlier(file: ReportFile, how: How) -> Report | None:
+    """What is there already and stays. ConfigError if it is not to be lost."""
+    if how.add or how.resume:
+        return file.read("--resume" if how.resume else "--add")
+    report = file.read("--out")
+    if report is not None and report["left"] and any(r["status"] == "ok" for r in report["runs"]):
+        raise ConfigError(
+            f"--out: {file.path} is of a sweep that did not end, {report['left']} runs are "
+            "missing: --resume goes on, or delete it, or choose another --out"
         )
-    elif status == -signal.SIGKILL:
-        message = "the process was killed, as the system does when host memory runs out"
-    return {"status": "failed", "message": message}
+    return None
 
 
-def run_bench(
-    given: dict[str, Any],
-    file: Path | None,
-    *,
-    out: Path,
-    peers: Path | None,
-    steps: int,
-    repeats: int,
-    add: bool,
-    argv: list[str],
-) -> None:
-    """Measure every configuration, write `out`.md and `out`.json, and print the table.
+class Sweep:
+    """The runs of a sweep, and the report that it has come to.
 
-    given, file: as for read_runs. peers: JSON with `runs` of other programs and `floors`. steps:
-    timed in each of the repeats. add: to what the files hold already. They are written after every
-    run. Raises LlmqError at the end if a run failed; one that does not fit into memory is noted and
-    left out.
+    order: of all runs, pending: those that are still to be made. begun: the file is of this sweep.
     """
-    runs = read_runs(given, file)
-    facts = {"runs": [], "floors": []} if peers is None else read_facts(peers)
-    json_file = out.with_name(out.name + ".json")
-    earlier = _read_report(json_file) if add and json_file.exists() else None
-    check_writable("--out", out.parent)
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    invocation = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["llmq", *argv[1:]]),
-        "steps": steps,
-        "repeats": repeats,
-    }
-    new: dict[str, Any] = {"machine": None, "invocations": [invocation], "runs": []}
-    for index, options in enumerate(runs, 1):
-        run = describe(options) | {"options": options}
-        print(f"[{index}/{len(runs)}] {_title(run)} ...", file=sys.stderr, flush=True)
-        outcome = run_child(options, steps, repeats)
-        new["machine"] = outcome.pop("machine", None) or new["machine"]
-        device = (new["machine"] or {}).get("device")
-        run |= outcome  # and with it how many GPUs there were
+
+    def __init__(
+        self,
+        runs: list[Row],
+        how: How,
+        file: ReportFile,
+        earlier: Report | None,
+        facts: dict[str, Any],
+        argv: list[str],
+    ):
+        self.how, self.file, self.earlier, self.facts = how, file, earlier, facts
+        self.order = self.pending = runs
+        self.begun = False
+        self.predictions: dict[Hashable, Prediction] = {}
+        self.forecast = Forecast(WARM_UP + how.steps * how.repeats + EXTRA_STEPS)
+        self.machine: dict[str, Any] | None = None
+        self.differing: list[str] = []  # that it was told
+        invocation = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "command": shlex.join(["llmq", *argv[1:]]),
+            "steps": how.steps,
+            "repeats": how.repeats,
+        }
+        self.new: Report = {"machine": None, "invocations": [invocation], "runs": []}
+        self.shared = shared_flags([describe(options) for options in runs])
+
+    def make(self) -> None:
+        """All that is missing."""
+        if len(self.order) > 1 or self.how.plan_first or self.how.resume:
+            self._plan()
+        if self.how.resume and self.earlier is not None:
+            self._leave_what_is_done(self.earlier)
+        count, todo = len(self.order), list(self.pending)
+        for options in todo:
+            run = describe(options) | {"options": options}
+            number = f"[{count - len(self.pending) + 1}/{count}]"
+            if not self._tried(options):
+                prediction = self._prediction(options)
+                told = {"status": "does not fit", "message": f"{prediction['message']} (planned)"}
+                bytes_needed = {name: prediction[name] for name in ("device", "host")}
+                print(f"{number} {full_title(run, self.shared)}", file=sys.stderr)
+                self._finish(options, run | told | {"planned": bytes_needed})
+                continue
+            if count > 1:
+                self._write(running=options)
+            left = self.forecast.left(self._prediction(p) for p in self.pending if self._tried(p))
+            said = f"{number} {full_title(run, self.shared)}{left} ..."
+            print(said, file=sys.stderr, flush=True)
+            self._finish(options, run | self._measured(options))
+        if not todo:
+            self._write()
+
+    @property
+    def report(self) -> Report:
+        """Of this sweep, and of what was there before it."""
+        new = self.new | {"left": len(self.pending), "running": None}
+        report = new if self.earlier is None else merge(self.earlier, new)
+        return report if self.how.add else in_order(report, self.order)
+
+    def interrupted(self) -> None:
+        """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
+        if self.begun and self.pending:
+            self._write()
+            done = len(self.order) - len(self.pending)
+            told = f"{done} of {len(self.order)} runs are in {self.file.path}: --resume goes on"
+            print(told, file=sys.stderr)
+
+    def raise_failed(self) -> None:
+        """LlmqError if runs failed, in this sweep or before it was interrupted."""
+        ours = {identity(options) for options in self.order}
+        runs = [run for run in self.report["runs"] if identity(run["options"]) in ours]
+        failed = sum(run["status"] in FAILED for run in runs)
+        if failed:
+            again = "; --resume --retry makes them again" if self.how.resume else ""
+            told = f"{failed} of {len(self.order)} runs failed, {self.how.out}.md says why{again}"
+            raise LlmqError(told)
+
+    def _plan(self) -> None:
+        """Predictions of all, and with --plan-first another order: the fastest first."""
+        predictions, machine = predict(self.order)
+        names = map(identity, self.order)
+        self.predictions = dict(zip(names, predictions, strict=True))
+        self._compare_machines(machine)
+        if self.how.plan_first:
+            self.order = self.pending = sorted(self.order, key=self._speed, reverse=True)
+
+    def _prediction(self, options: Row) -> Prediction:
+        return self.predictions.get(identity(options), {})
+
+    def _tried(self, options: Row) -> bool:
+        """Whether a run is made, or left out because the plan says that it does not fit."""
+        fits = self._prediction(options).get("status") != "does not fit"
+        return fits or not self.how.plan_first
+
+    def _speed(self, options: Row) -> float:
+        """As predicted; what cannot be planned comes last, and says itself why."""
+        return self._prediction(options).get("tokens_per_second", 0.0)
+
+    def _leave_what_is_done(self, earlier: Report) -> None:
+        """Runs of the report are not made again; the one that was under way when it ended comes
+        last: it may be what ended it."""
+        again = FAILED if self.how.retry else ()
+        done = {identity(r["options"]) for r in earlier["runs"] if r["status"] not in again}
+        running = earlier["running"] and identity(earlier["running"])
+        missing = [options for options in self.order if identity(options) not in done]
+        self.pending = sorted(missing, key=lambda options: identity(options) == running)
+        ours = {identity(options) for options in self.order}
+        strangers = sum(identity(run["options"]) not in ours for run in earlier["runs"])
+        told = f"{len(self.order) - len(missing)} of {len(self.order)} runs are done"
+        if strangers:
+            told += f"; {strangers} runs of the report are not in this sweep, and stay"
+        print(told, file=sys.stderr)
+        for run in earlier["runs"]:
+            if "seconds" in run:
+                self._learn(run["options"], run)
+
+    def _measured(self, options: Row) -> dict[str, Any]:
+        """What becomes of a run that is made, and how long it took."""
+        start, how = time.monotonic(), self.how
+        outcome = run_child(options, how.steps, how.repeats, self._timeout(options))
+        self._compare_machines(outcome.pop("machine", None))
+        return outcome | {"seconds": round(time.monotonic() - start, 2)}
+
+    def _timeout(self, options: Row) -> float:
+        if self.how.timeout is not None:
+            return self.how.timeout
+        predicted = self._prediction(options)
+        if not predicted.get("on_gpu"):
+            return 0
+        steps = WARM_UP + self.how.steps * self.how.repeats + EXTRA_STEPS
+        return PATIENCE + SLOWER * steps * predicted["step_seconds"]
+
+    def _compare_machines(self, machine: dict[str, Any] | None) -> None:
+        """Note on which it is; ConfigError if what is there was measured on another one."""
+        if machine is None:
+            return
+        self.machine = machine
+        found = differences((self.earlier or {}).get("machine"), machine)
+        other = any(line.startswith("device ") for line in found)
+        if found and (self.how.add or other):
+            flag = "--add" if self.how.add else "--resume"
+            told = f"{flag}: {self.file.path} was measured on another machine ("
+            raise ConfigError(f"{told}{'; '.join(found)}): use another --out")
+        if found and found != self.differing:
+            warn([f"--resume: earlier runs are of other versions ({'; '.join(found)})"])
+            self.differing = found
+
+    def _finish(self, options: Row, run: dict[str, Any]) -> None:
+        """Note a run that is over, and see that it is on the disk."""
+        self.new["machine"] = self.new["invocations"][0]["machine"] = self.machine
+        device = (self.machine or {}).get("device")
         if run["gpus"] > 1:
-            run["flags"].setdefault("gpus", _flag("gpus", run["gpus"]))
-        run |= {"peers": peers_of(facts, device, run), "floor": floor_of(facts, device, run)}
-        new["runs"].append(run | {"invocation": 0})
-        report = new if earlier is None else merge(earlier, new)
+            run["flags"].setdefault("gpus", flag_of("gpus", run["gpus"]))
+        run |= {"peers": peers_of(self.facts, device, run)}
+        run |= {"floor": floor_of(self.facts, device, run), "invocation": 0}
+        self.new["runs"].append(run)
+        self.pending = [p for p in self.pending if p is not options]
+        self._learn(options, run)
         said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
         print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
-        write_file(json_file, json.dumps(report, indent=1) + "\n")
-        write_file(out.with_name(out.name + ".md"), markdown(report))
-    print(markdown(report))
-    failed = sum(run["status"] == "failed" for run in new["runs"])
-    if failed:
-        raise LlmqError(f"{failed} of {len(runs)} runs failed, {out}.md says why")
+        self._write()
 
+    def _learn(self, options: Row, run: dict[str, Any]) -> None:
+        """How long further runs will take."""
+        if run["status"] == "ok" and "seconds" in run:
+            step = statistics.median(run["result"]["step_seconds"])
+            self.forecast.finished(self._prediction(options), run["seconds"], step)
 
-def _read_report(path: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        return {key: report[key] for key in ("machine", "invocations", "runs")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--add: {path} is not a report of llmq bench ({error!r})") from None
-
-
-def merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """The runs of both reports, of equal ones the later, but a measured one before a failed one.
-
-    Raises ConfigError unless they were measured on the same kind of machine with the same versions.
-    """
-    machines = [m for m in (earlier["machine"], later["machine"]) if m is not None]
-    kinds = [[m["device"], (m["gpu"] or {}).get("driver"), m["versions"]] for m in machines]
-    if len(kinds) == 2 and kinds[0] != kinds[1]:
-        raise ConfigError(
-            f"--add: measured on {kinds[0]}, and now on {kinds[1]}: use another --out"
-        )
-
-    def config(run: dict[str, Any]) -> TrainConfig:  # without the log's name, made from the time
-        return replace(make_config(run["options"]), log_file=None)
-
-    again = [config(run) for run in later["runs"]]
-    measured = [config(run) for run in later["runs"] if run["status"] == "ok"]
-    first = len(earlier["invocations"])
-    runs = [
-        run
-        for run in earlier["runs"]
-        if config(run) not in (measured if run["status"] == "ok" else again)
-    ]
-    runs += [run | {"invocation": run["invocation"] + first} for run in later["runs"]]
-    invocations = earlier["invocations"] + later["invocations"]
-    used = sorted({run["invocation"] for run in runs})
-    return {
-        "machine": machines[-1] if machines else None,
-        "invocations": [invocations[index] for index in used],
-        "runs": [run | {"invocation": used.index(run["invocation"])} for run in runs],
-    }
-
-
-# ------------------------------------------------------------------------------------------------
-# The table
-
-
-def _title(run: dict[str, Any]) -> str:
-    return f"{run['model']} {run['dtype']} {run['batch']} x {run['accumulation']}"
-
-
-def _over(run: dict[str, Any], other: float | None) -> str:
-    """Another speed, and ours in relation to it."""
-    if other is None:
-        return ""
-    return f"{other / 1e3:.1f}k ({run['result']['tokens_per_second'] / other:.2f}x)"
-
-
-def _memory(run: dict[str, Any]) -> str:
-    memory = run["result"]["memory"]
-    used, planned = memory["used"], memory["planned"]
-    text = f"{planned / GIB:.2f}" if used is None else f"{used / GIB:.2f} ({used / planned:.3f}x)"
-    return text + ("" if memory["as_planned"] else "*")
-
-
-def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], str]:
-    """The cell of a number of the result, times scale; empty where it is not known."""
-
-    def cell(run: dict[str, Any]) -> str:
-        value = run["result"][name]
-        return "" if value is None else form.format(scale * value)
-
-    return cell
-
-
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tok/s": _number("tokens_per_second", "{:,.0f}"),
-    "±": _number("spread", "{:.1%}"),
-    "SOL": _number("sol_percent", "{:.1f}%"),
-    "TFLOP/s": _number("tflops", "{:.3g}"),
-    "of floor": lambda run: _over(run, run["floor"]),
-    "memory, GiB": _memory,
-    "mJ/token": _number("joules_per_token", "{:.2f}", 1000),
-    "idle": _number("kernel_idle", "{:.1%}"),
-    "Python": _number("python_busy", "{:.1%}"),
-    "waits": _number("waits_per_step", "{}"),
-    "start, s": _number("first_step_seconds", "{:.1f}"),
-}
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The report for people. Flags that all runs share stand above the table."""
-    runs = report["runs"]
-    flags = [run["flags"] for run in runs]
-    shared = {k: v for k, v in flags[0].items() if all(f.get(k) == v for f in flags)}
-    systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
-    measured = [run for run in runs if run["status"] == "ok"]
-    cells = [
-        {
-            "model": run["model"],
-            "dtype": run["dtype"],
-            "batch": f"{run['batch']} x {run['accumulation']}",
-            "flags": " ".join(v for k, v in run["flags"].items() if k not in shared),
-            **{name: cell(run) for name, cell in _COLUMNS.items()},
-            **{name: _over(run, run["peers"].get(name)) for name in systems},
-        }
-        for run in measured
-    ]
-    names = [n for n in (cells[0] if cells else []) if any(row[n] for row in cells)]
-    rows = [names, ["---"] * len(names), *([row[name] for name in names] for row in cells)]
-    table = ["| " + " | ".join(row) + " |" for row in rows] if cells else []
-    notes = [
-        f"- {_title(run)}: {run['status']}: {run['message']}"
-        for run in runs
-        if run["status"] != "ok"
-    ]
-    blocks = [
-        _heading(report),
-        f"All runs: {' '.join(shared.values())}" if shared else "",
-        "\n".join(table),
-        "\n".join(notes),
-        EXPLANATION if cells else "",
-    ]
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _heading(report: dict[str, Any]) -> str:
-    machine = report["machine"]
-    lines = [
-        f"`{i['command']}`, {i['date']}, {i['repeats']} x {i['steps']} steps"
-        for i in report["invocations"]
-    ]
-    if len(lines) > 1:
-        lines = [f"- {line}" for line in lines] + [""]
-    if machine is not None:
-        driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
-        device = machine["device"] + (f", driver {driver}" if driver else "")
-        lines.insert(0, f"# {device}\n")
-        lines.append("; ".join(f"{name} {value}" for name, value in machine["versions"].items()))
-    return "\n".join(lines)
+    def _write(self, running: Row | None = None) -> None:
+        self.begun = True
+        self.file.write(self.report | {"running": running})

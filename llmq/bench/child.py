@@ -1,4 +1,4 @@
-"""A child process that is ended when it shows no more progress.
+"""A child process that is ended when it shows no more progress, and what it said at last.
 
 The child says by a file that it goes on: it gives it a new modification time.
 """
@@ -6,44 +6,155 @@ The child says by a file that it goes on: it gives it a new modification time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import os
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from llmq.config.options_io import make_config
 
 POLL = 0.5  # seconds
 LAST_WORDS = 2.0  # seconds from the signal to say where it is until it is ended
+KEPT_BYTES = 8192  # of what it printed
+KEPT_LINES = 40
+CHILD = (sys.executable, "-m", "llmq.bench.measure")
+WARM_UP = 3  # steps: launched one by one, captured, replayed
+EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
+START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
+
+
+class Ended(NamedTuple):
+    """status: of its exit; None: it had to be ended. late: because its time was over, not because
+    it made no progress. words: the last lines that it printed."""
+
+    status: int | None
+    late: bool
+    words: list[str]
 
 
 def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int | None:
-    """Run it to its end and return its exit status; None if it had to be ended.
+    """As `watched`, without a limit for the whole; only its exit status."""
+    return watched(command, text, alive, limit).status
 
-    text: its standard input. Its standard output goes to our standard error. alive: the file that
-    it touches. limit: seconds from one touch to the next, after which it first gets SIGUSR1, for
-    which it may print where it is; 0: as long as it takes.
+
+def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
+    """Run it to its end.
+
+    text: its standard input. What it prints goes to our standard error. alive: the file that it
+    touches. limit: seconds from one touch to the next, timeout: of the whole, after which it first
+    gets SIGUSR1, for which it may print where it is; 0: as long as it takes.
     """
     alive.touch()
     touched, progress = alive.stat().st_mtime_ns, time.monotonic()
+    start, late = progress, False
     with tempfile.TemporaryFile("w+") as file:  # whatever its size, and when the child reads it
         file.write(text)
         file.seek(0)
-        process = subprocess.Popen(command, stdin=file, stdout=2)
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # what is killed prints all the same
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
+    said = bytearray()
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, said), daemon=True)
+    reader.start()
+    status = None
     try:
         while limit == 0 or time.monotonic() - progress < limit:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(POLL)
+                status = process.wait(POLL)
+                break
+            if late := 0 < timeout <= time.monotonic() - start:
+                break
             if (now := alive.stat().st_mtime_ns) != touched:
                 touched, progress = now, time.monotonic()
-        process.send_signal(signal.SIGUSR1)
-        _wait(process)
-        return None
+        if status is None:
+            process.send_signal(signal.SIGUSR1)
+            _wait(process)
     finally:
         process.kill()
         _wait(process)
+        reader.join(LAST_WORDS)
+    words = [line.rstrip() for line in said.decode(errors="replace").splitlines()]
+    return Ended(status, late, [line for line in words if line][-KEPT_LINES:])
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
     """For a while: what hangs in a driver does not even end when it is killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(LAST_WORDS)
+
+
+def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
+    """To our standard error as it comes; the last of it stays in `said`."""
+    while data := os.read(pipe.fileno(), 1 << 16):
+        said += data
+        del said[:-KEPT_BYTES]
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            while data:
+                data = data[os.write(2, data) :]
+    pipe.close()
+
+
+def end_with(parent: int | None) -> None:
+    """End this process when its parent ends, however that does: the GPU must not stay in use.
+
+    parent: the process id that is the parent's as long as it lives.
+    """
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+# ------------------------------------------------------------------------------------------------
+# The child that measures
+
+
+def run_child(
+    options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
+) -> dict[str, Any]:
+    """What one child measured: `status` and the rest as llmq/bench/measure.py writes it.
+
+    timeout: seconds, 0: no limit but that of --watchdog. A status that says nothing of a speed has
+    a `message`, and where the child printed something its `last_words`, a list of lines.
+    """
+    watchdog = make_config(options).watchdog
+    limit = watchdog + START_SECONDS if watchdog else 0
+    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
+        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
+        job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
+        job["parent"] = os.getpid()
+        command = [*CHILD, str(path), str(alive)]
+        try:
+            ended = watched(command, json.dumps(job), alive, limit, timeout)
+        except OSError as error:  # there is no memory for a process, say
+            return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
+        if path.exists():
+            outcome = json.loads(path.read_text())
+        else:
+            outcome = _without_result(ended, limit, timeout)
+    said = outcome["status"] in ("failed", "hung") and ended.words
+    return outcome | ({"last_words": ended.words} if said else {})
+
+
+def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any]:
+    """Of a child that wrote none."""
+    if ended.status is None:
+        why, flag = f"no progress for {limit} seconds", "--watchdog"
+        if ended.late:
+            why, flag = f"not done after {timeout:.0f} seconds", "--timeout"
+        told = f"{why}, so the process was ended; raise {flag} if this is not a hang, 0 switches "
+        return {"status": "hung", "message": told + "it off"}
+    message = f"the process ended with status {ended.status}"
+    if ended.status == -signal.SIGKILL:
+        message = "the process was killed, as the system does when host memory runs out"
+    return {"status": "failed", "message": message}

@@ -1,10 +1,11 @@
 """How fast the real step is: one configuration on random tokens, timed in a process of its own.
 
 `python -m llmq.bench.measure RESULT ALIVE` reads a job as JSON from standard input: `options` by
-flag name, `steps` and `repeats` to time, and `started`, the time at which the process was asked
-for. It writes JSON to the file RESULT: `status` ("ok", "does not fit", "failed"), and `message`, or
-`result`, `machine` and `gpus`, how many were used. While the ranks make progress it touches the
-file ALIVE, and at SIGUSR1 it prints where all threads are.
+flag name, `steps` and `repeats` to time, `started`, the time at which the process was asked for,
+and `parent`, the process that asked, with which it ends. It writes JSON to the file RESULT:
+`status` ("ok", "does not fit", "failed"), and `message`, or `result`, `machine` and `gpus`, how
+many were used. While the ranks make progress it touches the file ALIVE, and at SIGUSR1 it prints
+where all threads are.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
+from llmq.bench.child import EXTRA_STEPS, WARM_UP, end_with
 from llmq.config.adapters import adapters_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
+from llmq.config.rig_cards import card_here
 from llmq.model.step import Result
+from llmq.plan.cost import step_time
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
+from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 from llmq.train.batches import random_batch
 from llmq.train.model_of_run import model_of_run
-from llmq.train.monitor import GpuMonitor, open_monitor, speed_of_light, system_record
+from llmq.train.monitor import speed_of_light, system_record
+from llmq.train.sensors import open_sensors
 from llmq.train.trainer import Trainer
-
-WARM_UP = 3  # steps: launched one by one, captured, replayed
-EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 
 
 def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
@@ -143,11 +146,11 @@ def measure(
         first_step = time.time() - started
         for _ in range(WARM_UP - 1):
             trainer.step(batches)
-        monitors = [open_monitor(device) for device in trainer.ranks.devices]
-        energy = _joules(monitors)
+        sensors = open_sensors(trainer.ranks.devices)
+        sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
-        used = None if energy is None else _joules(monitors) - energy
-        gpu = None if monitors[0] is None else monitors[0].sample()
+        used = None if energy is None else _joules(sources) - energy
+        gpu = None if sources[0] is None else sensors.take()[0]
         seconds = [pair[0] for pair in timed]
         step, loss = statistics.median(seconds), timed[-1][1].loss
         if not np.isfinite(loss):
@@ -163,6 +166,7 @@ def measure(
         result = {
             "tokens_per_second": tokens / step,
             "spread": (max(seconds) - min(seconds)) / step,
+            "predicted": None if dev.kind != "cuda" else predicted_speed(trainer),
             "step_seconds": seconds,
             "sol_percent": None if light is None else light.percent(tokens, step * 1e3),
             "tflops": flops * tokens / step / 1e12,
@@ -175,16 +179,21 @@ def measure(
             "loss": loss,
             "gpu": gpu,
         }
-        machine = _machine(trainer, monitors[0])
-        for monitor in monitors:
-            if monitor is not None:
-                monitor.close()
+        machine = _machine(trainer, sources[0])
+        sensors.close()
     return {"result": result, "machine": machine, "gpus": trainer.world_size}
 
 
-def _joules(monitors: list[GpuMonitor | None]) -> float | None:
+def predicted_speed(trainer: Trainer) -> float:
+    """Tokens per second, as `llmq plan` says for this card."""
+    dev = trainer.dev
+    card = card_here(dev.spec, trainer.world_size, cuda=dev.kind == "cuda")
+    return trainer.plan.tokens / step_time(trainer.plan, card).total
+
+
+def _joules(gpus: list[NvmlGpu | None]) -> float | None:
     """What all GPUs have used so far; None where one of them does not say."""
-    readings = [None if monitor is None else monitor.joules() for monitor in monitors]
+    readings = [None if gpu is None else gpu.joules() for gpu in gpus]
     return None if None in readings else sum(readings)
 
 
@@ -201,14 +210,17 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
     return memory
 
 
-def _machine(trainer: Trainer, monitor: GpuMonitor | None) -> dict[str, Any]:
+def _machine(trainer: Trainer, source: NvmlGpu | None) -> dict[str, Any]:
     """What the run depended on besides the options."""
-    versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     dev = trainer.dev
-    if dev.kind != "cuda":
-        return {"device": dev.spec.name, "gpu": None, "versions": versions}
-    gpu = system_record(dev.index, gpu_info(dev.index), monitor)
-    return {"device": dev.spec.name, "gpu": gpu, "versions": versions | library_versions()}
+    gpu = None if dev.kind != "cuda" else system_record(dev.index, gpu_info(dev.index), source)
+    return {"device": dev.spec.name, "gpu": gpu, "versions": versions_of(dev.kind)}
+
+
+def versions_of(kind: str) -> dict[str, str]:
+    """Of what a run on this kind of device depends on."""
+    versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    return versions | (library_versions() if kind == "cuda" else {})
 
 
 def _show_progress(trainer: Trainer, alive: Path) -> None:
@@ -227,6 +239,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     job = json.load(sys.stdin)
+    end_with(job.pop("parent", None))
     try:
         outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
     except OutOfMemory as error:

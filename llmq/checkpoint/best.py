@@ -8,9 +8,10 @@ from pathlib import Path
 
 from llmq.base.errors import ConfigError
 from llmq.base.files import write_file
+from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
+from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.store import checkpoints_by_name
-from llmq.runtime.processes import processes
 
 NOTE = "best.json"
 _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
@@ -27,29 +28,36 @@ class Best:
     the others --eval-num-steps batches.
     """
 
-    def __init__(self, metric: str | None, directory: Path, known: list[str]):
+    def __init__(
+        self, metric: str | None, directory: Path, known: list[str], disks: Disks = ONE_DISK
+    ):
         """known: all metrics of the run; ConfigError if there is none of this name."""
         if metric is not None and metric not in known:
             names = ", ".join(known) or "none: give --eval-file or --eval-task"
             raise ConfigError(f"--keep-best: the run measures no {metric!r}; there are {names}")
-        self.metric, self.directory = metric, directory
+        self.metric, self.directory, self._disks = metric, directory, disks
         self.step: int | None = None
         self._value, self._size = math.nan, 0
 
     def resume(self, run: RunId, steps_done: int) -> None:
         """Take what an earlier part of the run has noted, if its checkpoint is still there.
 
-        Where steps are made again that come before it, it is forgotten.
+        Where steps are made again that come before it, it is forgotten. All processes call it.
         """
-        self.step = None
+        found = self._disks.each(lambda: self._noted(run, steps_done))
+        note = next((note for note in found if note is not None), None)
+        self.step, self._value, self._size = note or (None, self._value, self._size)
+
+    def _noted(self, run: RunId, steps_done: int) -> tuple[int, float, int] | None:
+        """Step, value and size."""
+        note = json_object(self.directory / NOTE)
         try:
-            note = json.loads((self.directory / NOTE).read_text())
-            step, value, size = int(note["step"]), float(note["value"]), int(note["size"])
+            found = int(note["step"]), float(note["value"]), int(note["size"])
             known = run.owns(RunId.of(note["run"])) and note["metric"] == self.metric
-        except (OSError, ValueError, LookupError, TypeError):
-            return
-        if known and step <= steps_done and step in checkpoints_by_name(self.directory):
-            self.step, self._value, self._size = step, value, size
+        except (ValueError, LookupError, TypeError):
+            return None
+        there = known and found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
+        return found if there else None
 
     def improves(self, found: Found) -> bool:
         """Whether the metric is among these numbers, and better than before."""
@@ -63,7 +71,8 @@ class Best:
         return better and size == self._size
 
     def note(self, found: Found, step: int, run: RunId) -> None:
-        """The checkpoint of this step, which is there, is the best from now on."""
+        """The checkpoint of this step, which is there, is the best from now on. All processes call
+        it; DiskError where it cannot be noted."""
         self.step, (self._value, self._size) = step, found[self.metric]
         note = {
             "metric": self.metric,
@@ -73,12 +82,9 @@ class Best:
             "run": run.record(),
         }
         text = json.dumps(note, indent=2) + "\n"
-        processes().on_first(lambda: write_file(self.directory / NOTE, text))
+        self._disks.each(lambda: write_file(self.directory / NOTE, text))
 
 
 def best_owner(directory: Path) -> RunId | None:
     """Whose note of the best checkpoint it is; None where it does not say so."""
-    try:
-        return RunId.of(json.loads((directory / NOTE).read_text())["run"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    return RunId.of(json_object(directory / NOTE).get("run"))

@@ -16,7 +16,7 @@ _ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer a
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
-_ROUNDING_OF_RANKS = ("shard_gradients", "all_to_all_reduce")
+_ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce")
 
 
 _OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank")

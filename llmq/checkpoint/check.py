@@ -6,22 +6,24 @@ exported is compared with checksums. Of others it is said what can be told witho
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmq.base.errors import LlmqError
+from llmq.base.json_file import json_object
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_FILE
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
+from llmq.checkpoint.manifest import MANIFEST as CHECKPOINT
+from llmq.checkpoint.manifest import read_manifest as read_checkpoint_manifest
 from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.checkpoint.store import list_checkpoints, saved_slabs
+from llmq.checkpoint.verify import absent_machines, damage, digest_of_file, part_of, written_on
 from llmq.config.presets import resolve_model
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
@@ -146,11 +148,30 @@ def _tokenized(path: Path) -> str:
 
 
 def _checkpoint(path: Path) -> str:
+    document = read_checkpoint_manifest(path / CHECKPOINT)
+    here = part_of(path, document).here
+    away = absent_machines(document, here)
+    if here and away:
+        return _part(path, document, here, away)
     with CheckpointReader(path) as reader:
         for param in (p for slab in saved_slabs(reader.manifest) for p in slab.params):
             if not all_finite(reader.read("weights", param)):
                 raise LlmqError(f"checkpoint '{path}': {param.name} holds NaN or infinity")
         return f"step {reader.step}, checksums agree, all weights are finite"
+
+
+def _part(path: Path, document: dict[str, Any], here: int, away: list[str]) -> str:
+    """Of a checkpoint, what one machine has of those on which it was written."""
+    files = [e for i, e in enumerate(document["files"]) if written_on(document, e) not in away]
+    problem = damage(path, files)
+    if problem is not None:
+        raise LlmqError(problem)
+    machines = ", ".join(f"'{name}'" for name in away)
+    count = f"{len(files)} of {len(document['files'])} files"
+    return (
+        f"a part of step {document['run']['step']}, {count}, whose checksums agree; the others "
+        f"were written on machine {machines}"
+    )
 
 
 def _model(path: Path) -> str:
@@ -173,24 +194,18 @@ def _sums(directory: Path) -> str:
     """What was found of the SHA-256 that an export's run has noted."""
     recorded = _recorded(directory)
     for name, digest in recorded.items():
-        path = directory / name
-        try:
-            with open(path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
-        if found != digest:
-            raise LlmqError(f"'{path}' is damaged: wrong checksum; export the model again")
+        if digest_of_file(directory / name) != digest:
+            raise LlmqError(
+                f"'{directory / name}' is damaged: wrong checksum; export the model again"
+            )
     return "checksums agree" if recorded else f"no checksums in {RUN_FILE}"
 
 
 def _recorded(directory: Path) -> dict[str, str]:
     """SHA-256 by name of the files of weights, where the model's run has noted them."""
-    try:
-        found = json.loads((directory / RUN_FILE).read_bytes()).get("sha256", {})
-        return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
+    found = json_object(directory / RUN_FILE).get("sha256")
+    found = found if isinstance(found, dict) else {}
+    return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
 
 
 def _safetensors(path: Path) -> str:

@@ -14,16 +14,12 @@ one for each 128 of its elements. Until it is complete the directory is called s
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +33,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.base.run_id import RunId
-from llmq.checkpoint.base_id import HASH_THREADS
-from llmq.checkpoint.folder import is_complete
+from llmq.checkpoint.folder import check_own
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -47,6 +42,7 @@ from llmq.checkpoint.safetensors_file import (
     TensorSpec,
     write_safetensors,
 )
+from llmq.checkpoint.verify import problem_of
 from llmq.config.model import ModelConfig
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
@@ -108,22 +104,22 @@ def stored_values(group: str, param: Param) -> int:
 class CheckpointWriter:
     """Writes one checkpoint; each rank has its own writer.
 
+    path: of the checkpoint; temporary: until it is complete.
     Every rank calls `write` once per group. When all have, rank 0 calls `commit` with the entries
-    of all. Nothing under the final name changes before that.
+    of all; where machines have directories of their own, see `commit_together` in parts.py. Nothing
+    under the final name changes before that.
     """
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
         self.path = directory / f"step_{step:08d}"
         self.step, self.rank, self.world = step, rank, world
-        self._temporary = self.path.with_name(self.path.name + ".tmp")
-        with disk_errors(self._temporary):
+        self.temporary = self.path.with_name(self.path.name + ".tmp")
+        with disk_errors(self.temporary):
             make_directory(directory)
-            self._temporary.mkdir(exist_ok=True)
-            if self._temporary.is_symlink():  # what is there would be deleted
-                raise FileExistsError(errno.EEXIST, "it is a link")
+            check_own(self.temporary)  # what is there would be deleted
+            self.temporary.mkdir(exist_ok=True)
         with disk_errors(self.path):
-            if os.path.lexists(self.path) and not is_complete(self.path):  # it would be replaced
-                raise FileExistsError(errno.EEXIST, "it is no checkpoint: move it away")
+            check_own(self.path)
 
     def write(
         self,
@@ -158,7 +154,7 @@ class CheckpointWriter:
         name = f"{group}.shard_{self.rank:03d}_of_{self.world:03d}.safetensors"
         metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
         try:
-            with replacing(self._temporary / name) as file:
+            with replacing(self.temporary / name) as file:
                 sink = HashingSink(file)
                 write_safetensors(sink, specs, arrays, metadata)
         except BaseException:
@@ -167,19 +163,25 @@ class CheckpointWriter:
             raise
         return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
 
-    def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
-        """Make the checkpoint visible, in place of one of the same step; returns its path.
+    def document(
+        self,
+        manifest: Manifest,
+        entries: Iterable[FileEntry],
+        machines: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """The content of checkpoint.json. entries: what every `write` returned, of every rank.
 
-        Rank 0 only. entries: what every `write` returned, of every rank. Raises like `write`.
+        machines: where each rank has written, if that is not one directory.
         """
         entries = sorted(entries)
         for group in {e.group for e in entries} | set(GROUPS):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
-                raise ValueError(f"CheckpointWriter.commit: not every rank has written {group}")
+                raise ValueError(f"CheckpointWriter: not every rank has written {group}")
         run = manifest.run.record() if manifest.run else {}
+        apart = {} if machines is None else {"machines": list(machines)}
         document = {
             "version": VERSION,
-            "distributed": {"world": self.world},
+            "distributed": {"world": self.world, **apart},
             "run": {"step": self.step, "state": manifest.state, **run},
             "data-loader": manifest.loader,
             "model": manifest.model.to_hf(),
@@ -189,16 +191,27 @@ class CheckpointWriter:
             **({} if manifest.base is None else {"base": manifest.base}),
             "files": [e._asdict() for e in entries],
         }
-        names = {e.name for e in entries}
+        return document | {"sha256": digest_of(document)}
+
+    def finish(self, document: dict[str, Any]) -> None:
+        """Complete what is not visible yet. Called once for each directory; raises like `write`."""
+        names = {entry["name"] for entry in document["files"]}
+        with disk_errors(self.temporary):
+            for path in self.temporary.iterdir():
+                if path.name not in names:  # of a killed run, perhaps with other ranks
+                    path.unlink()
+        write_file(self.temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
+
+    def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
+        """Make the checkpoint visible, in place of one of the same step; returns its path.
+
+        Rank 0 only, where all ranks have written into one directory. Raises like `write`.
+        """
+        document = self.document(manifest, entries)
         try:
-            with disk_errors(self._temporary):
-                for path in self._temporary.iterdir():
-                    if path.name not in names:  # of a killed run, perhaps with other ranks
-                        path.unlink()
-            document["sha256"] = digest_of(document)
-            write_file(self._temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
+            self.finish(document)
             with disk_errors(self.path):
-                publish_directory(self._temporary, self.path)
+                publish_directory(self.temporary, self.path)
         except BaseException:
             self.discard()
             raise
@@ -206,14 +219,22 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Give up: remove what was written by any rank."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class Content(NamedTuple):
+    """What a file holds. ranges: first value, the one behind the last, and size of the whole, by
+    parameter. dtype: the label of their type, "" if there is none."""
+
+    ranges: dict[str, list[int]]
+    dtype: str
 
 
 class _Piece(NamedTuple):
     start: int
     stop: int
     size: int
-    file: SafetensorsFile
+    file: str
 
 
 class CheckpointReader:
@@ -222,11 +243,15 @@ class CheckpointReader:
     path; step; world: ranks that wrote it; manifest.
     """
 
-    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, path: Path, elsewhere: Mapping[str, Content] | None = None) -> None:
         """Check every file's size and checksum; LlmqError names the one that is damaged.
 
-        share: (i, n) checks the i-th, the i + n-th and so on, where n processes check it together.
+        elsewhere: what files hold that are not here; then nothing is checked, because all processes
+        have done that together (see parts.py).
         """
+        problem = problem_of(path) if elsewhere is None else None
+        if problem is not None:
+            raise LlmqError(problem)
         self.path = path
         document = read_manifest(path / MANIFEST)
         self.step: int = document["run"]["step"]
@@ -241,19 +266,36 @@ class CheckpointReader:
             tokenizer_id=document.get("tokenizer-id"),
             base=document.get("base"),
         )
-        entries = [FileEntry(**entry) for entry in document["files"]]
-        _verify(path, entries[share[0] :: share[1]])
-        self._files: list[SafetensorsFile] = []
+        elsewhere = elsewhere or {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
-        for entry in entries:
-            file = SafetensorsFile(path / entry.name)
-            self._files.append(file)
+        self._dtypes: dict[str, np.dtype] = {}
+        for entry in (FileEntry(**entry) for entry in document["files"]):
+            content = elsewhere.get(entry.name)
+            if content is None:
+                self.add(path / entry.name)
+                content = self.content(entry.name)
             group = self._pieces.setdefault(entry.group, {})
-            for name, (start, stop, size) in _ranges(file).items():
-                group.setdefault(name, []).append(_Piece(start, stop, size, file))
+            for name, (start, stop, size) in content.ranges.items():
+                group.setdefault(name, []).append(_Piece(start, stop, size, entry.name))
+            if content.dtype:
+                self._dtypes[entry.group] = NUMPY_DTYPES[content.dtype]
         for group in self._pieces.values():
             for pieces in group.values():
                 pieces.sort(key=lambda piece: piece.start)
+
+    def add(self, path: Path) -> None:
+        """Read the file of this name there from now on."""
+        self._files[path.name] = SafetensorsFile(path)
+
+    def content(self, name: str) -> Content:
+        """Of a file that is here."""
+        return content_of(self._files[name])
+
+    def lacks(self, group: str, ranges: Iterable[Range]) -> set[str]:
+        """Names of the files that hold some of these values and are not here."""
+        covers = (self._cover(group, *found) for found in ranges)
+        return {piece.file for cover in covers for piece, _, _ in cover} - self._files.keys()
 
     @property
     def groups(self) -> set[str]:
@@ -294,14 +336,13 @@ class CheckpointReader:
         out = np.zeros(stop - start, self.dtype(group))
         for piece, first, last in cover:
             at = first - piece.start
-            values = piece.file.read(param.name, at, at + last - first)
+            values = self._files[piece.file].read(param.name, at, at + last - first)
             out[first - start : last - start] = values
         return out
 
     def dtype(self, group: str) -> np.dtype:
         """Of every tensor of a group."""
-        name, pieces = next(iter(self._pieces[group].items()))
-        return NUMPY_DTYPES[pieces[0].file.tensors[name].dtype]
+        return self._dtypes[group]
 
     def _cover(
         self, group: str, param: Param, start: int, stop: int
@@ -332,7 +373,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Give the file descriptors back."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
     def __enter__(self) -> CheckpointReader:
@@ -342,17 +383,8 @@ class CheckpointReader:
         self.close()
 
 
-def read_back(path: Path) -> None:
-    """LlmqError names the file of a checkpoint that is damaged; all of them are read."""
-    try:
-        entries = [FileEntry(**entry) for entry in read_manifest(path / MANIFEST)["files"]]
-    except (LookupError, TypeError) as error:
-        raise LlmqError(f"'{path / MANIFEST}' is damaged ({error}): use another one") from error
-    _verify(path, entries)
-
-
-def _ranges(file: SafetensorsFile) -> dict[str, list[int]]:
-    """First value, the one behind the last, and size of the whole, by parameter. LlmqError."""
+def content_of(file: SafetensorsFile) -> Content:
+    """LlmqError if it does not say what it holds."""
     try:
         found = json.loads(file.metadata["ranges"])
         for start, stop, size in found.values():
@@ -360,36 +392,8 @@ def _ranges(file: SafetensorsFile) -> dict[str, list[int]]:
                 raise ValueError(f"{start} to {stop} of {size}")
         if found.keys() != file.tensors.keys():
             raise ValueError("other names than those of the tensors")
-        return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LlmqError(
             f"'{file.path}' does not say what it holds ({error}); use another checkpoint"
         ) from error
-
-
-def _verify(directory: Path, entries: list[FileEntry]) -> None:
-    for entry in entries:
-        path = directory / entry.name
-        if not path.exists():
-            raise LlmqError(f"checkpoint file '{path}' is missing; use another checkpoint")
-        num_bytes = path.stat().st_size
-        if num_bytes != entry.bytes:
-            raise LlmqError(
-                f"checkpoint file '{path}' has {num_bytes} bytes instead of {entry.bytes}; use "
-                "another checkpoint"
-            )
-
-    def check(entry: FileEntry) -> None:
-        path = directory / entry.name
-        try:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
-        if digest != entry.sha256:
-            raise LlmqError(
-                f"checkpoint file '{path}' is damaged: wrong checksum; use another checkpoint"
-            )
-
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        list(pool.map(check, entries))
+    return Content(found, next((tensor.dtype for tensor in file.tensors.values()), ""))

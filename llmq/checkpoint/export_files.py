@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from llmq.base.files import disk_errors
+from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
 from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE
-from llmq.data.tokenizer import HfTokenizer, Tokenizer
+from llmq.data.tokenizer import (
+    HfTokenizer,
+    Tokenizer,
+    copy_tokenizer_files,
+    tokenizer_names,
+)
 from llmq.data.tokenizer_config import take_as_it_is
 
 CONFIG_FILE = "config.json"
@@ -31,7 +35,7 @@ def run_record(**origin: Any) -> dict[str, Any]:
 
 def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
     """What an export replaces if this tokenizer comes with it."""
-    brings = _tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
+    brings = tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
     return tuple(HfTokenizer.FILES) if brings else ()
 
 
@@ -55,23 +59,7 @@ def exported_files(directory: Path) -> list[Path]:
 
 def export_owner(directory: Path) -> RunId | None:
     """Whose export a model directory is; None if no run of an id wrote it."""
-    try:
-        return RunId.of(json.loads((directory / RUN_FILE).read_bytes())["run"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files a model directory has; returns their names."""
-    names = _tokenizer_names(source)
-    for name in names:
-        with disk_errors(target / name):
-            shutil.copyfile(source / name, target / name)
-    return names
-
-
-def _tokenizer_names(source: Path) -> list[str]:
-    return [name for name in HfTokenizer.FILES if (source / name).is_file()]
+    return RunId.of(json_object(directory / RUN_FILE).get("run"))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Links are the user's: what they point to is read, but neither changed nor delete
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.files import retired_path
 from llmq.checkpoint.manifest import MANIFEST
 
-_UNFINISHED = re.compile(r"step_\d{8,}\.tmp")
+_UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
 
@@ -63,11 +64,21 @@ def _is_own(path: Path) -> bool:
     try:
         with os.scandir(path) as found:
             return not path.is_symlink() and all(
-                entry.is_file(follow_symlinks=False) and _OWN_FILE.fullmatch(entry.name)
+                (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path))
+                and _OWN_FILE.fullmatch(entry.name)
                 for entry in found
             )
     except OSError:
         return False
+
+
+def check_own(path: Path) -> None:
+    """Before a checkpoint is written there: FileExistsError if something else has that name.
+
+    Other ranks may be writing into it.
+    """
+    if os.path.lexists(path) and not _is_own(path) and os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "it is no folder of a checkpoint's: move it away")
 
 
 def delete(paths: Iterable[Path]) -> list[Path]:

@@ -68,14 +68,23 @@ class HfTensor:
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values in the stored dtype."""
-        with suppress(FileNotFoundError):  # what is mapped stays
-            # The system ends a process that reads a mapping beyond the end of its file.
-            if self.path.stat().st_size < self._file_bytes:
-                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
+        self.check_length()
         step = max(_PIECE_ELEMENTS // prod(self.shape[1:]), 1)
         for start in range(0, self.shape[0], step):
             rows = slice(start, min(start + step, self.shape[0]))
             yield rows, self._lazy[rows]
+
+    def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:
+        """These rows; transposed: these columns, as rows."""
+        self.check_length()
+        return self._lazy[:, start:stop].T if transposed else self._lazy[start:stop]
+
+    def check_length(self) -> None:
+        """LlmqError if the file has become shorter."""
+        with suppress(FileNotFoundError):  # what is mapped stays
+            # The system ends a process that reads a mapping beyond the end of its file.
+            if self.path.stat().st_size < self._file_bytes:
+                raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
 
 
 class HfWeights:
@@ -178,7 +187,7 @@ class HfWeights:
 
     def _check_part(self, stored: str, param: Param, part: HfPart) -> None:
         tensor = self._where[stored]
-        expected = _part_shape(param, part)
+        expected = stored_shape(param, part)
         if tensor.shape != expected:
             raise LlmqError(
                 f"'{tensor.path}': {stored} has shape {list(tensor.shape)}, but config.json asks "
@@ -192,12 +201,11 @@ class HfWeights:
 
     def _check_tied_head(self, embed: str) -> None:
         head = self._where["lm_head.weight"]
-        for (_, a), (_, b) in zip(self._where[embed].pieces(), head.pieces(), strict=True):
-            if not np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True):
-                raise LlmqError(
-                    f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
-                    "tie_word_embeddings: true; set it to false to train both"
-                )
+        if not same_values(self._where[embed], head):
+            raise LlmqError(
+                f"'{head.path}': lm_head.weight differs from {embed}, but config.json says "
+                "tie_word_embeddings: true; set it to false to train both"
+            )
 
     def read(self, param: Param) -> np.ndarray:
         """One parameter in its shape, padding zero; BF16 where stored so, else F32.
@@ -211,13 +219,33 @@ class HfWeights:
             tensor, target = self._where[name], out[part.start : part.stop]
             target = target.T if part.transposed else target
             for rows, values in tensor.pieces():
-                if not all_finite(values):
-                    raise LlmqError(
-                        f"'{tensor.path}': {name} holds NaN or infinity: the model is damaged, "
-                        "copy it again or use another one"
-                    )
+                self._check_finite(name, values)
                 target[part.rows_of(rows, len(target))] = values
         return out
+
+    def elements(self, param: Param, start: int, stop: int) -> np.ndarray:
+        """Elements [start, stop) of a matrix without padding, flat: as `read`, of a few rows."""
+        columns, found = param.size // param.shape[0], []
+        first, last = start // columns, -(-stop // columns)
+        bf16 = True
+        for part in self._parts(param):
+            name = self._name(part.name)
+            bf16 &= self._where[name].dtype == "BF16"
+            low, high = max(first, part.start) - part.start, min(last, part.stop) - part.start
+            for rows in part.stored_ranges(low, high) if low < high else ():
+                values = self._where[name].rows(*rows, transposed=part.transposed)
+                self._check_finite(name, values)
+                found.append(values)
+        dtype = (BF16 if bf16 else F32).numpy
+        rows = np.concatenate([values.astype(dtype, copy=False) for values in found])
+        return rows.reshape(-1)[start - first * columns : stop - first * columns]
+
+    def _check_finite(self, name: str, values: np.ndarray) -> None:
+        if not all_finite(values):
+            raise LlmqError(
+                f"'{self._where[name].path}': {name} holds NaN or infinity: the model is damaged, "
+                "copy it again or use another one"
+            )
 
     def digest(self, param: Param) -> str:
         """SHA-256 of what is stored of a parameter: names, types, shapes and values."""
@@ -260,7 +288,16 @@ def _open_file(path: Path) -> safe_open:
         raise LlmqError(f"'{path}' is no valid safetensors file: {error}; copy it again") from error
 
 
-def _part_shape(param: Param, part: HfPart) -> tuple[int, ...]:
+def same_values(one: HfTensor, other: HfTensor) -> bool:
+    """Whether two tensors of a shape hold the same numbers, in whatever formats."""
+    return all(
+        np.array_equal(a.astype(np.float32), b.astype(np.float32), equal_nan=True)
+        for (_, a), (_, b) in zip(one.pieces(), other.pieces(), strict=True)
+    )
+
+
+def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
+    """Of what Hugging Face stores of a parameter."""
     shape = (part.stop - part.start, *param.shape[1:])
     return shape[::-1] if part.transposed else shape
 
@@ -331,7 +368,7 @@ def _write_weights(
     shards: list[list[TensorSpec]] = [[]]
     for param in (p for slab in table for p in slab.params):
         for part in param.hf:
-            spec = TensorSpec(part.name, dtype, _part_shape(param, part))
+            spec = TensorSpec(part.name, dtype, stored_shape(param, part))
             filled = sum(s.nbytes for s in shards[-1])
             if shards[-1] and filled + spec.nbytes > max_shard_bytes:
                 shards.append([])

@@ -157,7 +157,7 @@ def find_tokenizer(name: str, fetch: bool) -> str:
     elif missing is not None and fetch:
         download("--tokenizer", name, [TOKENIZER])
     elif missing is not None and "/" in name:
-        raise offer("--tokenizer", name, MODEL)
+        raise offer("--tokenizer", name, MODEL if find_directory(name) is None else missing)
     directory = find_directory(name)
     return name if directory is None else str(directory)
 

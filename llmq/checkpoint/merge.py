@@ -14,10 +14,13 @@ from llmq.data.identity import noted_tokenizer
 from llmq.state.params import weight_table
 
 
-def merge_adapter(base: str, adapter: Path, out_dir: Path, model_dtype: str) -> list[str]:
+def merge_adapter(
+    base: str, adapter: Path, out_dir: Path, model_dtype: str, base_dtype: str | None = None
+) -> list[str]:
     """Write the model with its adapters added in F32; returns the names of the files.
 
-    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32". The tokenizer is
+    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32". base_dtype: as of
+    open_merged. The tokenizer is
     that of the adapters' directory, if it has one, else the model's. LlmqError if the two do not
     belong together, or out_dir holds a model already.
     """
@@ -27,6 +30,6 @@ def merge_adapter(base: str, adapter: Path, out_dir: Path, model_dtype: str) -> 
     source = next((path for path in (adapter, directory) if tokenizer_files(path)), None)
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
-        with open_merged(config, base, weights, adapter) as read:
+        with open_merged(config, base, weights, adapter, base_dtype) as read:
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
             return export_model(out_dir, config, read, OPTION_DTYPES[model_dtype], source, made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
 from llmq.base.files import staged_directory
+from llmq.base.json_file import json_object
+from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
@@ -24,9 +26,15 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.hf import IMPORTED_DTYPES, HfTensor, HfWeights
+from llmq.checkpoint.hf import (
+    IMPORTED_DTYPES,
+    HfTensor,
+    HfWeights,
+    same_values,
+    stored_shape,
+)
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
-from llmq.config.adapters import Adapters, adapted_matrices
+from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
 from llmq.config.options import TrainConfig
@@ -45,13 +53,17 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says."""
+    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says.
+
+    base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
+    """
 
     rank: int
     alpha: float
     rs: bool
     dropout: float
     base: str | None
+    base_dtype: str | None = None
 
     @property
     def scale(self) -> float:
@@ -67,6 +79,7 @@ class AdapterConfig:
             rs=config.lora_scaling == "rs",
             dropout=config.lora_dropout,
             base=config.model,
+            base_dtype=config.base_dtype if config.is_quantized else None,
         )
 
 
@@ -120,7 +133,9 @@ class AdapterFiles(HfWeights):
         """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
         super().__init__(directory)
-        self.base = _recorded_base(directory)
+        record = json_object(directory / RUN_FILE)
+        self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
+        self.config = replace(self.config, base_dtype=dtype if dtype in QUANTIZED else None)
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
@@ -165,8 +180,7 @@ class AdapterFiles(HfWeights):
             tensor = self._where.get(part.name)
             if tensor is None:
                 raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
-            shape = (part.stop - part.start, *param.shape[1:])
-            shape = shape[::-1] if part.transposed else shape
+            shape = stored_shape(param, part)
             if tensor.shape != shape:
                 raise LlmqError(
                     f"--adapter: '{path}' is of another model: {part.name} has shape "
@@ -186,11 +200,7 @@ class AdapterFiles(HfWeights):
     def _check_tied(self, path: Path, embed: str) -> None:
         """A model whose head is its embedding has to have one there, too."""
         here = [self._where.get(name) for name in (embed, TIED_HEAD)]
-        same = None not in here and all(
-            np.array_equal(a.astype(np.float32), b.astype(np.float32))
-            for (_, a), (_, b) in zip(*(tensor.pieces() for tensor in here), strict=True)
-        )
-        if not same:
+        if None in here or not same_values(*here):
             raise LlmqError(
                 f"'{path}': {embed} was trained without the LM head, which is the same matrix in "
                 "this model: train both, with ensure_weight_tying in PEFT"
@@ -215,13 +225,6 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
     """The parameters of what --train names."""
     table = weight_table(model, 1, Adapters(rank=1, targets=("o",), train=(part,)))
     return [p for slab in table if slab.name == SLABS[part] for p in slab.params]
-
-
-def _recorded_base(directory: Path) -> BaseId | None:
-    try:
-        return BaseId.of(json.loads((directory / RUN_FILE).read_bytes()).get("base"))
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -265,11 +268,16 @@ def merged_reader(
 
 @contextmanager
 def open_merged(
-    model: ModelConfig, name: str, weights: HfWeights, directory: Path
+    model: ModelConfig,
+    name: str,
+    weights: HfWeights,
+    directory: Path,
+    base_dtype: str | None = None,
 ) -> Iterator[Callable[[Param], np.ndarray]]:
     """As merged_reader, of a checked model directory and adapters of it.
 
-    name: of the model, for messages. LlmqError if the two do not belong together.
+    name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
+    is not given, as in their training. LlmqError if the two do not belong together.
     """
     with AdapterFiles(directory) as files:
         adapters = files.adapters(model)
@@ -278,7 +286,8 @@ def open_merged(
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
-        yield merged_reader(model, adapters, files.config.scale, weights.read, files.read)
+        read = as_kept(weights.read, base_dtype or files.config.base_dtype)
+        yield merged_reader(model, adapters, files.config.scale, read, files.read)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -318,7 +327,8 @@ def export_adapter(
             sink = HashingSink(file)
             write_safetensors(sink, specs, arrays, {"format": "pt"})
         sums = {ADAPTER_FILE: sink.digest.hexdigest()}
-        write_json(staging / RUN_FILE, run_record(**origin) | {"sha256": sums})
+        kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
+        write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())
 

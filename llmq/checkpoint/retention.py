@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.checkpoint import read_back
-from llmq.checkpoint.manifest import MANIFEST, read_manifest
-from llmq.checkpoint.verdict import PROVEN, VERDICT, read_verdict
+from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict
+from llmq.checkpoint.verify import problem_of
+from llmq.runtime.processes import processes
 
 
-def problem_of(path: Path) -> str | None:
-    """Why a checkpoint cannot be read, None if it is whole: all files, with their checksums.
+class Kept(NamedTuple):
+    """A checkpoint that is there. whole: whether it looks so, on all machines together."""
 
-    What was found holds as long as its files have the same sizes and times.
-    """
-    try:
-        files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in path.iterdir()]
-    except OSError as error:
-        return f"cannot read '{path}': {error.strerror}"
-    return _problem_of(path, tuple(sorted(file for file in files if file[0] != VERDICT)))
+    path: Path
+    verdict: Verdict | None
+    whole: bool
 
 
-@functools.lru_cache(maxsize=64)
-def _problem_of(path: Path, files: tuple[tuple[str, int, int], ...]) -> str | None:
-    try:
-        read_back(path)
-    except LlmqError as error:
-        return str(error)
-    return None
-
-
-def looks_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there in their sizes; reads none but its manifest."""
-    try:
-        files = read_manifest(path / MANIFEST)["files"]
-        return all((path / file["name"]).stat().st_size == file["bytes"] for file in files)
-    except (LlmqError, OSError, LookupError, TypeError):
-        return False
+def agreed_verdict(path: Path) -> Verdict | None:
+    """The verdict on a checkpoint, of the first machine that knows one. All processes call it."""
+    found = processes().gather(read_verdict(path))
+    return next((verdict for verdict in found if verdict is not None), None)
 
 
 def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
     """Of complete checkpoints by step, the newest that is whole and not known to be bad.
 
     passed: gets a line for each newer one. If all are bad, the newest after which a step was good,
-    or just the newest. LlmqError if there are some and none is whole.
+    or just the newest. LlmqError if there are some and none is whole. All processes call it, with
+    the same.
     """
     problems, bad = [], []
     for _, path in sorted(found.items(), reverse=True):
@@ -57,7 +42,7 @@ def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
             problems.append(problem)
             passed.append(f"passed over checkpoint '{path}': {problem}")
             continue
-        verdict = read_verdict(path)
+        verdict = agreed_verdict(path)
         if verdict is None or verdict.good:
             return path
         bad.append((path, verdict))
@@ -66,31 +51,33 @@ def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
         return None
     if not bad:
         raise LlmqError(f"none of the {len(found)} checkpoints is whole; the newest: {problems[0]}")
-    path = next((path for path, verdict in bad if verdict.steps > 0), bad[0][0])
-    why = "the newest after which a step was good" if read_verdict(path).steps else "the newest"
+    path, verdict = next((pair for pair in bad if pair[1].steps > 0), bad[0])
+    why = "the newest after which a step was good" if verdict.steps else "the newest"
     passed.append(f"all checkpoints are known to be bad: taking '{path}', {why}")
     return path
 
 
-def newest_good(found: dict[int, Path], wanted: Callable[[int], bool]) -> Path | None:
-    """The newest that is known to be good, of the steps that are wanted, and whole."""
-    for step, path in sorted(found.items(), reverse=True):
-        verdict = read_verdict(path)
+def newest_good(found: dict[int, Kept], wanted: Callable[[int], bool]) -> Path | None:
+    """The newest that is known to be good, of the steps that are wanted, and whole.
+
+    All processes call it, with the same.
+    """
+    for step, (path, verdict, _) in sorted(found.items(), reverse=True):
         if wanted(step) and verdict is not None and verdict.good and problem_of(path) is None:
             return path
     return None
 
 
 def outdated(
-    found: dict[int, Path],
+    found: dict[int, Kept],
     keep_n: int,
     major: int,
     saved: int,
     *,
     spared: Collection[int] = (),
     interval: int = 0,
-) -> list[Path]:
-    """Of a run's checkpoints by step, what --ckpt-keep-n and --ckpt-major let go.
+) -> list[int]:
+    """Of a run's checkpoints by step, those that --ckpt-keep-n and --ckpt-major let go.
 
     Steps that are multiples of major (if positive) stay and are not counted; of the others the
     keep_n newest, where `saved` counts as the newest, also beside later ones of an abandoned run.
@@ -99,7 +86,7 @@ def outdated(
     usual may have changed by divergence), and the one that will be the next; with interval also
     the two among its multiples.
     """
-    verdicts = {step: read_verdict(path) for step, path in found.items()}
+    verdicts = {step: kept.verdict for step, kept in found.items()}
     good = {step: verdict.level for step, verdict in verdicts.items() if verdict and verdict.good}
     # What is older has been judged, or is of steps that nobody goes on from.
     recent = range(saved - PROVEN + 1, saved + 1)
@@ -118,9 +105,9 @@ def outdated(
         judged_bad = verdicts[step] is not None and not verdicts[step].good
         if counted >= keep_n and step not in kept:
             gone.append(step)
-        elif step == saved or (not judged_bad and looks_whole(found[step])):
+        elif step == saved or (not judged_bad and found[step].whole):
             counted += 1
-    return [found[step] for step in sorted(gone)]
+    return sorted(gone)
 
 
 def _maturing(good: list[int], open_: list[int]) -> set[int]:

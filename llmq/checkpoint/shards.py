@@ -18,9 +18,9 @@ from llmq.checkpoint.checkpoint import (
     padded_size,
     slab_ranges,
 )
-from llmq.model.step import Piece
 from llmq.runtime.device import Device
 from llmq.state.params import Param
+from llmq.state.pieces import Piece
 
 Part = tuple[int, np.ndarray]
 """Values of a parameter from an index on."""
@@ -38,14 +38,14 @@ def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Te
 def write_group(
     dev: Device, writer: CheckpointWriter, group: str, pieces: Sequence[Piece], beat: Beat
 ) -> FileEntry:
-    """Write what a rank holds of a group into its file of a checkpoint, in one format.
+    """Write what is a rank's own of a group into its file of a checkpoint, in one format.
 
     The widest: weights that are not trained may lie in another one than masters.
     """
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:
-        for found in slab_ranges(group, piece.slab, piece.start, piece.stop):
+        for found in slab_ranges(group, piece.slab, *piece.written):
             ranges.append(found)
             homes[found[0].name] = piece
 
@@ -87,11 +87,11 @@ def check_formats(reader: CheckpointReader, state: dict[str, list[Piece]]) -> No
 
 
 def parts_of(dev: Device, param: Param, pieces: Sequence[Piece]) -> list[Part]:
-    """Host copies of what a rank holds of a parameter."""
+    """Host copies of what is a rank's own of a parameter."""
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))
         for piece in pieces
-        for found, start, stop in slab_ranges("weights", piece.slab, piece.start, piece.stop)
+        for found, start, stop in slab_ranges("weights", piece.slab, *piece.written)
         if found.name == param.name
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection
@@ -15,22 +14,27 @@ import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.peft import AdapterConfig, export_adapter
-from llmq.checkpoint.retention import newest_usable, outdated
+from llmq.checkpoint.retention import Kept, newest_usable, outdated
+from llmq.checkpoint.verdict import Verdict, read_verdict
+from llmq.checkpoint.verify import Part, looks_whole, seen_part
 from llmq.config.adapters import adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import NEWEST
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer
+from llmq.runtime.processes import processes
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, Slab, weight_table
 
@@ -66,10 +70,7 @@ def _named_step(path: Path) -> int | None:
 
 def _document(path: Path) -> dict[str, Any]:
     """What a complete checkpoint says of itself; {} if it is damaged: reading it will tell."""
-    try:
-        return dict(json.loads((path / MANIFEST).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    return json_object(path / MANIFEST)
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -88,12 +89,18 @@ def checkpoint_step(path: Path) -> int:
     return _recorded(path).get("step", 0)
 
 
-def saved_options(path: Path) -> dict[str, Any]:
-    """The options of a complete checkpoint's run, by field, with the seed its data really has.
+def shared_document(path: Path) -> dict[str, Any]:
+    """What a complete checkpoint says of itself, in all processes, also where it is not on all
+    machines. All call it; LlmqError if it is damaged."""
+    group = processes()
+    there = group.together(lambda: is_complete(path))
+    first = there.index(True) if any(there) else 0
+    read = group.index == first
+    return group.together(lambda: read_manifest(path / MANIFEST) if read else None)[first]
 
-    LlmqError if it is damaged.
-    """
-    document = read_manifest(path / MANIFEST)
+
+def saved_options(document: dict[str, Any]) -> dict[str, Any]:
+    """The options of a checkpoint's run, by field, with the seed its data really has."""
     seed = document["data-loader"].get("seed")
     return document["options"] | ({} if seed is None else {"train_seed": seed})
 
@@ -117,11 +124,13 @@ def find_checkpoint(
 ) -> Path | None:
     """The checkpoint that --continue names, None if there is no complete one.
 
+    All processes call it, and get the same, which not all may have on their machines.
+
     spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at. passed: as
     there.
     """
     if spec.isdecimal():
-        return list_checkpoints(directory).get(int(spec))
+        return _everywhere(directory).get(int(spec))
     if spec == NEWEST:
         return checkpoint_at(directory, passed)
     return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))), passed)
@@ -143,10 +152,18 @@ def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     gets a line for each newer one. LlmqError if it is called like another step, or none is whole.
     """
     path = Path(os.path.expanduser(path))
-    if is_complete(path):
-        _check_name(path)
+    if any(processes().together(lambda: is_complete(path))):
+        processes().each(lambda: _check_name(path))
         return path
-    return newest_usable(list_checkpoints(path), [] if passed is None else passed)
+    return newest_usable(_everywhere(path), [] if passed is None else passed)
+
+
+def _everywhere(directory: Path) -> dict[int, Path]:
+    """As list_checkpoints, those of all processes."""
+    found: dict[int, Path] = {}
+    for seen in processes().together(lambda: list_checkpoints(directory)):
+        found = seen | found
+    return dict(sorted(found.items()))
 
 
 # Of a model, what changes nothing in what its weights compute.
@@ -177,8 +194,10 @@ def clean_old(
     run: RunId | None = None,
     spared: Collection[int] = (),
     interval: int = 0,
+    disks: Disks = ONE_DISK,
 ) -> list[Path]:
-    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
+    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories,
+    of several disks those of the first. All processes call it.
 
     run: whose checkpoints; those of another run stay, not counted. None: those without an id.
     keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
@@ -186,15 +205,38 @@ def clean_old(
     business: it stays, not counted. What interrupted saves left behind goes too, so no save may be
     under way. What cannot be deleted is warned of, and links stay.
     """
-    gone = leftovers(directory)
+    gone: list[int] = []
     if keep_n > 0:
-        found = own_checkpoints(directory, run)
-        gone += outdated(found, keep_n, major, saved, spared=spared, interval=interval)
-    return delete(gone)
+        found = kept_checkpoints(directory, run, disks)
+        gone = outdated(found, keep_n, major, saved, spared=spared, interval=interval)
+
+    def clean() -> list[Path]:
+        own = own_checkpoints(directory, run) if gone else {}
+        return delete([*leftovers(directory), *(own[step] for step in gone if step in own)])
+
+    return disks.each(clean)[0]
+
+
+def kept_checkpoints(
+    directory: Path, run: RunId | None, disks: Disks = ONE_DISK
+) -> dict[int, Kept]:
+    """By step those of this run that were not renamed, on all disks. All processes call it."""
+
+    def here() -> dict[int, tuple[Path, Verdict | None, Part | None]]:
+        own = own_checkpoints(directory, run).items()
+        return {step: (path, read_verdict(path), seen_part(path)) for step, path in own}
+
+    of_disks = disks.each(here)
+    found = {}
+    for step in sorted({step for own in of_disks for step in own}):
+        paths, verdicts, parts = zip(*(own[step] for own in of_disks if step in own), strict=True)
+        verdict = next((verdict for verdict in verdicts if verdict is not None), None)
+        found[step] = Kept(paths[0], verdict, looks_whole(parts))
+    return found
 
 
 def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
-    """By step those of this run that were not renamed."""
+    """By step those of this run that were not renamed, where this process looks."""
     found = checkpoints_by_name(directory).items()
     return {step: path for step, path in found if _may_go(path, step, run)}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.files import write_file
+from llmq.base.json_file import json_object
 
 VERDICT = "verdict.json"
 PROVEN = 20  # steps
@@ -29,11 +30,11 @@ class Verdict(NamedTuple):
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
     """Of a complete checkpoint; None if it is not known yet, or the note cannot be read."""
+    note = json_object(checkpoint / VERDICT)
     try:
-        note = json.loads((checkpoint / VERDICT).read_bytes())
         good, steps, level = note["good"] is True, int(note["steps"]), int(note["level"])
         return Verdict(good, steps, str(note["reason"]), level)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return None
 
 

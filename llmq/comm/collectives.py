@@ -1,4 +1,8 @@
-"""Collectives between the ranks of one process: what the training step calls on `dev.comm`.
+"""Collectives between ranks: what the training step calls on `dev.comm`.
+
+There are three groups of ranks. Of a device's `comm` are those that together have one replica of
+the state, each its shard of it; of `comm.cross` those with the same shard, one of each replica; of
+`comm.world` all. Where there is one replica, `comm` is that of all, and `cross` is None.
 
 Every call is enqueued on the current stream and returns at once; when the stream has done it, its
 targets are complete and its sources may be written again. The calls of one rank must be ordered
@@ -13,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
@@ -29,20 +34,51 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.storage is b.storage and a.offset == b.offset
 
 
-class Comm(ABC):
-    """One rank's end of the collectives.
+class Group(NamedTuple):
+    """Some ranks, in the order of their numbers, and which of them this one is."""
 
-    exchange_stream: on which gradients are reduced, "comm" where gathers are, or "exchange".
-    waits_for: whom the rank's thread is waiting for now, for diagnosis; None: for nobody.
+    ranks: tuple[int, ...]
+    place: int
+
+    @classmethod
+    def of_shards(cls, dev: Device) -> Group:
+        """Those that together have one replica of the state."""
+        first = dev.replica * dev.shards
+        return cls(tuple(range(first, first + dev.shards)), dev.shard)
+
+    @classmethod
+    def across(cls, dev: Device) -> Group:
+        """Those that have the same shard."""
+        return cls(tuple(range(dev.shard, dev.world_size, dev.shards)), dev.replica)
+
+
+class Comm(ABC):
+    """One rank's end of the collectives of a group.
+
+    rank: its place in the group; size: of the group. cross: of those with the same shard, None
+    where there is one replica. exchange_stream: on which gradients are reduced, "comm" where
+    gathers are, or "exchange".
     """
 
     exchange_stream = "comm"
-    waits_for: str | None = None
+    cross: Comm | None = None
+    _waiting: str | None = None
 
-    def __init__(self, dev: Device):
+    def __init__(self, dev: Device, group: Group | None = None):
+        """group: None: that of shards."""
         self._dev = dev
-        self.rank = dev.rank
-        self.world_size = dev.world_size
+        self.group = group or Group.of_shards(dev)
+        self.rank, self.size = self.group.place, len(self.group.ranks)
+
+    @property
+    def world(self) -> Comm:
+        """Of all ranks. It gathers only."""
+        return self if self.cross is None else WorldComm(self._dev, self, self.cross)
+
+    @property
+    def waits_for(self) -> str | None:
+        """Whom the rank's thread is waiting for now, for diagnosis; None: for nobody."""
+        return self._waiting or (self.cross and self.cross.waits_for)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
         """Part p of dst becomes rank p's src.
@@ -53,9 +89,9 @@ class Comm(ABC):
         """
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
-        if dst.size != self.world_size * src.size:
+        if dst.size != self.size * src.size:
             raise ValueError(
-                f"all_gather: dst must have {self.world_size} x {src.size} elements, got {dst!r}"
+                f"all_gather: dst must have {self.size} x {src.size} elements, got {dst!r}"
             )
         self._begin(f"all_gather {dst.name}")
         with self._dev.exposed():
@@ -73,6 +109,14 @@ class Comm(ABC):
         with self._dev.exposed():
             self._reduce_scatter(buffer)
 
+    def all_reduce(self, buffer: Tensor) -> None:
+        """buffer becomes the sum over ranks, F32 or BF16, with the same bits on all of them."""
+        if buffer.dtype not in (F32, BF16):
+            raise TypeError(f"all_reduce: buffer must be F32 or BF16, got {buffer!r}")
+        self._begin(f"all_reduce {buffer.name}")
+        with self._dev.exposed():
+            self._all_reduce(buffer)
+
     def all_to_all(
         self, buffer: Tensor, spare: Tensor | None, written: Event | None = None
     ) -> list[Tensor]:
@@ -85,38 +129,37 @@ class Comm(ABC):
         even if the current stream is still busy with an exchange before.
         """
         self._check_parts("all_to_all", buffer)
-        if self.world_size > 1:
+        if self.size > 1:
             if spare is None or spare.dtype != buffer.dtype:
                 raise TypeError(f"all_to_all: spare must be {buffer.dtype.label}, got {spare!r}")
-            if spare.size * self.world_size != buffer.size:
+            if spare.size * self.size != buffer.size:
                 raise ValueError(
-                    f"all_to_all: spare must have {buffer.size // self.world_size} elements, "
+                    f"all_to_all: spare must have {buffer.size // self.size} elements, "
                     f"got {spare!r}"
                 )
         self._begin(f"all_to_all {buffer.name}")
-        targets = [part(buffer, self.rank, self.world_size)]
-        for k in range(1, self.world_size):
-            targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.world_size))
+        targets = [part(buffer, self.rank, self.size)]
+        for k in range(1, self.size):
+            targets.append(spare if k == 1 else part(buffer, self.rank + k - 1, self.size))
         with self._dev.exposed():
             self._all_to_all(buffer, targets, written)
-        world_size = self.world_size
-        return [targets[(self.rank - source) % world_size] for source in range(world_size)]
+        return [targets[(self.rank - source) % self.size] for source in range(self.size)]
 
     def free_part(self, buffer: Tensor) -> Tensor:
         """After reduce_scatter or all_to_all: a part (n,) of buffer where no result lies."""
-        return part(buffer, self.rank - 1, self.world_size)
+        return part(buffer, self.rank - 1, self.size)
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing that needs closing
+    def close(self) -> None:
         """Release what a library holds; the device does this when it is closed."""
+        if self.cross is not None:
+            self.cross.close()
 
     def _begin(self, operation: str) -> None:
         self._dev.last_operation = operation
 
     def _check_parts(self, op: str, buffer: Tensor) -> None:
-        if buffer.size % self.world_size:
-            raise ValueError(
-                f"{op}: buffer must have {self.world_size} equal parts, got {buffer!r}"
-            )
+        if buffer.size % self.size:
+            raise ValueError(f"{op}: buffer must have {self.size} equal parts, got {buffer!r}")
 
     @abstractmethod
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None: ...
@@ -125,14 +168,17 @@ class Comm(ABC):
     def _reduce_scatter(self, buffer: Tensor) -> None: ...
 
     @abstractmethod
+    def _all_reduce(self, buffer: Tensor) -> None: ...
+
+    @abstractmethod
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
         """targets[k]: where round k puts what comes from rank r - k. targets[0]: own part."""
 
 
-def part(buffer: Tensor, index: int, world_size: int) -> Tensor:
-    """Part `index` modulo W of a buffer (W*n,)."""
-    n = buffer.size // world_size
-    first = index % world_size * n
+def part(buffer: Tensor, index: int, count: int) -> Tensor:
+    """Part `index` modulo W of a buffer (W*n,), which has `count` = W of them."""
+    n = buffer.size // count
+    first = index % count * n
     return buffer.rows(first, first + n)
 
 
@@ -142,25 +188,36 @@ class SilentComm(Comm):
     def _nothing(self, *_: object) -> None:
         pass
 
-    _all_gather = _reduce_scatter = _all_to_all = _nothing
+    _all_gather = _reduce_scatter = _all_reduce = _all_to_all = _nothing
 
 
 class SingleComm(SilentComm):
     """One rank: nothing to do, except to copy the source of an all_gather that is not in place."""
-
-    def __init__(self, dev: Device):
-        super().__init__(dev)
-        self.rank, self.world_size = 0, 1
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         if not same_memory(dst, src):
             self._dev.copy(dst, src)
 
 
+class WorldComm(SilentComm):
+    """All ranks: what those of a replica have gathered goes across."""
+
+    def __init__(self, dev: Device, inner: Comm, cross: Comm):
+        super().__init__(dev, Group(tuple(range(dev.world_size)), dev.rank))
+        self._inner, self._across = inner, cross
+
+    def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
+        own = part(dst, self._across.rank, self._across.size)
+        self._inner.all_gather(own, src)
+        self._across.all_gather(dst, own)
+
+
 @contextmanager
 def silenced(dev: Device) -> Iterator[None]:
     """Within the block the device's collectives move nothing and wait for nobody."""
     comm, dev.comm = dev.comm, SilentComm(dev)
+    if dev.replicas > 1:
+        dev.comm.cross = SilentComm(dev, Group.across(dev))
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmq.comm.collectives import SingleComm
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
-from llmq.comm.plan import PlanComm
+from llmq.comm.plan import plan_comm
 from llmq.runtime.device import Device
 from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
@@ -44,9 +44,9 @@ def connect(
     kind = devices[0].kind
     if kind == "plan":
         for dev in devices:
-            dev.comm = PlanComm(dev, options)
+            dev.comm = plan_comm(dev, options, world or World.of(dev.world_size))
         return None
-    several = world is not None and len(world.counts) > 1
+    several = world is not None and world.several
     if kind == "host" and several:
         from llmq.comm.host_processes import connect_processes
 
@@ -59,4 +59,4 @@ def connect(
         return None
     from llmq.comm.cuda import connect_cuda
 
-    return connect_cuda(devices, options, workers, world)
+    return connect_cuda(devices, options, workers)

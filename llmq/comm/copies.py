@@ -55,12 +55,13 @@ class Pairs(NamedTuple):
 
 
 class Copies:
-    """One rank's end; the calls mean what they mean in Comm."""
+    """One rank's end; the calls mean what they mean in Comm. Ranks are those of a group of shards,
+    all in one process."""
 
     def __init__(self, dev: Device, queue: Queue, memories: Memories):
         self._dev = dev
         self._queue = queue
-        self._rank, self._world_size = dev.rank, dev.world_size
+        self._rank, self._world_size = dev.shard, dev.shards
         self._storages = memories.storages
         self._flags = memories.flags
         self._others = others = [self._peer(k) for k in range(1, self._world_size)]

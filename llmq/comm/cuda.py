@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.base.tensor import Tensor
 from llmq.comm import nccl
-from llmq.comm.collectives import Comm, storages
+from llmq.comm.collectives import Comm, Group, SingleComm, storages
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.flags import Flags
 from llmq.comm.links import LinkTable
@@ -22,7 +22,6 @@ from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event
 from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
-from llmq.runtime.world import World
 
 LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
 RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
@@ -32,34 +31,47 @@ def connect_cuda(
     devices: Sequence[CudaDevice],
     options: CommOptions,
     workers: Workers,
-    world: World | None = None,
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
 
-    With several processes everything goes by NCCL: copies reach no memory of another process.
+    Copies reach no memory of another process: between these everything goes by NCCL.
     """
-    api, several = devices[0].api, world is not None and len(world.counts) > 1
+    first, api = devices[0], devices[0].api
     gpus = [dev.index for dev in devices]
     memory = [allocate(dev, options) for dev in devices]
     current = api.getDevice()
+    inner: list[Any] = []  # communicators of the groups of shards, and across them
+    cross: list[Any] = []
+    library = None
     try:
         links = probe(api, gpus, options.p2p)
-        library, communicators = None, []
-        if options.nccl:
+        if first.replicas > 1 or (first.shards > 1 and options.nccl):
             library = nccl.load()
             # Between two processes both decide, so all of them must do it alike.
             peer_access = all(processes().gather(options.p2p != "off" and not links.damaged))
-            communicators = nccl.open_communicators(library, api, gpus, peer_access, world)
+            several = len(devices) < first.shards  # the group has more processes
+            nccl.set_environment(peer_access, several=several or first.replicas > 1)
+        if first.shards > 1 and options.nccl:
+            inner = nccl.open_communicators(library, devices, Group.of_shards, several=several)
             pairs = not several or options.all_to_all_reduce
-            nccl.establish(library, communicators, devices, pairs=pairs)
-        memories = _memories(devices, memory, links) if options.copies else None
+            calls = ("all_gather", "reduce_scatter", *(("all_to_all",) if pairs else ()))
+            nccl.establish(library, inner, calls)
+        if first.replicas > 1:
+            cross = nccl.open_communicators(library, devices, Group.across, several=True)
+            nccl.establish(library, cross, ("all_gather", "all_reduce"))
+        copied = first.shards > 1 and options.copies
+        memories = _memories(devices, memory, links) if copied else None
         flags = memories.flags if memories else None
-        watch = Watch(workers, [dev.rank for dev in devices], flags, communicators)
+        opened = [end.communicator for end in (*inner, *cross)]
+        watch = Watch(workers, [dev.shard for dev in devices], flags, opened)
         for place, dev in enumerate(devices):
             api.setDevice(dev.index)  # events belong to the current GPU
             copies = Copies(dev, CudaQueue(dev), memories) if memories else None
-            own = Nccl(dev, library, communicators[place]) if communicators else None
-            dev.comm = CudaComm(dev, options, copies, own, watch)
+            own = inner[place] if inner else None
+            alone = dev.shards == 1
+            dev.comm = SingleComm(dev) if alone else CudaComm(dev, options, copies, own, watch)
+            if cross:
+                dev.comm.cross = CrossComm(dev, cross[place], watch)
     finally:
         api.setDevice(current)
     return links if len(devices) > 1 else None
@@ -116,8 +128,39 @@ class CudaComm(Comm):
         else:
             self._nccl.all_to_all(buffer, targets)
 
+    def _all_reduce(self, buffer: Tensor) -> None:
+        raise RuntimeError("all_reduce is for the groups across replicas")
+
     def close(self) -> None:
-        self._watch.close(self.rank)
+        super().close()
+        self._watch.close(self._dev.shard)
+
+
+class CrossComm(Comm):
+    """One rank's end among those with the same shard, which are on other machines."""
+
+    def __init__(self, dev: CudaDevice, nccl: Nccl, watch: Watch):
+        super().__init__(dev, nccl.group)
+        self._nccl, self._watch = nccl, watch
+
+    def _begin(self, operation: str) -> None:
+        super()._begin(f"{operation} across machines")
+        self._watch.workers.check()
+
+    def close(self) -> None:
+        self._watch.close(self._dev.shard)
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        self._nccl.all_gather(dst, src)
+
+    def _all_reduce(self, buffer: Tensor) -> None:
+        self._nccl.all_reduce(buffer)
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        self._nccl.reduce_scatter(buffer)
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        self._nccl.all_to_all(buffer, targets)
 
 
 class Watch:
@@ -130,6 +173,7 @@ class Watch:
     def __init__(
         self, workers: Workers, ranks: list[int], flags: Flags | None, communicators: list[Any]
     ):
+        """ranks: of this process, by their places among those of their shards."""
         self.workers = workers
         self._flags = flags
         self._communicators = communicators
@@ -155,8 +199,8 @@ class Watch:
         """The rank's memory goes away. The last rank destroys the communicators, when no graph
         uses them any more."""
         with self._lock:
+            last = self._open == {rank}  # once
             self._open.discard(rank)
-            last = not self._open
         if last and not self.workers.stopped.is_set():
             for communicator in self._communicators:
                 communicator.destroy()

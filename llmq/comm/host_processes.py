@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.comm.collectives import part, same_memory, storages
+from llmq.comm.collectives import Group, SingleComm, part, same_memory, storages
 from llmq.comm.host import HostComm
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
@@ -31,11 +31,17 @@ def connect_processes(
     """Give each device of this process its collectives. workers: of its ranks."""
     memories = {dev.rank: storages(dev) for dev in devices}
     for dev in devices:
-        dev.comm = ProcessComm(dev, memories, workers, world, processes)
+        shared = (memories, workers, world, processes)
+        dev.comm = SingleComm(dev) if dev.shards == 1 else ProcessComm(dev, *shared)
+        if dev.replicas > 1:
+            dev.comm.cross = ProcessComm(dev, *shared, Group.across(dev))
 
 
 class ProcessComm(HostComm):
-    """One rank's end. memories: storages by place of each rank of this process."""
+    """One rank's end. memories: storages by place of each rank of this process.
+
+    Ranks are meant by their places in the group.
+    """
 
     def __init__(
         self,
@@ -44,54 +50,62 @@ class ProcessComm(HostComm):
         workers: Workers,
         world: World,
         processes: MpiProcesses,
+        group: Group | None = None,
     ):
-        super().__init__(dev, memories, workers)
+        super().__init__(dev, memories, workers, group)
         self._world, self._processes = world, processes
-        self._remote = [r for r in range(world.size) if r not in world.local]
-        self._others = [p for p in range(len(world.counts)) if p != world.index]
+        self._members: dict[int, list[int]] = {}  # of each process, those in the group
+        for place, rank in enumerate(self.group.ranks):
+            self._members.setdefault(world.processes[rank], []).append(place)
+        self._local = self._members[world.index]
+        self._remote = [place for place in range(self.size) if place not in self._local]
+        self._others = [process for process in self._members if process != world.index]
 
     def _number(self, source: int, target: int) -> int:
         """Which data it is: what one rank sends to another one."""
-        return source * self.world_size + target
+        return self.group.ranks[source] * self._world.size + self.group.ranks[target]
+
+    def _process(self, place: int) -> int:
+        return self._world.processes[self.group.ranks[place]]
 
     def _reader(self, source: int, process: int) -> int:
         """The rank of a process that receives what a rank sends to all."""
-        world = self._world
-        return sum(world.counts[:process]) + source % world.counts[process]
+        members = self._members[process]
+        return members[source % len(members)]
 
     def _send(self, data: np.ndarray, target: int) -> list:
-        to = self._world.processes[target]
-        return self._processes.begin(sends=[(to, self._number(self.rank, target), data)])
+        sends = [(self._process(target), self._number(self.rank, target), data)]
+        return self._processes.begin(sends=sends)
 
-    def _receive(self, data: np.ndarray, source: int, target: int) -> list:
-        process = self._world.processes[source]
-        return self._processes.begin(receives=[(process, self._number(source, target), data)])
+    def _receive(self, data: np.ndarray, source: int) -> list:
+        receives = [(self._process(source), self._number(source, self.rank), data)]
+        return self._processes.begin(receives=receives)
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
         """peer: the rank that is waited for, if it is a single one."""
-        self.waits_for = "others" if peer is None else self._world.name(peer)
+        self._waiting = "others" if peer is None else self._world.name(self.group.ranks[peer])
         self._processes.finish(requests, self._workers.check)
-        self.waits_for = None
+        self._waiting = None
 
     def _barrier(self) -> None:
         """Of the ranks in this process."""
-        self.waits_for = "others"
+        self._waiting = "others"
         self._workers.barrier()
-        self.waits_for = None
+        self._waiting = None
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
-        world, own = self._world, part(dst, self.rank, self.world_size)
+        here, own = self._world.index, part(dst, self.rank, self.size)
         in_place = same_memory(own, src)
         self._barrier()  # of no rank anything is read any more
-        mine = [r for r in self._remote if self._reader(r, world.index) == self.rank]
         receives = {
-            r: self._receive(self._peer(self.rank, part(dst, r, self.world_size)), r, self.rank)
-            for r in mine
+            r: self._receive(self._peer(self.rank, part(dst, r, self.size)), r)
+            for r in self._remote
+            if self._reader(r, here) == self.rank
         }
         sent = self._peer(self.rank, src if mirror is None else mirror)
         sends = [q for p in self._others for q in self._send(sent, self._reader(self.rank, p))]
-        for rank in world.local:
-            piece = part(dst, rank, self.world_size)
+        for rank in self._local:
+            piece = part(dst, rank, self.size)
             if rank != self.rank or not in_place:
                 source = (piece if in_place else src) if mirror is None else mirror
                 self._peer(self.rank, piece)[:] = self._peer(rank, source)
@@ -101,16 +115,27 @@ class ProcessComm(HostComm):
         self._barrier()
         for rank in self._remote:
             if rank not in receives:
-                piece, reader = part(dst, rank, self.world_size), self._reader(rank, world.index)
-                self._peer(self.rank, piece)[:] = self._peer(reader, piece)
+                piece = part(dst, rank, self.size)
+                self._peer(self.rank, piece)[:] = self._peer(self._reader(rank, here), piece)
         self._barrier()
 
     def _reduce_scatter(self, buffer: Tensor) -> None:
-        own = part(buffer, self.rank, self.world_size)
-        numpy = buffer.dtype.numpy
+        own = part(buffer, self.rank, self.size)
         sends = []
         for rank in self._remote:
-            sends += self._send(self._peer(self.rank, part(buffer, rank, self.world_size)), rank)
+            sends += self._send(self._peer(self.rank, part(buffer, rank, self.size)), rank)
+        total = self._sum(own, sends)
+        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
+        self._peer(self.rank, own).view(buffer.dtype.numpy)[:] = total
+
+    def _all_reduce(self, buffer: Tensor) -> None:
+        own = self._peer(self.rank, buffer)
+        sends = [request for rank in self._remote for request in self._send(own, rank)]
+        own.view(buffer.dtype.numpy)[:] = self._sum(buffer, sends)
+
+    def _sum(self, tensor: Tensor, sends: list) -> np.ndarray:
+        """The sum of what all have in a tensor, once all of this one's sends have been read."""
+        numpy = tensor.dtype.numpy
         self._barrier()
         coming: deque[tuple[list, np.ndarray]] = deque()
         left = iter(self._remote)
@@ -118,16 +143,16 @@ class ProcessComm(HostComm):
         def receive() -> None:
             rank = next(left, None)
             if rank is not None:
-                data = np.empty(own.nbytes, np.uint8)
-                coming.append((self._receive(data, rank, self.rank), data))
+                data = np.empty(tensor.nbytes, np.uint8)
+                coming.append((self._receive(data, rank), data))
 
         for _ in range(AHEAD):
             receive()
         total: np.ndarray | None = None
         with np.errstate(all="ignore"):  # a diverging run is reported by the trainer
-            for rank in range(self.world_size):
-                if rank in self._world.local:
-                    data = self._peer(rank, own)
+            for rank in range(self.size):
+                if rank in self._local:
+                    data = self._peer(rank, tensor)
                 else:
                     requests, data = coming.popleft()
                     self._finish(requests, rank)
@@ -136,22 +161,23 @@ class ProcessComm(HostComm):
                     total = data.view(numpy).astype(np.float32)
                 else:
                     total += data.view(numpy)
+            total = total.astype(numpy)
         self._finish(sends)
         self._barrier()
-        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
-        self._peer(self.rank, own).view(numpy)[:] = total.astype(numpy)
+        return total
 
     def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
-        world = self.world_size
         self._barrier()
-        for k in range(1, world):
-            source, target = (self.rank - k) % world, (self.rank + k) % world
+        for k in range(1, self.size):
+            source, target = (self.rank - k) % self.size, (self.rank + k) % self.size
             place, requests = self._peer(self.rank, targets[k]), []
-            if source not in self._world.local:
-                requests += self._receive(place, source, self.rank)
-            if target not in self._world.local:
-                requests += self._send(self._peer(self.rank, part(buffer, target, world)), target)
-            if source in self._world.local:
+            if source not in self._local:
+                requests += self._receive(place, source)
+            if target not in self._local:
+                requests += self._send(
+                    self._peer(self.rank, part(buffer, target, self.size)), target
+                )
+            if source in self._local:
                 place[:] = self._peer(source, targets[0])
             self._finish(requests, source)
             self._barrier()

@@ -1,4 +1,4 @@
-"""NCCL: one communicator per rank, all of a process made by one thread."""
+"""NCCL: a communicator per rank and group, all of a process made by one thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.comm.collectives import part
+from llmq.comm.collectives import Group, part
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.processes import processes
-from llmq.runtime.world import World
 
 BYTES = 0  # ncclInt8
 TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
@@ -35,116 +34,128 @@ def load() -> Any:
     return nccl
 
 
-def open_communicators(
-    nccl: Any, api: Any, indices: Sequence[int], peer_access: bool, world: World | None = None
-) -> list[Any]:
-    """Communicators of these GPUs, by rank.
+def set_environment(peer_access: bool, *, several: bool) -> None:
+    """Before the first communicator: NCCL reads this once in the life of a process.
 
-    api: CuPy's CUDA runtime module. peer_access False: through host memory only. NCCL reads this
-    and the number of channels from the environment, once in the life of a process. world: where the
-    ranks are, if they are of several processes, which all call this.
+    peer_access False: it goes through host memory only. several: there are ranks of other
+    processes. To these it may choose another algorithm by the size of what it sends, and would
+    connect each at its first use, see `establish`: it shall connect all at once.
     """
+    if several:
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if not peer_access:
         os.environ["NCCL_P2P_DISABLE"] = "1"
         os.environ["NCCL_NVLS_ENABLE"] = "0"
     else:
         os.environ.setdefault("NCCL_MAX_CTAS", str(CHANNELS))
+
+
+def open_communicators(
+    nccl: Any,
+    devices: Sequence[CudaDevice],
+    group_of: Callable[[CudaDevice], Group],
+    *,
+    several: bool,
+) -> list[Nccl]:
+    """Each device's end of a communicator of its group.
+
+    several: whether the groups have ranks of other processes, which then all call this.
+    """
+    groups = [group_of(dev) for dev in devices]
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
-    if world is None or len(world.counts) == 1:
-        return nccl.NcclCommunicator.initAll(list(indices))
-    them = processes()
-    unique = them.share(nccl.get_unique_id() if them.first else None)
-    made = []
-    nccl.groupStart()  # so that none of the calls waits for the others
-    for rank, index in zip(world.local, indices, strict=True):
-        api.setDevice(index)
-        made.append(nccl.NcclCommunicator(world.size, unique, rank))
-    nccl.groupEnd()
-    return made
+    if not several:
+        made = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
+    else:
+        begun = {g.ranks: nccl.get_unique_id() for g in groups if g.place == 0}
+        ids = {ranks: id for of_one in processes().gather(begun) for ranks, id in of_one.items()}
+        made = []
+        nccl.groupStart()  # so that none of the calls waits for the others
+        for dev, group in zip(devices, groups, strict=True):
+            dev.api.setDevice(dev.index)
+            args = (len(group.ranks), ids[group.ranks], group.place)
+            made.append(nccl.NcclCommunicator(*args))
+        nccl.groupEnd()
+    return [Nccl(dev, nccl, c, g) for dev, c, g in zip(devices, made, groups, strict=True)]
 
 
-def establish(
-    nccl: Any, communicators: Sequence[Any], devices: Sequence[CudaDevice], *, pairs: bool = True
-) -> None:
-    """Make all connections between the ranks, by one call of each kind, from one thread.
+def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
+    """Make all connections that these calls need, by one of each, from one thread.
 
-    pairs: also those of each rank to each other one, which all_to_all needs.
     NCCL would make them within the first calls: in the ranks' threads, waiting on the host for the
     other ranks, whose streams may be waiting for a flag that this rank has yet to write.
     """
-    api, count = devices[0].api, devices[0].world_size
-    buffers: list[int] = []
-
-    def together(call: Callable[[int, Any, int], None]) -> None:
-        nccl.groupStart()
-        for dev, communicator in zip(devices, communicators, strict=True):
-            api.setDevice(dev.index)
-            call(dev.rank, communicator, dev.stream)
-        nccl.groupEnd()
-
-    def exchange(rank: int, communicator: Any, stream: int) -> None:
-        buffer = buffers[rank - devices[0].rank]
-        for peer in range(count):
-            if peer != rank:
-                at = buffer + peer * WARM_UP_BYTES
-                communicator.send(buffer, WARM_UP_BYTES, BYTES, peer, stream)
-                communicator.recv(at, WARM_UP_BYTES, BYTES, peer, stream)
-
-    def gather(rank: int, communicator: Any, stream: int) -> None:
-        buffer = buffers[rank - devices[0].rank]
-        at = buffer + rank * WARM_UP_BYTES
-        communicator.allGather(at, buffer, WARM_UP_BYTES, BYTES, stream)
-
-    def reduce(rank: int, communicator: Any, stream: int) -> None:
-        buffer, words = buffers[rank - devices[0].rank], WARM_UP_BYTES // F32.itemsize
-        at = buffer + rank * WARM_UP_BYTES
-        communicator.reduceScatter(buffer, at, words, TYPES[F32], SUM, stream)
-
+    api, buffers = ends[0].dev.api, []
     try:
-        for dev in devices:
-            api.setDevice(dev.index)
-            buffers.append(api.malloc(count * WARM_UP_BYTES))
-        for call in (gather, reduce, exchange) if pairs else (gather, reduce):
-            together(call)
-        for dev in devices:
-            api.setDevice(dev.index)
+        for end in ends:
+            api.setDevice(end.dev.index)
+            buffers.append(api.malloc(end.size * WARM_UP_BYTES))
+        for call in calls:
+            nccl.groupStart()
+            for end, buffer in zip(ends, buffers, strict=True):
+                api.setDevice(end.dev.index)
+                end.warm_up(call, buffer)
+            nccl.groupEnd()
+        for end in ends:
+            api.setDevice(end.dev.index)
             api.deviceSynchronize()
     finally:
-        for dev, buffer in zip(devices, buffers, strict=False):  # perhaps not all were allocated
-            api.setDevice(dev.index)
+        for end, buffer in zip(ends, buffers, strict=False):  # perhaps not all were allocated
+            api.setDevice(end.dev.index)
             api.free(buffer)
 
 
 class Nccl:
     """One rank's end; the calls mean what they mean in Comm."""
 
-    def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any):
-        self._dev = dev
+    def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any, group: Group):
+        self.dev, self.communicator, self.group = dev, communicator, group
+        self.rank, self.size = group.place, len(group.ranks)
         self._nccl = nccl
-        self._communicator = communicator
+
+    def warm_up(self, call: str, buffer: int) -> None:
+        """One call of a kind. buffer: address of WARM_UP_BYTES for each rank of the group."""
+        stream, communicator = self.dev.stream, self.communicator
+        own = buffer + self.rank * WARM_UP_BYTES
+        sums = (WARM_UP_BYTES // F32.itemsize, TYPES[F32], SUM, stream)
+        if call == "all_gather":
+            communicator.allGather(own, buffer, WARM_UP_BYTES, BYTES, stream)
+        elif call == "reduce_scatter":
+            communicator.reduceScatter(buffer, own, *sums)
+        elif call == "all_reduce":
+            communicator.allReduce(buffer, buffer, *sums)
+        else:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    at = buffer + peer * WARM_UP_BYTES
+                    communicator.send(buffer, WARM_UP_BYTES, BYTES, peer, stream)
+                    communicator.recv(at, WARM_UP_BYTES, BYTES, peer, stream)
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         """Pinned sources go to their place in dst first: peers may read sources directly."""
         if src.on_host:
-            own = part(dst, self._dev.rank, self._dev.world_size)
-            self._dev.copy(own, src)
+            own = part(dst, self.rank, self.size)
+            self.dev.copy(own, src)
             src = own
-        self._communicator.allGather(src.ptr, dst.ptr, src.nbytes, BYTES, self._dev.stream)
+        self.communicator.allGather(src.ptr, dst.ptr, src.nbytes, BYTES, self.dev.stream)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         """The order of the sum is NCCL's; BF16 is rounded after each addition."""
-        own = part(buffer, self._dev.rank, self._dev.world_size)
-        self._communicator.reduceScatter(
-            buffer.ptr, own.ptr, own.size, TYPES[buffer.dtype], SUM, self._dev.stream
+        own = part(buffer, self.rank, self.size)
+        self.communicator.reduceScatter(
+            buffer.ptr, own.ptr, own.size, TYPES[buffer.dtype], SUM, self.dev.stream
         )
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """As reduce_scatter, but all get the sum, with the same bits."""
+        args = (buffer.size, TYPES[buffer.dtype], SUM, self.dev.stream)
+        self.communicator.allReduce(buffer.ptr, buffer.ptr, *args)
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
         """targets[k]: where round k puts what comes from rank r - k, k from 1 on."""
-        rank, world_size = self._dev.rank, self._dev.world_size
-        for k in range(1, world_size):
-            sent = part(buffer, rank + k, world_size)
-            reader, source = (rank + k) % world_size, (rank - k) % world_size
+        for k in range(1, self.size):
+            sent = part(buffer, self.rank + k, self.size)
+            reader, source = (self.rank + k) % self.size, (self.rank - k) % self.size
             self._nccl.groupStart()
-            self._communicator.send(sent.ptr, sent.nbytes, BYTES, reader, self._dev.stream)
-            self._communicator.recv(targets[k].ptr, sent.nbytes, BYTES, source, self._dev.stream)
+            self.communicator.send(sent.ptr, sent.nbytes, BYTES, reader, self.dev.stream)
+            self.communicator.recv(targets[k].ptr, sent.nbytes, BYTES, source, self.dev.stream)
             self._nccl.groupEnd()

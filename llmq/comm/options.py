@@ -68,8 +68,8 @@ def allocate(dev: Device, options: CommOptions) -> CommMemory:
     With p2p "auto" the ring is taken whether or not the probe finds that it is needed.
     """
     flags = staging = None
-    if dev.world_size > 1 and options.copies:
-        count = KINDS * dev.world_size
+    if dev.shards > 1 and options.copies:
+        count = KINDS * dev.shards
         flags = dev.alloc("comm.flags", (count,), I32, "Activations", place="pinned")
         if options.p2p != "on":
             size = STAGING_CHUNKS * STAGING_CHUNK

@@ -8,47 +8,92 @@ from typing import Annotated, Any
 
 import typer
 
+from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
+from llmq.bench.how import How
 from llmq.commands.common import SaveConfig, save_config, train_options
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="File with these options as keys, lists of values, `zip`, `where` and `runs`.",
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Report to write, without .md, .json, .csv and .html.")]
+Peers = Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")]
+TimedSteps = Annotated[int, typer.Option(min=1, help="Steps of one repeat.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")]
+Add = Annotated[
+    bool, typer.Option("--add", help="To what the report holds; equal runs are replaced.")
+]
+PlanFirst = Annotated[
+    bool,
+    typer.Option(
+        "--plan-first",
+        help="Leave out what the plan says does not fit, and begin with what it says is fastest.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Make only the runs that the report does not have.")
+]
+Retry = Annotated[bool, typer.Option("--retry", help="With --resume: failed runs again, too.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="End a run after so long and go on, 0: never; if not given 20 times what the plan "
+        "predicts and 15 minutes, on the CPU never.",
+    ),
+]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", metavar="A B", help="Say what is faster in report B than in A."),
+]
 
 
 @train_options
 def bench(
     given: dict[str, Any],
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="File with these options as keys, lists of values, and a list `runs`.",
-        ),
-    ] = None,
+    config_file: ConfigFile = None,
     save: SaveConfig = None,
-    out: Annotated[Path, typer.Option(help="Report to write, without .md and .json.")] = Path(
-        "bench"
-    ),
-    peers: Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")] = None,
-    timed_steps: Annotated[int, typer.Option(min=1, help="Steps of one repeat.")] = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")] = 3,
-    add: Annotated[
-        bool, typer.Option("--add", help="To what the report holds; equal runs are replaced.")
-    ] = False,
+    out: Out = How.out,
+    peers: Peers = None,
+    timed_steps: TimedSteps = How.steps,
+    repeats: Repeats = How.repeats,
+    add: Add = False,
+    plan_first: PlanFirst = False,
+    resume: Resume = False,
+    retry: Retry = False,
+    timeout: Timeout = None,
+    compare: Compare = None,
 ) -> None:
     """Measure the speed of one or many configurations on random tokens."""
-    from llmq.bench.bench import run_bench
+    how = How(
+        out=out,
+        peers=peers,
+        steps=timed_steps,
+        repeats=repeats,
+        add=add,
+        plan_first=plan_first,
+        resume=resume,
+        retry=retry,
+        timeout=timeout,
+    )
+    if compare is not None:
+        from llmq.bench.compare import run_compare
 
+        if given or config_file or save or how != How():
+            raise ConfigError("--compare: reads two reports and makes no runs: leave out the rest")
+        run_compare(*compare)
+        return
     if save is not None:
-        from llmq.bench.bench import one_run
+        from llmq.bench.sweep_file import one_run
 
         save_config(save, one_run(given, config_file))
+    from llmq.bench.bench import run_bench
+
     with ending_children():
-        run_bench(
-            given,
-            config_file,
-            out=out,
-            peers=peers,
-            steps=timed_steps,
-            repeats=repeats,
-            add=add,
-            argv=sys.argv,
-        )
+        run_bench(given, config_file, how, sys.argv)

@@ -23,9 +23,11 @@ from llmq.commands import (
     merge,
     plan,
     plot,
+    rig,
     sample,
     show,
     tokenize,
+    top,
     train,
     train_tokenizer,
     verify,
@@ -80,7 +82,9 @@ app.command(cls=Command)(export.export)
 app.command(cls=Command)(merge.merge)
 app.command(cls=Command)(plot.plot)
 app.command(cls=Command)(watch.watch)
+app.command(cls=Command)(top.top)
 app.command(cls=TrainCommand)(bench.bench)
+app.command(cls=Command)(rig.rig)
 
 
 def _command(prog_name: str) -> Any:

@@ -24,6 +24,7 @@ from llmq.config.option_types import (
 from llmq.config.options import OPTIONS, TrainConfig
 from llmq.config.options_io import config_of, fields_of, layers_of
 from llmq.config.presets import model_warnings
+from llmq.runtime.processes import processes
 
 ConfigFile = Annotated[
     Path | None,
@@ -111,6 +112,8 @@ class TrainCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
+            if sum(arg.partition("=")[0] == "--config" for arg in args) > 1:
+                raise ConfigError("--config: is given twice: put all options into one file")
             args = [_spelled_out(args, i) for i in range(len(args))]
         return super().parse_args(ctx, args)
 
@@ -174,23 +177,28 @@ def load_run(
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
     which a plan does not read. With --continue, options that were not given are those of the
-    checkpoint.
+    checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
     from llmq.train.model_of_run import model_of_run, vocabulary_line
     from llmq.train.origin import with_adapter
 
-    layers = layers_of(given, file)  # once: the file may be a pipe
+    them = processes()
+    layers = them.each(lambda: layers_of(given, file))  # once: the file may be a pipe
     values, inherited = layers[0] | layers[1], {}
-    if values.get("continue_from") is not None:
+    if any(them.gather(values.get("continue_from") is not None)):
         from llmq.train.resume import inherited_options
 
-        inherited = inherited_options(values)
-    config = config_of(layers, inherited)
-    model, model_dir = model_of_run(config, weights=weights)
-    config = with_adapter(config, model).validate_with(model)
-    idle = option_warnings(config) + idle_with_model(config, model)
-    line = vocabulary_line(config, model, trains=trains)
-    warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
-    return config, model, model_dir, fields_of(layers)
+        inherited = them.each(lambda: inherited_options(values))
+
+    def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
+        config = config_of(layers, inherited)
+        model, model_dir = model_of_run(config, weights=weights)
+        config = with_adapter(config, model).validate_with(model)
+        idle = option_warnings(config) + idle_with_model(config, model)
+        line = vocabulary_line(config, model, trains=trains)
+        warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
+        return config, model, model_dir, fields_of(layers)
+
+    return them.each(load)

@@ -7,11 +7,16 @@ are long, and options stand in groups, as they are declared.
 from __future__ import annotations
 
 import textwrap
+from itertools import pairwise
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from llmq.base.errors import ConfigError
+
 NAMES = 26  # characters beside which help begins in the same line
+
+_PATHS = ("--out", "--out-dir", "--checkpoint-dir", "--config", "--save-config", "--peers")
 
 Record = tuple[str, str]
 """An option or a command as it is written, and its help."""
@@ -38,7 +43,18 @@ def _write(formatter: Any, title: str, records: list[Record]) -> None:
 
 
 class Command(TyperCommand):
-    """A command whose help shows its options in the groups that they are declared in."""
+    """A command whose help shows its options in the groups that they are declared in.
+
+    A path that is empty, as of a variable of the shell that is not set, would be the directory that
+    the command runs in: ConfigError.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for arg, following in pairwise([*args, None]):
+            name, equals, value = arg.partition("=")
+            if name in _PATHS and (value if equals else following) == "":
+                raise ConfigError(f"{name}: is empty: give a path")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Record]] = {"Arguments": [], "Options": []}

@@ -15,9 +15,17 @@ def merge(
     adapter: Annotated[Path, typer.Argument(help="Directory of adapters in PEFT's format.")],
     out: Annotated[Path, typer.Option(help="Directory of the model.")],
     model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    base_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Format that the model is rounded to before; as in training if not given. "
+            "bf16: it is taken as it is, e4m3, nf4: as --base-dtype of train."
+        ),
+    ] = None,
 ) -> None:
     """Write a model with its adapters as a model directory that needs no PEFT."""
     from llmq.checkpoint.merge import merge_adapter
 
-    files = merge_adapter(base, adapter, out, checked("model_dtype", model_dtype))
+    kept = None if base_dtype is None else checked("base_dtype", base_dtype)
+    files = merge_adapter(base, adapter, out, checked("model_dtype", model_dtype), kept)
     print(f"wrote {', '.join(files)} to {out}")

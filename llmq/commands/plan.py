@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,20 @@ from llmq.commands.common import (
     train_options,
 )
 
+CardName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
+    ),
+]
+CardFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Plan for the rig of this rig.json (llmq rig), with the rates measured there.",
+    ),
+]
 Machines = Annotated[int, typer.Option(min=1, help="Machines with --gpus GPUs each.")]
 Network = Annotated[
     str | None,
@@ -39,13 +54,8 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="Host memory of a machine to compare with."),
     ] = None,
-    card: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
-        ),
-    ] = None,
+    card: CardName = None,
+    card_file: CardFile = None,
     reserve: Reserve = None,
     machines: Machines = 1,
     network: Network = None,
@@ -77,6 +87,12 @@ def plan(
     }
     from llmq.plan.report import run_plan
 
-    how = {"card": card, "fit": fields if fit else None, "placement": placement, "json": json}
+    how = {
+        "card": card,
+        "card_file": card_file,
+        "fit": fields if fit else None,
+        "placement": placement,
+        "json": json,
+    }
     best = run_plan(config, model, **sizes, machines=machines, **how)
     save_config(save, best)

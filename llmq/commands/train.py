@@ -61,9 +61,8 @@ def _train(
 ) -> None:
     if reserve is not None and not auto:
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
-    config, model, model_dir, fields = processes.each(
-        lambda: load_run(given, config_file, trains=True, weights=not dry_run)
-    )
+    weights = not dry_run
+    config, model, model_dir, fields = load_run(given, config_file, trains=True, weights=weights)
     if config.lora_rank and config.from_scratch and not dry_run:
         raise ConfigError(
             "--lora-rank: adapters need a trained model, and --from-scratch has random weights: "

@@ -17,6 +17,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
+    dtype_option,
     option,
     parse_parts,
     parse_targets,
@@ -24,6 +25,9 @@ from llmq.config.option_types import (
 from llmq.config.sizes import SizeFields
 
 _GROUP = "Adapters (LoRA)"
+
+QUANTIZED = ("e4m3", "int8", "nf4")
+"""Formats of --base-dtype in which weights are codes with scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
@@ -55,6 +59,14 @@ class AdapterFields(SizeFields):
         choices=("standard", "rs"),
     )
     lora_plus: float = option(_GROUP, 1.0, "Learning rate of the adapters' B over that of A")
+    base_dtype: str | None = dtype_option(
+        _GROUP,
+        None,
+        "Format in which the blocks' matrices beside the adapters are kept; as --model-dtype if "
+        "not given. e4m3: 8 bits, for fp8 products; int8: 8 bits, for products of cards without "
+        "fp8; nf4: 4 bits in blocks of 64, as QLoRA's",
+        *QUANTIZED,
+    )
     adapter: Path | None = option(
         _GROUP,
         None,
@@ -66,6 +78,11 @@ class AdapterFields(SizeFields):
         f"Parts of the model that are trained beside adapters, some of {','.join(LORA_PARTS)}",
         parse=parse_parts,
     )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model beside the adapters is kept as codes."""
+        return bool(self.lora_rank) and self.base_dtype in QUANTIZED
 
     @property
     def lora_scale(self) -> float:
@@ -165,9 +182,17 @@ def implied_values(values: dict[str, Any]) -> dict[str, Any]:
         "lora_targets": "all",
         "lora_dropout": 0.0,
         "lora_scaling": "standard",
+        "base_dtype": values["model_dtype"],
         "train": (),
     }
     return {name: value for name, value in implied.items() if values[name] is None}
+
+
+def implied_products(values: dict[str, Any]) -> str:
+    """--matmul-dtype where it was not given: 8-bit codes are multiplied as they are."""
+    adapts = values["lora_rank"] or values["adapter"] is not None
+    base, dtype = values["base_dtype"], values["model_dtype"]
+    return base if adapts and dtype == "bf16" and base in ("e4m3", "int8") else dtype
 
 
 def check_adapters(config: AdapterFields) -> None:
@@ -185,6 +210,11 @@ def check_adapters(config: AdapterFields) -> None:
         if getattr(config, name) is not None and getattr(config, name) <= 0:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: must be greater than 0, got {getattr(config, name)}")
+    if config.lora_rank and config.base_dtype not in (config.model_dtype, *QUANTIZED):
+        raise ConfigError(
+            f"--base-dtype: {config.base_dtype} does not go with --model-dtype "
+            f"{config.model_dtype}, use {' or '.join((config.model_dtype, *QUANTIZED))}"
+        )
 
 
 def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
@@ -209,5 +239,38 @@ def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
                     f"{module.rpartition('.')[2]}, {stop - start} x {matrix.shape[1]}: use at most "
                     f"{least}, or leave it out of --lora-targets"
                 )
+    if config.is_quantized:
+        _check_blocks(config, model)
     if "head" in adapters.train and model.tied_embeddings:
         raise ConfigError("--train: the head is the embedding in this model: name embeddings")
+
+
+def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
+    """ConfigError for matrices that codes cannot be made of."""
+    if config.base_dtype == "int8":
+        _check_rows(model)
+        return
+    multiple = {"e4m3": 16, "nf4": 64}[config.base_dtype]  # elements
+    C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
+    for name, size in (
+        ("queries", C * model.num_heads * Hd),
+        ("keys", C * model.num_kv_heads * Hd),
+        ("the MLP", C * F),
+    ):
+        if size % multiple:
+            raise ConfigError(
+                f"--base-dtype: {config.base_dtype} needs matrices of multiples of {multiple} "
+                f"elements, that of {name} has {size}"
+            )
+
+
+def _check_rows(model: ModelConfig) -> None:
+    """ConfigError for matrices that have no codes with a scale for each row."""
+    for name, size in (
+        ("hidden_size", model.hidden_size),
+        ("intermediate_size", model.intermediate_size),
+        ("width of the query heads", model.num_heads * model.head_dim),
+        ("width of queries, keys and values", model.qkv_channels),
+    ):
+        if size % 16:
+            raise ConfigError(f"--base-dtype: int8 needs multiples of 16, but the {name} is {size}")

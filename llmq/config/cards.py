@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from llmq.base.errors import ConfigError
+from llmq.config.card_file import CardFile
 from llmq.runtime.device import DeviceSpec, library_workspace
 
 GIB = 1 << 30
@@ -26,7 +27,8 @@ class Card:
     another card over NVLink, as collectives reach it, 0 without; all in GB/s. tf32, bf16, fp8:
     dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
     sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
-    at the power limit. source: where that is from, for the user.
+    at the power limit. source: where that is from, for the user. measured: what `llmq rig` has
+    measured, which then counts instead of what is above.
     """
 
     name: str
@@ -41,6 +43,17 @@ class Card:
     fp8: float
     sustained: tuple[float, float]
     source: str
+    measured: CardFile | None = None
+
+    @property
+    def int8(self) -> float:
+        """Dense peak of products of signed bytes, in TOP/s, as the data sheets have it.
+
+        On cards for data centers and workstations it is twice that of bf16 (A100: 624, RTX A6000:
+        310, L4: 242), on GeForce, which sum bf16 products in fp32 at half their speed, four times
+        (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838).
+        """
+        return self.bf16 * (4 if "GeForce" in self.name or "GB10" in self.name else 2)
 
     @property
     def size(self) -> int:

@@ -64,12 +64,14 @@ class Fields:
         None,
         "Format in which the products of the blocks run; as --model-dtype if not given",
         "e4m3",
+        "int8",
     )
     gradient_dtype: str | None = dtype_option(
         _MODEL,
         None,
         "Format of output gradients in these products; as --matmul-dtype if not given",
         *FP8_DTYPES,
+        "int8",
     )
     head_dtype: str | None = dtype_option(
         _MODEL,
@@ -262,7 +264,9 @@ class Fields:
     wandb: str | None = option(
         _OUTPUT, None, "Project of Weights & Biases to which the log is sent, as the run goes"
     )
-    log_gpu_util: int = option(_OUTPUT, 25, "Steps between GPU records; 0: none", min=0)
+    log_gpu_util: int = option(
+        _OUTPUT, 25, "Steps between records of GPUs, or CPUs; 0: none", min=0
+    )
     debug_log_allocations: int = option(
         _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
     )
@@ -357,6 +361,9 @@ class Fields:
         "What is divided among GPUs; 1: the optimizer, 2: also gradients, 3: also weights",
         min=0,
         max=3,
+    )
+    shard_over: str = option(
+        _RANKS, "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
     )
     shard_weights: bool = switch(
         _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"

@@ -20,6 +20,8 @@ DTYPE_ALIASES = {
     "bf16": ("bf16", "bfloat16"),
     "e4m3": ("e4m3", "fp8_e4m3", "f8_e4m3", "float8_e4m3", "float8_e4m3fn"),
     "e5m2": ("e5m2", "fp8_e5m2", "f8_e5m2", "float8_e5m2"),
+    "int8": ("int8", "i8"),
+    "nf4": ("nf4",),
 }
 """Every spelling of a number format, in lower case, by its canonical name."""
 
@@ -325,9 +327,9 @@ def switch(group: str, help: str) -> Any:
     return option(group, False, help)
 
 
-def dtype_option(group: str, default: str | None, help: str, *fp8: str) -> Any:
-    """An option that names a number format: bf16, fp32, or one of these fp8 formats."""
-    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *fp8))
+def dtype_option(group: str, default: str | None, help: str, *others: str) -> Any:
+    """An option that names a number format: bf16, fp32, or one of these others."""
+    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *others))
 
 
 def options_of(config_class: type) -> dict[str, Option]:

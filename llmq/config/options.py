@@ -14,6 +14,7 @@ from llmq.config.adapters import (
     AdapterFields,
     check_adapters,
     check_adapters_with,
+    implied_products,
     implied_values,
 )
 from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
@@ -22,7 +23,10 @@ from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options
 from llmq.config.sizes import check_from_scratch
 from llmq.config.train_files import split_weights
 
-_FP8_MULTIPLE = 16  # 16 bytes, in every size of an fp8 product
+_CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
+_INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
+_INT8_WIDTH = 65536  # of a row that is quantized
+FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
@@ -44,9 +48,9 @@ class TrainConfig(AdapterFields):
         summed = "fp32" if adapts else values["model_dtype"]  # adapters are small
         for name in ("master_dtype", "grad_accum_dtype"):
             values[name] = values[name] or summed
-        for name in ("matmul_dtype", "head_dtype"):
-            values[name] = values[name] or values["model_dtype"]
         values |= implied_values(values)
+        values["matmul_dtype"] = values["matmul_dtype"] or implied_products(values)
+        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
@@ -179,18 +183,24 @@ class TrainConfig(AdapterFields):
             )
 
     def _validate_matmul(self) -> None:
-        """The products run in the model's format, or in fp8 with fp8 output gradients."""
-        if self.lora_rank and self.matmul_dtype == "e4m3":
+        """The products run in the model's format, or in 8 bits with output gradients in 8 bits."""
+        if self.lora_rank and self.matmul_dtype == "e4m3" and self.base_dtype not in FP8_BASES:
             raise ConfigError(
-                "--lora-rank: does not go with --matmul-dtype e4m3: adapters multiply activations "
-                "that fp8 products leave in fp8 only"
+                "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight "
+                "changes, so that one in a wider format would be memory for nothing"
             )
-        legal = ("bf16", "e4m3") if self.model_dtype == "bf16" else (self.model_dtype,)
+        legal = ("bf16", "e4m3", "int8") if self.model_dtype == "bf16" else (self.model_dtype,)
         if self.matmul_dtype not in legal:
             raise ConfigError(
                 f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
                 f"{self.model_dtype}, use {' or '.join(legal)}"
             )
+        for name in ("matmul_dtype", "gradient_dtype"):
+            if getattr(self, name) == "int8" and self.gradient_dtype != self.matmul_dtype:
+                raise ConfigError(
+                    "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, "
+                    f"got {self.gradient_dtype} with {self.matmul_dtype}"
+                )
         if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
             raise ConfigError(
                 f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
@@ -225,6 +235,12 @@ class TrainConfig(AdapterFields):
 
     def _validate_memory(self) -> None:
         """Options that cannot do anything without another one."""
+        for name in ("persistent_quants", "offload_quants"):
+            if self.lora_rank and getattr(self, name):
+                raise ConfigError(
+                    f"{OPTIONS[name].flag}: beside adapters the model is kept as --base-dtype "
+                    "says; --shard-weights --offload-master keeps it in host memory"
+                )
         for name, needs, has in (
             ("persistent_quants", "--matmul-dtype e4m3", self.matmul_dtype == "e4m3"),
             ("persistent_quants", "--shard-weights", self.shard_weights),
@@ -246,27 +262,45 @@ class TrainConfig(AdapterFields):
         except ValueError as error:
             raise ConfigError(f"--recompute-layers: {error}") from None
         chunk = self.batch_size * self.seq_len // self.lmhead_chunks
-        if self.head_dtype == "e4m3" and chunk % _FP8_MULTIPLE:
+        if self.head_dtype == "e4m3" and chunk % _CODES_MULTIPLE:
             raise ConfigError(
-                f"--head-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but --lmhead-chunks "
+                f"--head-dtype: e4m3 needs multiples of {_CODES_MULTIPLE}, but --lmhead-chunks "
                 f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
         check_adapters_with(self, model)
-        if self.matmul_dtype == "e4m3":
-            sizes = {
-                "tokens of a micro-step": self.batch_size * self.seq_len,
-                "hidden_size": model.hidden_size,
-                "intermediate_size": model.intermediate_size,
-                "width of the query heads": model.num_heads * model.head_dim,
-                "width of queries, keys and values": model.qkv_channels,
-            }
-            for name, size in sizes.items():
-                if size % _FP8_MULTIPLE:
-                    raise ConfigError(
-                        f"--matmul-dtype: e4m3 needs multiples of {_FP8_MULTIPLE}, but the {name} "
-                        f"is {size}"
-                    )
+        if self.matmul_dtype in ("e4m3", "int8"):
+            self._check_sizes_of_codes(model)
         return self
+
+    def _check_sizes_of_codes(self, model: ModelConfig) -> None:
+        sizes = {
+            "tokens of a micro-step": self.batch_size * self.seq_len,
+            "hidden_size": model.hidden_size,
+            "intermediate_size": model.intermediate_size,
+            "width of the query heads": model.num_heads * model.head_dim,
+            "width of queries, keys and values": model.qkv_channels,
+        }
+        dtype = self.matmul_dtype
+        for name, size in sizes.items():
+            if size % _CODES_MULTIPLE:
+                raise ConfigError(
+                    f"--matmul-dtype: {dtype} needs multiples of {_CODES_MULTIPLE}, but the {name} "
+                    f"is {size}"
+                )
+        if dtype != "int8":
+            return
+        tokens = self.batch_size * self.seq_len
+        if tokens > _INT8_TERMS:
+            raise ConfigError(
+                f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but "
+                f"there are {tokens}: use a smaller --batch-size"
+            )
+        width = model.intermediate_size * (2 if model.gated else 1)
+        if width > _INT8_WIDTH:
+            raise ConfigError(
+                f"--matmul-dtype: int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's "
+                f"first has {width}"
+            )
 
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)

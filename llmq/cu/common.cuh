@@ -14,6 +14,7 @@ using u32 = unsigned int;
 using f32 = float;
 using f64 = double;
 using i32 = int;
+using i8 = signed char;
 using u8 = unsigned char;
 using u64 = unsigned long long;
 

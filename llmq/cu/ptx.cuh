@@ -10,6 +10,10 @@
 //                                 b1: inner 2t + 8, 2t + 9, column g
 //   C, D (16 x 8)                 d[0], d[1]: row g,     columns 2t, 2t + 1
 //                                 d[2], d[3]: row g + 8, columns 2t, 2t + 1
+//
+// Fragments of m16n8k32 (.s8) are the same registers in the same places, each of four neighbouring
+// bytes instead of two elements: a[0] is row g, inner 4t .. 4t + 3, a[2] inner 4t + 16 .. 4t + 19,
+// and so on.
 #pragma once
 
 // An address within shared memory, in bytes.
@@ -43,6 +47,16 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a b of signed bytes, summed in 32 bits, which wrap around; fragments as above.
+__device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned int (&a)[4],
+                                                unsigned int b0, unsigned int b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 

@@ -6,7 +6,7 @@
 // so that x = q * scale up to rounding. MAX is the largest finite value of Q; fp8() rounds to
 // nearest even and clamps to +-MAX, NaN becomes 0x7F. Where abs_max is infinite or NaN, scale and
 // all codes are NaN. quantize_scaled: with a scale that is given, as fp8.cuh has it: the same codes
-// for the same scale. transpose_codes: q_t[c, r] = q[r, c].
+// for the same scale. transpose_codes: q_t[c, r] = q[r, c]. dequantize: out[i] = q[i] * scale.
 //
 // Data     x: T (rows, cols), read once. q, codes: Q (rows, cols). q_t, transposed: Q (cols, rows).
 //          All 16-byte aligned. scale, abs_max: F32 (1), saturated: I32 (1). quantize_transpose: q
@@ -14,7 +14,8 @@
 //          ABS_MAX = 1, raised to the largest |x|, else not touched.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
-//          (across, down). transpose_codes: tiles of 128 rows and 128 columns.
+//          (across, down). transpose_codes: tiles of 128 rows and 128 columns. dequantize: 16
+//          elements per thread, ceil(n / 4096) blocks.
 // Cost     memory-bound, about 8 instructions per element; every access to global memory is 16
 //          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
 //          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
@@ -177,4 +178,16 @@ transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols
             store_16(q_t + c * rows + first_row, tile[line][k ^ (line / 16)]);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+dequantize(T* __restrict__ out, const Q* __restrict__ q, const f32* __restrict__ scale, i64 n) {
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * 16;
+    if (first >= n) { return; }
+    const Pack<Q, 16> in = {load_vec_stream(q + first)};
+    const float factor = *scale;
+    Pack<T, 16> result;
+#pragma unroll
+    for (int k = 0; k < 16; ++k) { result.set(k, from_f32<T>(float(in.at(k)) * factor)); }
+    result.store(out + first);
 }

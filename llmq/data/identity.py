@@ -8,7 +8,6 @@ so it is kept in the cache folder, under a hash of the files' bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import zlib
@@ -20,6 +19,7 @@ from typing import Any
 
 from llmq.base.errors import DataError
 from llmq.base.files import write_shared
+from llmq.base.json_file import json_object
 from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.runtime.compile import cache_dir
@@ -91,7 +91,7 @@ def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
 
 def noted_tokenizer(folder: Path) -> TokenizerId | None:
     """What a run of ours has noted in a model directory; None if it is of somebody else."""
-    return TokenizerId.from_record(_read(folder / RUN_FILE).get("tokenizer"))
+    return TokenizerId.from_record(json_object(folder / RUN_FILE).get("tokenizer"))
 
 
 def check_recorded(
@@ -160,13 +160,5 @@ def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """tokenize.json of a folder that `llmq tokenize` has written into, {} of any other one."""
-    manifest = _read(folder / MANIFEST)
+    manifest = json_object(folder / MANIFEST)
     return manifest if {"complete", "options", "splits", "inputs"} <= manifest.keys() else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.base.files import disk_errors
 from llmq.config.presets import find_directory
 from llmq.data.tokenizer_files import END_OF_TEXT, QWEN2_WORDS, open_tokenizer, read_json
 
@@ -304,13 +305,26 @@ class HfTokenizer:
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in self.FILES:
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, folder / name)
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        copy_tokenizer_files(self.folder, folder)
 
 
 Tokenizer = ByteTokenizer | HfTokenizer
+
+
+def tokenizer_names(folder: Path) -> list[str]:
+    """Of the tokenizer files that a folder has."""
+    return [name for name in HfTokenizer.FILES if (folder / name).is_file()]
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
+    """Copy whatever tokenizer files a folder has; returns their names. DiskError."""
+    names = tokenizer_names(source)
+    for name in names:
+        with disk_errors(target / name):
+            shutil.copyfile(source / name, target / name)
+    return names
 
 
 def _without_absent(value: Any) -> Any:

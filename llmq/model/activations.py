@@ -143,6 +143,7 @@ class Layer:
         """
         self._dev, self.index, self.recompute, self.residual = dev, index, recompute, residual
         self._is_fp8 = options.matmul_dtype == "e4m3"
+        self._keeps_codes = self._is_fp8 and not options.lora_rank  # adapters multiply tensors
         needed = _needed_inputs(config, options)
         (rows, C), B, T = residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
@@ -183,7 +184,7 @@ class Layer:
         self, name: str, features: int, *, kept: bool, may_be_codes: bool = False
     ) -> Activation:
         shape, tensor, codes = (self.residual.shape[0], features), None, None
-        if kept and may_be_codes and self._is_fp8:
+        if kept and may_be_codes and self._keeps_codes:
             codes = self._alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
         elif kept:
             tensor = self._alloc(name, *shape)

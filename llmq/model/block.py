@@ -24,6 +24,8 @@ from llmq.model.activations import Layer, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
+from llmq.model.int8_base import Int8BaseLinear
+from llmq.model.int8_linear import Int8Linear
 from llmq.model.linear import FAST, Linear
 from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
@@ -59,6 +61,10 @@ class Blocks:
             self.layers.append(layer)
             before = layer.mlp_branch
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
+        if options.matmul_dtype == "int8" and options.base_dtype == "int8":
+            linear = Int8BaseLinear(dev, config, scalars, options.seq_len)
+        elif options.matmul_dtype == "int8":
+            linear = Int8Linear(dev, scalars, options.seq_len)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.norms = BlockNorms(dev, config, operands)
         self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Operand
+from llmq.base.operand import Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -29,12 +29,25 @@ from llmq.ops.matmul import matmul
 from llmq.runtime.device import Device
 
 
+def _tensor(x: Operand) -> Tensor:
+    """What adapters multiply: the tensor itself, also where W's product takes its fp8 codes."""
+    return x.source if isinstance(x, Fp8) else x
+
+
 class _Parts(NamedTuple):
     """Of one matrix of one block. salt: of its dropout. hidden: h (rows, R)."""
 
     matrix: Adapted
     salt: int
     hidden: Tensor
+
+
+MATRICES = ("qkv", "o", "up", "down")
+
+
+def _number(layer: int, key: str) -> int:
+    """Of a matrix among those of all blocks."""
+    return len(MATRICES) * layer + MATRICES.index(key)
 
 
 class BlockLinear:
@@ -54,6 +67,7 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.linear, self.drops = dev, linear, False
+        self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
         self._parts: dict[tuple[int, str], _Parts] = {}
@@ -78,7 +92,7 @@ class BlockLinear:
         parts = self._parts.get((layer, key))
         if parts is None:
             return
-        with self._dropped(parts, x) as dropped:
+        with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
@@ -87,13 +101,13 @@ class BlockLinear:
         self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features)."""
-        self.linear.input_gradient(d_x, d_out, getattr(w, key))
+        self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))
         parts = self._parts.get((layer, key))
         if parts is None:
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, d_hidden, d_out, b)
+            matmul(self.dev, d_hidden, _tensor(d_out), b)
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)
             return
@@ -118,13 +132,14 @@ class BlockLinear:
 
         Follows input_gradient. x: None where it is not needed.
         """
-        self.linear.weight_gradients(getattr(g, key), d_bias, d_out, x)
+        number = _number(layer, key)
+        self.linear.weight_gradients(getattr(g, key), d_bias, d_out, x, number)
         parts = self._parts.get((layer, key))
         if parts is None:
             return
         d_hidden, d_a, d_b = self._d_hidden_of(parts), *(getattr(g, f"{key}_{n}") for n in "ab")
-        with self._dropped(parts, x) as dropped:
-            self.linear.weight_gradients(d_a, None, d_hidden, dropped)
+        with self._dropped(parts, _tensor(x)) as dropped:
+            self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
         if d_b is None:
             return
         dtype, shape = d_b.tensor.dtype, (parts.matrix.shape[0], parts.hidden.shape[1])
@@ -132,7 +147,7 @@ class BlockLinear:
             self.dev.scratch("d_b_whole", shape, dtype) as whole,
             self.dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
-            matmul(self.dev, whole, d_out, parts.hidden, trans_a=True)
+            matmul(self.dev, whole, _tensor(d_out), parts.hidden, trans_a=True)
             adapter.collect(self.dev, part, whole, parts.matrix.spans, self._scale)
             reduce.add(self.dev, d_b, part)
 

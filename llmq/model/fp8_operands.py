@@ -42,9 +42,10 @@ def make_operands(
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
+    keeps = options.lora_rank > 0
     if options.fp8_recipe == "delayed":
-        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits))
-    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits))
+        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits), keeps_tensors=keeps)
+    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), keeps_tensors=keeps)
 
 
 class JustInTime(Operands):
@@ -57,10 +58,16 @@ class JustInTime(Operands):
         dtype: DType,
         formats: Mapping[str, DType],
         scales: Scales,
+        *,
+        keeps_tensors: bool = False,
     ):
-        """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor."""
+        """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor.
+
+        keeps_tensors: adapters multiply the tensors of blocks too, and nothing but these makes
+        gradients of weights there: no codes are transposed.
+        """
         super().__init__(dev, shape, dtype)
-        self.formats, self.scales = formats, scales
+        self.formats, self.scales, self.keeps_tensors = formats, scales, keeps_tensors
 
     def _codes(
         self,
@@ -74,6 +81,7 @@ class JustInTime(Operands):
         """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
         name = slot.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
+        transposed = transposed and not (self.keeps_tensors and name != HEAD)
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
         if transposed:
@@ -90,21 +98,27 @@ class JustInTime(Operands):
     # -- inputs ----------------------------------------------------------------------------------
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
+        kept = x.place(self.dev, temps) if self.keeps_tensors else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
-        with self.dev.scratch(x.name, x.shape, x.dtype) as source:
+        with ExitStack() as inner:
+            source = kept or x.place(self.dev, inner)
             write(self.measured(x.slot, source))
             self._quantize(x.slot, q, x.codes, source)
-        return self._fp8(x.slot, None, q, x.codes)
+        return self._fp8(x.slot, kept, q, x.codes)
 
     def kept(self, x: Activation) -> Operand | None:
-        return None if x.codes is None else self._fp8(x.slot, None, None, x.codes)
+        if x.codes is None and x.tensor is None:
+            return None
+        return self._fp8(x.slot, x.tensor, None, x.codes)
 
     def input_again(
         self, temps: ExitStack, x: Activation, write: Write, *, product: bool, out: Tensor | None
     ) -> Operand:
+        kept = (out or x.place(self.dev, temps)) if self.keeps_tensors else None
         q, q_t = self._codes(temps, x.slot, x.shape, product=product)
-        write(Target(None, None, self.scales.fp8_out_again(x.slot, q, q_t)))
-        return self._fp8(x.slot, None, q, q_t)
+        codes = self.scales.fp8_out_again(x.slot, q, q_t) if q or q_t else None
+        write(Target(kept, None, codes))
+        return self._fp8(x.slot, kept, q, q_t)
 
     # -- tensors that are there already ----------------------------------------------------------
 
@@ -119,7 +133,8 @@ class JustInTime(Operands):
 
     def of_tensor_again(self, temps: ExitStack, slot: str, x: Tensor, *, product: bool) -> Operand:
         q, q_t = self._codes(temps, slot, x.shape, product=product)
-        quantize.scaled(self.dev, x, self.scales.fp8_out_again(slot, q, q_t))
+        if q or q_t:
+            quantize.scaled(self.dev, x, self.scales.fp8_out_again(slot, q, q_t))
         return self._fp8(slot, x, q, q_t)
 
     def measured(self, slot: str, out: Tensor) -> Target:
@@ -140,12 +155,16 @@ class Delayed(JustInTime):
         dtype: DType,
         formats: Mapping[str, DType],
         scales: DelayedScales,
+        *,
+        keeps_tensors: bool = False,
     ):
-        super().__init__(dev, shape, dtype, formats, scales)
-        self._half_gradient = tuple(
-            dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
-            for layout, lies in (("q", shape), ("q_t", shape[::-1]))
-        )
+        super().__init__(dev, shape, dtype, formats, scales, keeps_tensors=keeps_tensors)
+
+        def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
+            return dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
+
+        q_t = None if keeps_tensors else alloc("q_t", shape[::-1])
+        self._half_gradient = (alloc("q", shape), q_t)
 
     def _direct(
         self, slot: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
@@ -155,9 +174,10 @@ class Delayed(JustInTime):
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         if not self.scales.ready:
             return super().input(temps, x, write)
+        kept = x.place(self.dev, temps) if self.keeps_tensors else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
-        write(self._direct(x.slot, None, q, x.codes))
-        return self._fp8(x.slot, None, q, x.codes)
+        write(self._direct(x.slot, kept, q, x.codes))
+        return self._fp8(x.slot, kept, q, x.codes)
 
     def of_tensor(
         self, temps: ExitStack, slot: str, x: Tensor, *, measured: bool, transposed: bool
@@ -172,10 +192,12 @@ class Delayed(JustInTime):
     def gradient(
         self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
     ) -> Operand:
-        if not self.scales.ready:
+        # RoPE backward writes the tensor or its codes.
+        again = self.keeps_tensors and slot.endswith("d_qkv")
+        if again or not self.scales.ready:
             return super().gradient(temps, slot, write, out=out, bias=bias)
         q, q_t = self._codes(temps, slot, out.shape)
-        source = out if bias else None
+        source = out if bias or self.keeps_tensors else None
         write(self._direct(slot, source, q, q_t))
         return self._fp8(slot, source, q, q_t)
 

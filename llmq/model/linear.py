@@ -66,8 +66,11 @@ class Linear:
         else:
             matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand) -> None:
-        """d_x (rows, in_features) = d_out (rows, out_features) @ weight."""
+    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight.
+
+        salt: a number of this weight's own, for products that round their operands stochastically.
+        """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, d_x, d_out.codes, weight.transposed, d_out.scale, weight.scale,
@@ -77,27 +80,35 @@ class Linear:
             matmul(self.dev, d_x, d_out, weight)
 
     def weight_gradients(
-        self, d_weight: Accumulator | None, d_bias: Accumulator | None, d_out: Operand, x: Operand
+        self,
+        d_weight: Accumulator | None,
+        d_bias: Accumulator | None,
+        d_out: Operand,
+        x: Operand,
+        salt: int = 0,
     ) -> None:
         """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
 
         None: not wanted, because the parameter is frozen or there is none. A BF16 accumulator
         cannot add inside the product, which would round to nearest every time and lose small
         contributions; it gets the product's BF16 result added with stochastic rounding.
+        salt: as in input_gradient.
         """
         if d_weight is not None:
             target = d_weight.tensor
             if target.dtype == F32 or not d_weight.accumulate:
-                self._weight_product(target, d_out, x, d_weight.accumulate)
+                self._weight_product(target, d_out, x, d_weight.accumulate, salt)
             else:
                 with self.dev.scratch("d_weight", target.shape, target.dtype) as product:
-                    self._weight_product(product, d_out, x, False)
+                    self._weight_product(product, d_out, x, False, salt)
                     reduce.add(self.dev, d_weight, product)
         if d_bias is not None:
             source = d_out.source if isinstance(d_out, Fp8) else d_out
             bias_op.backward(self.dev, d_bias, source)
 
-    def _weight_product(self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool) -> None:
+    def _weight_product(
+        self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool, salt: int
+    ) -> None:
         if isinstance(x, Fp8):
             matmul_fp8(
                 self.dev, out, d_out.transposed, x.transposed, d_out.scale, x.scale,

@@ -145,7 +145,7 @@ class DelayedScales(Scales):
         """Add the largest values over all ranks to the history; scales from it."""
         if self._gathered is not None:
             flat = self.abs_maxes.view(self.abs_maxes.size)
-            self.dev.comm.all_gather(self._gathered, flat)
+            self.dev.comm.world.all_gather(self._gathered, flat)
             abs_max.combine(self.dev, flat, self._gathered)
         self._update(self.abs_maxes)
 

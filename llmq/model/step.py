@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from llmq.base.dtypes import (
     STATS,
     STEP_BEGIN,
     STEP_END,
+    STEP_OF_RANKS,
     STEP_REPORT_WORDS,
     STEP_SCALARS,
     STEP_SCALARS_WORDS,
@@ -37,22 +37,13 @@ from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
-from llmq.state.params import Slab
+from llmq.state.pieces import Piece
 from llmq.state.placement import Placement, table_of
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 MOST_SLOTS = 1024  # for micro-steps on their way to the device
 HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that tokens are aligned
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of a slab, which a rank holds in `tensor`."""
-
-    slab: Slab
-    start: int
-    stop: int
-    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +53,8 @@ class Result:
     tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
     the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
     for their fp8 scales, with delayed ones. communication: milliseconds of the step in which a rank
-    did nothing but wait for others, the mean of all; None with one rank, 0 for evaluations.
+    did nothing but wait for others, the mean of all; None with one rank, 0 for evaluations. waits:
+    the same of each rank; () with one.
     begin, end: of a step, nanoseconds on the clock of the rank's device, from some time in the past
     on; end is that of the update.
     """
@@ -75,13 +67,17 @@ class Result:
     lse_mean: float
     saturated: int = 0
     communication: float | None = field(default=None, compare=False)  # a time is never the same
+    waits: tuple[float, ...] = field(default=(), compare=False)
     begin: int = field(default=0, compare=False)
     end: int = field(default=0, compare=False)
 
     @classmethod
     def from_stats(cls, stats: np.ndarray, world_size: int) -> Result:
-        """stats: F64 (13,), sums of all ranks as llmq.base.dtypes.STATS names them, and times."""
+        """stats: F64, sums of all ranks as llmq.base.dtypes.STATS names them, times, and of several
+        ranks what each one's sums were.
+        """
         times = stats.view(np.int64)
+        of_ranks = stats[STEP_OF_RANKS:].reshape(-1, len(STATS))
         value = {name: float(stats[i]) for name, i in STAT.items()}
         tokens, tokens_1k = value["tokens"], value["tokens_1k"]
         return cls(
@@ -93,6 +89,7 @@ class Result:
             lse_mean=value["lse_sum"] / tokens if tokens else float("nan"),
             saturated=int(value["saturated"]),
             communication=value["exposed"] / world_size if world_size > 1 else None,
+            waits=tuple(of_ranks[:, STAT["exposed"]].tolist()),
             begin=int(times[STEP_BEGIN]),
             end=int(times[STEP_END]),
         )
@@ -111,9 +108,12 @@ class Step:
     ):
         """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = table_of(options, config, dev.world_size)
+        self.table = table_of(options, config, dev.shards)
         words = self._open_inbox()
-        self.report = dev.alloc("stats", (STEP_REPORT_WORDS,), F64, "Activations")
+        W = dev.world_size
+        size = STEP_REPORT_WORDS if W == 1 else STEP_OF_RANKS + W * len(STATS)
+        self.report = dev.alloc("stats", (size,), F64, "Activations")
+        of_ranks = None if W == 1 else self.report.rows(STEP_OF_RANKS, size).view(W, len(STATS))
         self.stats = self.report.rows(0, len(STATS))
         at = (STEP_BEGIN, STEP_END)
         self.begin, self.end = (self.report.rows(i, i + 1).view_as(I64) for i in at)
@@ -126,13 +126,13 @@ class Step:
         # until the device has got what it was sent so many micro-steps ago.
         slots = min(2 * options.grad_accumulation, MOST_SLOTS)
         self.outgoing = Ring(dev, "inbox", slots, words, I32)
-        self.incoming = Ring(dev, "stats", RESULTS, STEP_REPORT_WORDS, F64)
+        self.incoming = Ring(dev, "stats", RESULTS, size, F64)
         self._ticket_of_slot = [-1] * slots  # of the step that last used it
         self._last_read = -1
         self.weights = Weights(dev, self.table, placement)
         all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
-        self.optimizer = AdamW(dev, self.table, placement, options)
+        self.optimizer = AdamW(dev, self.table, placement, options, of_ranks)
         self.model = Model(
             dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
         )
@@ -279,16 +279,16 @@ class Step:
 
     def state(self) -> dict[str, list[Piece]]:
         """Weights and moments of this rank, by group."""
-        optimizer, rank = self.optimizer, self.dev.rank
+        optimizer = self.optimizer
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
         for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
             if scales:
                 groups[f"{name}.scales"] = scales
         return {
             group: [
-                Piece(s, rank * s.shard_size, (rank + 1) * s.shard_size, tensors[s.name])
-                for s in self.table
-                if s.name in tensors
+                Piece.of(self.dev, slab, tensors[slab.name])
+                for slab in self.table
+                if slab.name in tensors
             ]
             for group, tensors in groups.items()
         }

@@ -37,6 +37,7 @@ SCALED = Kernel(
 TRANSPOSE_CODES = Kernel(
     "quantize.cu", "transpose_codes", args="Q* q_t, const Q* q, i64 rows, i32 cols"
 )
+DEQUANTIZE = Kernel("quantize.cu", "dequantize", args="T* out, const Q* q, const f32* scale, i64 n")
 
 
 def grid(size: int) -> int:
@@ -117,6 +118,27 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
     rows, cols = q.shape
     blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
     dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
+
+
+def dequantize(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
+    """out = q * scale, computed in F32.
+
+    Args (Q is E4M3 or E5M2):
+        out    out  BF16 or F32 (n,)   n a multiple of 16
+        q      in   Q (n,)
+        scale  in   F32 (1,)
+
+    Cost:    q read once, out written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    expect_float("quantize", "out", out)
+    _check_shape("out", out, (1,))
+    if q.dtype not in (E4M3, E5M2):
+        raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
+    expect("quantize", "q", q, None, out.shape)
+    expect("quantize", "scale", scale, F32, (1,))
+    blocks = ceil_div(out.size, 16 * THREADS)
+    dev.launch(DEQUANTIZE, blocks, THREADS, (out, q, scale, out.size))
 
 
 def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor) -> None:

@@ -12,9 +12,11 @@ from llmq.config.options import TrainConfig
 from llmq.model.attention_choice import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import MAX_COLUMNS
+from llmq.ops.reduce import MAX_PARTS
 from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine
+from llmq.state.placement import shards_of
 
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
 QK_NORM_MULTIPLE = 4  # 16-byte vectors of F32
@@ -29,13 +31,34 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
             f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
             f"{capability / 10}: use bf16"
         )
+    check_machines(config, machine)
     check_processes(config, machine)
     check_sizes(model, machine)
 
 
+def check_machines(config: TrainConfig, machine: Machine) -> None:
+    """ConfigError for machines among which nothing can be divided as it is asked for."""
+    world = machine.world
+    counts = world.ranks_of_machines
+    if config.shard_over == "machine" and len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} on '{name}'" for name, count in counts.items())
+        raise ConfigError(
+            f"--shard-over machine: every machine must have as many GPUs, there are {found}: give "
+            "--shard-over world, or another --gpus"
+        )
+    shards = shards_of(config, world.size, world.num_machines)
+    if config.all_to_all_reduce and shards > MAX_PARTS:
+        raise ConfigError(
+            f"--all-to-all-reduce: sums what {MAX_PARTS} GPUs have, and there are {shards}: leave "
+            "it out" + (", or give --shard-over machine" if world.num_machines > 1 else "")
+        )
+
+
 def check_processes(config: TrainConfig, machine: Machine) -> None:
     """ConfigError for what GPUs of several processes cannot do together."""
-    if len(machine.world.counts) == 1 or machine.kind == "host":
+    world = machine.world
+    shards = shards_of(config, world.size, world.num_machines)
+    if shards == world.count or machine.kind == "host":
         return
     copies = {
         "--memcpy-all-gather": config.memcpy_all_gather,
@@ -45,7 +68,7 @@ def check_processes(config: TrainConfig, machine: Machine) -> None:
         if given:
             raise ConfigError(
                 f"{flag}: copies reach the GPUs of one process, and there are "
-                f"{len(machine.world.counts)}: leave it out, so that NCCL does this"
+                f"{len(world.counts)}: leave it out, so that NCCL does this"
             )
 
 

@@ -15,17 +15,19 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
+from llmq.plan.measured import half_wave, measured
 from llmq.plan.plan import Plan
+from llmq.plan.rig_links import RigLinks
 from llmq.runtime.device import Event
+from llmq.runtime.launch_kind import attention_window, launch_kind
 from llmq.runtime.plan_device import Trace, Work
 
+PRODUCTS = ("matmul", "matmul_int8.cu")  # files of matrix products
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
-TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 # Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
 BOTH_WAYS = 1.36
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
@@ -35,6 +37,10 @@ BOTH_WAYS = 1.36
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
+# Of the part of the peak that bf16 products reach, what products of signed bytes do: they use the
+# tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Not measured.
+INT8_SHARE = {90: 0.5, 100: 0.25}
+INT8_SHARE_ELSEWHERE = 0.8
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
@@ -113,42 +119,84 @@ class Rates:
         gpus: int = 1,
         *,
         nccl: bool = False,
+        peer_access: bool = True,
         visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
     ):
         """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
 
-        visible_share: what documents leave of the causal pairs of query and key.
+        peer_access: whether GPUs may reach each other's memory. visible_share: what documents leave
+        of the causal pairs of query and key. What is measured of the card counts, else its sheet.
         """
+        card = card if peer_access else replace(card, link=0.0)
         self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
+        int8 = bf16 * INT8_SHARE.get(card.capability, INT8_SHARE_ELSEWHERE)
+        self._products["matmul_int8"] = 1e12 * int8 * card.int8
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
         self._host = HOST_MEMORY[nccl] / gpus
         self._staged = HOST_SHARE[nccl] * self._bus
-        self._transfers: dict[tuple[int, ...], tuple[dict[str, float], float]] = {}
+        self._transfers: dict[tuple, tuple[dict[str, float], float]] = {}
+        self._launches = self._links = None
+        self._slowest = 1.0  # of one GPU's speed, where all of them work
+        if card.measured is not None:
+            self._launches = measured(card.measured)
+            self._slowest = card.measured.slowest if gpus > 1 else 1.0
+            how = {"nccl": nccl, "peer_access": peer_access, "at_once": card.link == math.inf}
+            self._links = RigLinks(card.measured, gpus, **how)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long kernels take while GPUs exchange data beside them."""
+        return 1.0 if self._links is None else self._links.slowdown
 
     def compute(self, work: Work) -> float:
         """Seconds that one piece of work takes on the GPU itself."""
+        if self._launches is not None:
+            seconds = self._as_measured(work)
+            if seconds is not None:
+                return seconds / self._slowest
         memory = work.device_bytes / self._memory
-        if work.file == "matmul":
+        if work.file in PRODUCTS:
             return LAUNCH + self._product(work, memory)
         if work.file.startswith("attention") and work.flops:
             return LAUNCH + max(self._attention(work), memory)
         return LAUNCH + memory
+
+    def _as_measured(self, work: Work) -> float | None:
+        """None where nothing like it was measured."""
+        kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+        if not (work.file.startswith("attention") and work.flops):
+            return self._launches.seconds(kind, work.flops, work.device_bytes)
+        x = work.args[0]
+        if x.dtype == F32:
+            return None
+        found = self._launches.nearest(kind)
+        if found is None:
+            return None
+        sizes, seconds = found
+        kernel = (work.file, work.entry)
+        ratio = self._attention_of(*kernel, *kind.sizes, self._visible)
+        return seconds * ratio / self._attention_of(*kernel, *sizes)
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
         """Seconds on the bus towards the card, on the bus away from it, on the link, of host memory
         and on the network, by name and without those that it does not need; and seconds of a bus
         that is busy both ways.
         """
-        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent)
-        if sizes not in self._transfers:  # pieces of transfers are all alike
-            self._transfers[sizes] = self._carried(*sizes)
-        return self._transfers[sizes]
+        sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
+        key = (work.entry, *sizes) if work.received else sizes
+        if key not in self._transfers:  # pieces of transfers are all alike
+            carried = None if self._links is None else self._links.carried(work)
+            carriers, both_ways = carried or self._carried(*sizes[:5])
+            if work.network:
+                carriers |= {"network": work.network / self._network.rate}
+            self._transfers[key] = carriers, both_ways
+        return self._transfers[key]
 
     def _carried(
         self, loaded: int, stored: int, received: int, shared: int, sent: int
@@ -165,9 +213,6 @@ class Rates:
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
         carriers = {"load": load, "store": store, "link": link, "host": host}
-        if self._network.machines > 1:
-            # In a ring through all GPUs each machine passes on what one GPU receives.
-            carriers["network"] = (received + shared) / self._network.rate
         both_ways = (loaded + stored) / self._bus / BOTH_WAYS
         both_ways += max(staged_in, staged_out) / self._staged
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
@@ -179,28 +224,40 @@ class Rates:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms
-        depth = min(work.flops // (2 * out.size), TILE_DEPTH)
-        last_wave = TILE * depth * self.card.num_sms / rate  # half of which is idle
+        last_wave = half_wave(work.flops // (2 * out.size), self.card.num_sms) / rate
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:
         x = work.args[0]  # (B, T, heads, head_dim)
         if x.dtype == F32:
             return work.flops / (F32_RATE * self.card.num_sms)
-        seq_len, head_dim = x.shape[1], x.shape[3]
-        if work.file == "attention":
-            kernel = CUDNN_ATTENTION[work.entry]
+        window = attention_window(work.file, work.entry, work.args)
+        sizes = (work.flops, x.shape[1], x.shape[3], window)
+        return self._attention_of(work.file, work.entry, *sizes, self._visible)
+
+    def _attention_of(
+        self,
+        file: str,
+        entry: str,
+        flops: int,
+        seq_len: int,
+        head_dim: int,
+        window: int,
+        visible: float = 1.0,
+    ) -> float:
+        """Of a kernel in BF16, by its sizes; flops: of what the window leaves."""
+        narrow = window
+        if file == "attention":
+            kernel = CUDNN_ATTENTION[entry]
             softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
             rate = kernel.rate * 1e12 * self.card.bf16 / (1 + softmax / head_dim)
-            window = narrow = work.args[-2 if work.entry == "attention_forward" else -1]
         else:
-            sizes = NATIVE_ATTENTION[work.entry]
+            sizes = NATIVE_ATTENTION[entry]
             kernel = next(sizes[size] for size in sizes if head_dim <= size)
             rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
-            window = work.args[-1]
             # Documents take as long as a window that hides as much.
-            narrow = min(window, seq_len * (1 - math.sqrt(1 - self._visible)))
-        return work.flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
+            narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
+        return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
@@ -212,6 +269,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
     carriers: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
+    exchanges = _Exchanges(rates.slowdown)
     bus = 0.0
     for item in trace:
         stream = item.stream
@@ -222,9 +280,11 @@ def replay(trace: Trace, rates: Rates) -> Phase:
                 recorded[item.event] = streams[stream]
             continue
         start, seconds = streams[stream], rates.compute(item)
+        if stream == "main":
+            seconds += exchanges.delay(start, seconds)
         lasts = seconds
         # Most move nothing, and it takes time.
-        if item.loaded or item.stored or item.received or item.shared:
+        if item.loaded or item.stored or item.received or item.shared or item.network:
             transfers, both_ways = rates.transfers(item)
             bus += both_ways
             for name in transfers:
@@ -232,14 +292,36 @@ def replay(trace: Trace, rates: Rates) -> Phase:
             for name, duration in transfers.items():
                 carriers[name] = start + duration
                 lasts = max(lasts, duration)
+            if item.received:
+                exchanges.note(start, start + lasts)
         streams[stream] = start + lasts
         if stream == "main":
             busy[_part(item)] += seconds
     return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
 
 
+class _Exchanges:
+    """When GPUs exchange data, which takes memory's rate and multiprocessors from kernels."""
+
+    def __init__(self, slowdown: float):
+        """slowdown: how many times as long kernels take beside them."""
+        self._more = slowdown - 1
+        self._going_on: list[tuple[float, float]] = []
+
+    def note(self, start: float, end: float) -> None:
+        """One that was enqueued."""
+        if self._more:
+            self._going_on.append((start, end))
+
+    def delay(self, start: float, seconds: float) -> float:
+        """How much later a kernel ends that takes so long without them; ask in order of time."""
+        self._going_on = [(s, e) for s, e in self._going_on if e > start]
+        overlap = sum(max(min(e, start + seconds) - max(s, start), 0) for s, e in self._going_on)
+        return self._more * min(overlap, seconds)
+
+
 def _part(work: Work) -> str:
-    if work.file == "matmul":
+    if work.file in PRODUCTS:
         return "head" if work.part == "head" else "blocks"
     return "attention" if work.file.startswith("attention") else "memory_bound"
 
@@ -268,10 +350,9 @@ def step_time(
 
     visible_share: as Rates has it.
     """
-    reached = card if plan.peer_access else replace(card, link=0.0)
     gpus = plan.world_size // network.machines
-    how = {"nccl": plan.nccl, "visible_share": visible_share}
-    return _step_time(plan, Rates(reached, gpus, network=network, **how))
+    how = {"nccl": plan.nccl, "peer_access": plan.peer_access, "visible_share": visible_share}
+    return _step_time(plan, Rates(card, gpus, network=network, **how))
 
 
 def exposed_seconds(

@@ -51,7 +51,10 @@ class Estimate:
 
 
 class Planner:
-    """Plans of one model for one kind of machine; remembers what it has planned."""
+    """Plans of one model for one kind of machine; remembers what it has planned.
+
+    gpus: of one machine.
+    """
 
     def __init__(
         self,
@@ -62,29 +65,28 @@ class Planner:
         world_size: int = 1,
         visible_share: float = 1.0,
         network: Network = ONE_MACHINE,
+        gpus: int | None = None,
     ):
         """world_size: GPUs of all machines that the network joins. visible_share: as step_time
-        takes it."""
+        takes it. gpus: of the machine that is looked at, None if all have as many."""
         self.network = network
         self.model, self.spec, self.backend = model, spec, backend
         self.card, self.world_size, self.visible_share = card, world_size, visible_share
+        self.gpus = gpus or world_size // network.machines
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._known: dict[tuple[TrainConfig, tuple[int, ...], str], np.ndarray] = {}
-
-    @property
-    def gpus(self) -> int:
-        """Of one machine: --gpus."""
-        return self.world_size // self.network.machines
 
     def of(self, model: ModelConfig) -> Planner:
         """For the same machine."""
         shared = (self.spec, self.backend, self.card, self.world_size, self.visible_share)
-        return Planner(model, *shared, self.network)
+        return Planner(model, *shared, self.network, self.gpus)
 
     def plan(self, config: TrainConfig, parts: tuple[str, ...] = PARTS) -> Plan:
         """The exact plan. parts: as make_plan's."""
-        made = make_plan(config, self.model, self.spec, self.backend, self.world_size, parts)
-        return replace(made, machines=self.network.machines)
+        how = (self.backend, self.world_size, parts)
+        machines = self.network.machines
+        made = make_plan(config, self.model, self.spec, *how, machines=machines)
+        return replace(made, gpus=self.gpus)
 
     def exact(self, config: TrainConfig) -> Estimate:
         """From the exact plan."""

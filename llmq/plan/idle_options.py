@@ -8,6 +8,7 @@ from llmq.config.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,
+    shards_of,
     streams_weights,
     why_gradients_stay,
     why_no_mirrors,
@@ -101,8 +102,6 @@ def _idle_on_cpu(config: TrainConfig) -> list[str]:
         "--memcpy-send-recv": config.memcpy_send_recv,
         "--mirror-weights": config.mirror_weights,
         f"--p2p {config.p2p}": config.p2p != "auto",
-        f"--log-gpu-util {config.log_gpu_util}": config.log_gpu_util
-        not in (0, _DEFAULTS.log_gpu_util),
     }
     return [flag for flag, given in idle.items() if given]
 
@@ -123,7 +122,7 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
             "--offload-master",
             "has no effect: the optimizer updates the weights that the products read; it has "
             "one with --shard-weights or --matmul-dtype e4m3",
-            config.offload_master and not has_masters(config, world_size=1),
+            config.offload_master and not has_masters(config, shards=1),
         ),
         (
             "--use-zero-copy",
@@ -155,38 +154,52 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
     return lines + _fp8_warnings(config)
 
 
+def _has_transposed(config: TrainConfig) -> bool:
+    """Whether there are codes of weights in two layouts."""
+    return config.matmul_dtype == "e4m3" or (
+        config.matmul_dtype == "int8" and config.base_dtype == "int8"
+    )
+
+
 def _fp8_warnings(config: TrainConfig) -> list[str]:
     if config.matmul_dtype == "e4m3":
         return []
     idle = {
         "--debug-log-abs-max": config.debug_log_abs_max > 0,
-        "--no-keep-transposed": not config.keep_transposed,
+        "--no-keep-transposed": not config.keep_transposed and not _has_transposed(config),
         "--fp8-fast-accumulation": config.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation,
     }
     reason = "has no effect without --matmul-dtype e4m3"
     return [f"{flag} {reason}" for flag, given in idle.items() if given]
 
 
-def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False) -> list[str]:
-    """One line for every option that has no effect with this number of ranks, or (on_cpu) on
-    the CPU, which --device auto may have chosen."""
-    lines = []
-    if world_size == 1:
+def rank_warnings(
+    config: TrainConfig, world_size: int, machines: int = 1, *, on_cpu: bool = False
+) -> list[str]:
+    """One line for every option that has no effect with this number of ranks on so many machines,
+    or (on_cpu) on the CPU, which --device auto may have chosen."""
+    lines, shards = [], shards_of(config, world_size, machines)
+    if machines == 1 and config.shard_over != _DEFAULTS.shard_over:
+        lines.append(f"{flag('shard_over', config.shard_over)} has no effect with one machine")
+    if shards == 1:
         idle = {
             "--memcpy-all-gather": config.memcpy_all_gather,
             "--memcpy-send-recv": config.memcpy_send_recv,
             "--mirror-weights": config.mirror_weights,
             "--all-to-all-reduce": config.all_to_all_reduce,
-            "--measure-scaling": config.measure_scaling,
-            f"--p2p {config.p2p}": config.p2p != "auto",
+            "--measure-scaling": config.measure_scaling and world_size == 1,
+            f"--p2p {config.p2p}": config.p2p != "auto" and world_size == 1,
         }
-        lines = [f"{flag} has no effect with one GPU" for flag, given in idle.items() if given]
-        lines += _one_rank_sharding_warnings(config)
+        why = "has no effect with one GPU" + (" on each machine" if machines > 1 else "")
+        lines += [f"{flag} {why}" for flag, given in idle.items() if given]
+        lines += _one_rank_sharding_warnings(config, why)
     elif config.lora_rank:
-        lines = _sharded_gradients_warnings(config, world_size)
-    streams = streams_weights(config, world_size)
-    if config.matmul_dtype == "e4m3" and streams and not config.keep_transposed:
-        lines.append("--no-keep-transposed has no effect with --shard-weights: it is implied")
+        lines += _sharded_gradients_warnings(config, shards)
+    streams = streams_weights(config, shards)
+    decodes = config.is_quantized and config.base_dtype != config.matmul_dtype
+    if _has_transposed(config) and (streams or decodes) and not config.keep_transposed:
+        why = "--shard-weights" if streams else f"--base-dtype {config.base_dtype}"
+        lines.append(f"--no-keep-transposed has no effect with {why}: it is implied")
     if on_cpu or config.device == "cpu":
         lines = _but_on_cpu(config, lines)
     if on_cpu and config.device != "cpu":
@@ -195,10 +208,16 @@ def rank_warnings(config: TrainConfig, world_size: int, *, on_cpu: bool = False)
 
 
 def run_warnings(
-    config: TrainConfig, world_size: int, steps: int, steps_per_epoch: int, *, on_cpu: bool = False
+    config: TrainConfig,
+    world_size: int,
+    steps: int,
+    steps_per_epoch: int,
+    *,
+    machines: int = 1,
+    on_cpu: bool = False,
 ) -> list[str]:
     """rank_warnings, and one line for every option that has no effect on a run so long."""
-    lines = rank_warnings(config, world_size, on_cpu=on_cpu)
+    lines = rank_warnings(config, world_size, machines, on_cpu=on_cpu)
     if world_size == 1 and config.watchdog != _DEFAULTS.watchdog:
         lines.append(f"--watchdog {config.watchdog} has no effect with one GPU")
     if not config.splits and config.eval_fraction != _DEFAULTS.eval_fraction:
@@ -218,9 +237,9 @@ def run_warnings(
     return lines
 
 
-def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[str]:
-    """Of several ranks, where gradients are not divided."""
-    why = why_gradients_stay(config, world_size)
+def _sharded_gradients_warnings(config: TrainConfig, shards: int) -> list[str]:
+    """Of several shards, where gradients are not divided."""
+    why = why_gradients_stay(config, shards)
     given = {
         "--shard-gradients": config.shard_gradients and config.zero_level < 2,
         "--zero-level 2": config.zero_level == 2,
@@ -229,10 +248,10 @@ def _sharded_gradients_warnings(config: TrainConfig, world_size: int) -> list[st
     return [f"{flag} has no effect {why}" for flag, applies in given.items() if applies]
 
 
-def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
+def _one_rank_sharding_warnings(config: TrainConfig, idle_why: str) -> list[str]:
     """What --zero-level implies counts as one option, which may do something in part."""
-    weights = why_weights_stay(config, world_size=1)
-    gradients = why_gradients_stay(config, world_size=1)
+    weights = why_weights_stay(config, shards=1)
+    gradients = why_gradients_stay(config, shards=1)
     level, idle = config.zero_level, {}
     if config.shard_weights and level < 3:
         idle["--shard-weights"] = weights
@@ -242,4 +261,4 @@ def _one_rank_sharding_warnings(config: TrainConfig) -> list[str]:
         idle["--zero-level 2"] = gradients
     if level == 3:
         idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
-    return [f"{flag} has no effect with one GPU {why}" for flag, why in idle.items() if why]
+    return [f"{flag} {idle_why} {why}" for flag, why in idle.items() if why]

@@ -21,7 +21,8 @@ class OutOfMemory(LlmqError):
 # What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
-# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py.
+# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py. A communicator
+# across machines is taken to need as much, which was not measured.
 NCCL_BYTES = 930 * MIB
 
 
@@ -29,7 +30,7 @@ def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
     """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
-    beside = CONTEXT_BYTES + (NCCL_BYTES if plan.nccl else 0)
+    beside = CONTEXT_BYTES + plan.communicators * NCCL_BYTES
     return plan.usage.device_bytes + beside + page_tables(plan.host_bytes, spec)
 
 

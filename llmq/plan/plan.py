@@ -18,9 +18,11 @@ from llmq.model.step import Step
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
-from llmq.state.placement import Placement, place, table_of
+from llmq.runtime.world import World
+from llmq.state.placement import Placement, place, shards_of, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
+COUNTED = ("flops", "traffic", "launches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,15 @@ class Plan:
 
     placement: where weights, gradients and moments are. sources: what its kernels, and those of an
     evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
-    update: what follows them. machines: among which the ranks are divided equally.
+    update: what follows them. machines: that the ranks are on. shards: in how many parts these keep
+    the state. gpus: ranks of one machine, None if it has all.
     """
 
     usage: Usage
     world_size: int
-    nccl: bool  # whether anything goes by it
+    machines: int
+    shards: int
+    nccl: bool  # whether anything goes by it among the ranks that have the shards
     peer_access: bool  # whether GPUs may reach each other's memory
     tokens: int
     flops: int
@@ -69,12 +74,17 @@ class Plan:
     sources: frozenset[Source]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
-    machines: int = 1
+    gpus: int | None = None
+
+    @property
+    def communicators(self) -> int:
+        """Of NCCL that each rank is in."""
+        return int(self.nccl) + int(self.shards < self.world_size)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of all ranks of a machine together that the GPUs work with."""
-        return self.usage.sizes.host * self.world_size // self.machines
+        return self.usage.sizes.host * (self.gpus or self.world_size)
 
 
 def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:
@@ -109,17 +119,18 @@ def make_plan(
     world_size: int = 1,
     parts: tuple[str, ...] = PARTS,
     frozen: Collection[str] = (),
+    machines: int = 1,
 ) -> Plan:
     """Run one step of one rank on a PlanDevice. config: normalized. Takes well under a second.
 
-    parts: what is run and counted. An evaluation does not need more than a step; running it makes
-    sure. frozen: slabs that are not trained.
+    world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
+    evaluation needs no more than a step, running it makes sure. frozen: slabs that are not trained.
     """
-    dev = PlanDevice(spec, world_size=world_size)
-    table = table_of(config, model, world_size)
-    placement = place(config, table, world_size, frozen)
+    shards = shards_of(config, world_size, machines)
+    dev = PlanDevice(spec, world_size=world_size, shards=shards)
+    placement = place(config, table_of(config, model, shards), shards, frozen)
     exchange = comm_options(config, placement)
-    connect([dev], exchange)
+    connect([dev], exchange, world=World.like(world_size, machines))
     step = Step(dev, model, config, placement, backend)
     step.weights.refresh()
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation
@@ -127,8 +138,7 @@ def make_plan(
     if "micro_steps" in parts and not step.model.operands.scales.ready:
         step.calibrate()  # a part of the first step only
         step.weights.updated()  # what it has gathered, each step gathers
-    micro_steps: list[tuple[Trace, int]] = []
-    update: Trace = []
+    micro_steps, update = [], []
     cost = _counted(dev)
     step.start()
     cost = _counted(dev) - cost
@@ -150,12 +160,12 @@ def make_plan(
     return Plan(
         usage=Usage.of(dev),
         world_size=world_size,
-        nccl=world_size > 1 and exchange.nccl,
+        machines=machines,
+        shards=shards,
+        nccl=shards > 1 and exchange.nccl,
         peer_access=config.p2p != "off",
         tokens=config.batch_size * config.seq_len * config.grad_accumulation * world_size,
-        flops=int(cost[0]),
-        traffic=int(cost[1]),
-        launches=int(cost[2]),
+        **{name: int(sum_) for name, sum_ in zip(COUNTED, cost, strict=True)},
         placement=placement,
         sources=frozenset(dev.sources),
         micro_steps=tuple(micro_steps),
@@ -181,6 +191,7 @@ def fewest_attention_parts(
     spec: DeviceSpec,
     backend: str = "native",
     world_size: int = 1,
+    machines: int = 1,
 ) -> TrainConfig:
     """The config with as few parts of attention's backward as take no more memory, and its results.
 
@@ -191,7 +202,8 @@ def fewest_attention_parts(
 
     def stack(parts: int) -> int:
         cut = replace(config, attn_bwd_chunks=parts)
-        return make_plan(cut, model, spec, backend, world_size, ("micro_steps",)).usage.sizes.stack
+        how = (backend, world_size, ("micro_steps",))
+        return make_plan(cut, model, spec, *how, machines=machines).usage.sizes.stack
 
     if asked == 1:
         return config
@@ -201,5 +213,5 @@ def fewest_attention_parts(
 
 
 def _counted(dev: PlanDevice) -> np.ndarray:
-    """(3,): FLOPs, bytes and launches so far, as Python's integers, which have no largest one."""
+    """(3,): what COUNTED names so far, as Python's integers, which have no largest one."""
     return np.array([sum(c.values()) for c in (dev.flops, dev.bytes, dev.launches)], object)

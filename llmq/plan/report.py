@@ -6,6 +6,7 @@ import json as json_module
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import MIB
@@ -14,6 +15,7 @@ from llmq.config.cards import card_of
 from llmq.config.command_line import command_line
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import rig_card
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
@@ -31,7 +33,7 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, table_of, trained_count
+from llmq.state.placement import place, shards_of, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -47,6 +49,7 @@ def run_plan(
     gpu_memory: int | None = None,
     host_memory: int | None = None,
     card: str | None = None,
+    card_file: Path | None = None,
     reserve: int | None = None,
     machines: int = 1,
     network: int | None = None,
@@ -57,33 +60,28 @@ def run_plan(
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
 
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
-    reserve: bytes of its memory that are to stay free, None for what --reserve says. machines: of
-    so many GPUs each, and bytes per second of what joins them.
+    card_file: the report of `llmq rig` there. reserve: bytes of its memory that are to stay free,
+    None for what --reserve says. machines: of so many GPUs each, and bytes per second of what joins
+    them.
     fit: options that keep their values in a search. placement: print, too, where everything lies.
     Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does.
     """
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     given, search = (gpu_memory, host_memory, card, reserve), fit is not None
-    where = target(config, model, *given, search=search, machines=machines, network=network)
+    rest = {"machines": machines, "network": network, "card_file": card_file}
+    where = target(config, model, *given, search=search, **rest)
     kind = "host" if where.spec == HOST_SPEC else "cuda"
-    world = World((where.world_size // machines,) * machines, tuple(map(str, range(machines))))
-    check_machine(config, model, Machine(kind=kind, spec=where.spec, note=None, world=world))
-    warn(rank_warnings(config, where.world_size))
+    of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
+    check_machine(config, model, Machine(kind=kind, note=None, **of))
+    warn(rank_warnings(config, where.world_size, machines))
     data = data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
-        if where.limits.device is None:
-            raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
-        found = Found.of(Fit(config, planner, where.limits, fit), where)
-        if json:
-            print(json_module.dumps(fit_record(found, where), indent=2))
-        else:
-            print("\n".join(fit_report(found, where)))
-        return found.candidates[0].config
-    parts = fewest_attention_parts(config, model, where.spec, where.backend, where.world_size)
-    plan = planner.plan(parts)
+        return _search(Fit(config, planner, where.limits, fit), where, json)
+    shared = (where.spec, where.backend, where.world_size, machines)
+    plan = planner.plan(fewest_attention_parts(config, model, *shared))
     speed = (where.card, where.visible_share, where.network)
     time = step_time(plan, *speed) if where.named else None
     disk = disk_use(config, model, plan.placement)
@@ -100,6 +98,18 @@ def run_plan(
         print("\n".join(lines))
     check_fits(config, planner, plan, where.limits)
     return config
+
+
+def _search(fit: Fit, where: Target, json: bool) -> TrainConfig:
+    """--fit: print what is found, and return the fastest."""
+    if where.limits.device is None:
+        raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
+    found = Found.of(fit, where)
+    if json:
+        print(json_module.dumps(fit_record(found, where), indent=2))
+    else:
+        print("\n".join(fit_report(found, where)))
+    return found.candidates[0].config
 
 
 def plan_report(
@@ -122,6 +132,12 @@ def plan_report(
         f"  FLOPs per token: {record['flops_per_token'] / 1e9:.3f} G",
         *disk,
     ]
+    if plan.machines > 1:
+        each = plan.world_size // plan.machines
+        what = f"{plan.machines}, of {each} GPUs; a replica of the state on each"
+        if plan.shards == plan.world_size:
+            what = f"{plan.machines}, of {each} GPUs; the state is divided among all of them"
+        lines.insert(lines.index("[Plan]") + 2, f"  Machines:        {what}")
     if plan.host_bytes and where.spec != HOST_SPEC:
         before = next(i for i, line in enumerate(lines) if line.startswith("  Parameters:"))
         lines.insert(before, f"  Host memory:     {mib(plan.host_bytes)}")
@@ -164,6 +180,8 @@ def plan_record(
     excess = limits.excess(needed, plan.host_bytes)
     return {
         "device": where.spec.name,
+        "machines": plan.machines,
+        "shards": plan.shards,
         "parameters": parameter_count(model),
         "tokens_per_step": plan.tokens,
         "flops_per_token": plan.flops * plan.world_size / plan.tokens,
@@ -217,7 +235,8 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         candidates, model = fit.search(), fit.planner.model
         config = candidates[0].config
-        placement = place(config, table_of(config, model, where.world_size), where.world_size)
+        shards = shards_of(config, where.world_size, where.network.machines)
+        placement = place(config, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,
             coarser=[] if where.card is None else coarser(fit, candidates[0]),
@@ -300,13 +319,14 @@ def choose(
         display = drives_display(machine.world_size)
         reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
         limits = replace(limits, device=min(limits.device, free - reserve))
+    on_gpus = machine.kind == "cuda"
     where = Target(
         spec=machine.spec,
         backend=attention_backend(config, model, machine),
         limits=limits,
         world_size=machine.world_size,
         reserve=reserve,
-        card=card_of(machine.spec) if machine.kind == "cuda" else None,
+        card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
     )
     found = Found.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))

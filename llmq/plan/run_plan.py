@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.config.cards import card_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import card_here
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import Network
@@ -26,12 +26,21 @@ class RunPlan(NamedTuple):
 
 def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
     """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
+    planner, run = plan_unchecked(config, model, machine)
+    check_fits(config, planner, run.plan, memory_limit(config, machine))
+    return run
+
+
+def plan_unchecked(
+    config: TrainConfig, model: ModelConfig, machine: Machine
+) -> tuple[Planner, RunPlan]:
+    """As plan_run, whether it fits or not; and what has planned it."""
     check_machine(config, model, machine)
     backend, spec = attention_backend(config, model, machine), machine.spec
-    planned = fewest_attention_parts(config, model, spec, backend, machine.world_size)
     network = Network(machine.world.num_machines)
-    shared = (spec, backend, card_of(spec), machine.world_size)
-    planner = Planner(model, *shared, network=network)
-    plan = planner.plan(planned)
-    check_fits(config, planner, plan, memory_limit(config, machine))
-    return RunPlan(plan, planned, backend)
+    of_ranks = (machine.world_size, network.machines)
+    planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
+    card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
+    shared = (spec, backend, card, machine.world_size)
+    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
+    return planner, RunPlan(planner.plan(planned), planned, backend)

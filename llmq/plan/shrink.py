@@ -93,6 +93,7 @@ REARRANGING: tuple[Saver, ...] = (
     _not("persistent_quants", "offload_quants"),
     _on("shard_gradients"),
     _on("shard_gradients", "offload_gradients"),
+    lambda config: {"shard_over": "world"},
 )
 # What can be in host memory.
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
@@ -103,6 +104,7 @@ LIGHTEST: Changes = {
     "recompute_block": True,
     "recompute_layers": "all",
     "keep_transposed": False,
+    "shard_over": "world",
     "shard_weights": True,
     "shard_gradients": True,
     "offload_quants": False,
@@ -273,7 +275,13 @@ class Shrinker:
         except ConfigError:
             return None
         kept = all(getattr(then, name) == getattr(now, name) for name in self.fixed)
+        kept &= "shard_over" not in change or self._reaches_all(then)
         return then if change and kept else None
+
+    def _reaches_all(self, config: TrainConfig) -> bool:
+        """Whether there are several machines, and the ranks of all of them can share a state."""
+        local = config.memcpy_all_gather or config.all_to_all_reduce  # copies, and at most 8 ranks
+        return self.planner.network.machines > 1 and not local
 
 
 def having(config: TrainConfig, changes: Iterable[Changes]) -> TrainConfig:

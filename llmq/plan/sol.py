@@ -54,10 +54,10 @@ def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
     return adapters.rank * sum(sizes)
 
 
-def peaks(name: str) -> tuple[float, float, float] | None:
-    """TF32, BF16 and FP8 peak of a card in TFLOP/s by its driver name; None if unknown."""
+def peaks(name: str) -> tuple[float, float, float, float] | None:
+    """TF32, BF16, FP8 and INT8 peak of a card in TFLOP/s by its driver name; None if unknown."""
     card = CARDS.get(name)
-    return None if card is None else (card.tf32, card.bf16, card.fp8)
+    return None if card is None else (card.tf32, card.bf16, card.fp8, card.int8)
 
 
 def nanoseconds_per_token(

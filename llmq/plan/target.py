@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-from llmq.base.errors import ConfigError
+from llmq.base.errors import ConfigError, warn
 from llmq.config.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
+from llmq.config.rig_cards import card_from, rig_card
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import ONE_MACHINE, Network
 from llmq.plan.estimate import Planner
@@ -56,15 +58,18 @@ def target(
     search: bool,
     machines: int = 1,
     network: int | None = None,
+    card_file: Path | None = None,
 ) -> Target:
     """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
 
     search: --fit, which leaves room for a desktop on a card where nobody has said how much is free.
     """
-    joined = _network(machines, network, predicts=search or card_words is not None)
+    named = card_words is not None or card_file is not None
+    joined = _network(machines, network, predicts=search or named)
     world_size = max(config.gpus, 1) * machines
     if config.device == "cpu":
         of_gpus = {"--gpu-memory": gpu_memory, "--card": card_words, "--reserve": reserve}
+        of_gpus |= {"--card-file": card_file}
         for flag, given in of_gpus.items():
             if given is not None:
                 raise ConfigError(f"{flag}: has no meaning with --device cpu, use --memory-limit")
@@ -73,10 +78,12 @@ def target(
         limits = Limits(device=min(least, config.memory_limit or least))
         rest = {"world_size": world_size, "network": joined}
         return Target(spec=HOST_SPEC, backend="native", limits=limits, **rest)
-    card = None if card_words is None else find_card(card_words)
+    card = _card(card_words, card_file, world_size // machines)
     if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
         raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: use bf16")
     spec = PLAN_SPEC if card is None else spec_of(card)
+    if card is not None and card.measured is not None:
+        spec = card.measured.spec()
     memory = gpu_memory or (None if card is None else spec.memory)
     if reserve is not None and memory is None:
         raise ConfigError("--reserve: of how much memory? Give --gpu-memory or --card")
@@ -95,6 +102,25 @@ def target(
         card=card or (None if device is None else card_with(device)),
         named=card is not None,
     )
+
+
+def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
+    """Of --card and --card-file, with the rates that were measured of it, if there are any."""
+    if file is None:
+        return None if words is None else rig_card(find_card(words), gpus)
+    card = card_from(file)
+    if words is not None and find_card(words).driver_name != card.driver_name:
+        raise ConfigError(
+            f"--card-file: '{file}' is of {card.name}, and --card means {find_card(words).name}"
+        )
+    if gpus > card.measured.gpus:
+        warn(
+            [
+                f"--card-file: '{file}' is of {card.measured.gpus} GPUs: for {gpus} of them links "
+                "and host memory are taken from the data sheet"
+            ]
+        )
+    return card
 
 
 def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:

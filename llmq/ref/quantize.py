@@ -72,3 +72,10 @@ def transpose_codes(q_t: np.ndarray, q: np.ndarray, rows: int, cols: int) -> Non
     """q_t = the transpose of q."""
     for block in row_blocks(rows, cols):
         q_t.view(np.uint8)[:, block] = q.view(np.uint8)[block].T
+
+
+def dequantize(out: np.ndarray, q: np.ndarray, scale: np.ndarray, n: int) -> None:
+    """out = q * scale."""
+    flat, codes = out.reshape(-1), q.reshape(-1)
+    for block in row_blocks(n, 1):
+        flat[block] = codes[block].astype(np.float32) * scale[0]

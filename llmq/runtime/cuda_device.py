@@ -42,13 +42,13 @@ class CudaDevice(Device):
         index: int,
         sizes: MemorySizes,
         *,
-        rank: int = 0,
-        world_size: int = 1,
         graphs: bool = True,
         tune: bool = True,
+        **ranks: int | None,
     ):
         """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
-        algorithms, which are timed once per shape; else the library's first choice.
+        algorithms, which are timed once per shape; else the library's first choice. ranks: rank,
+        world_size and shards, as for every device.
 
         Raises LlmqError where the GPU cannot be used or has too little memory.
         """
@@ -72,7 +72,7 @@ class CudaDevice(Device):
             "stack": Storage("stack", self._memory + stack_offset),
             **{memory.storage.place: memory.storage for memory in self._host_memory},
         }
-        super().__init__(spec, storages, sizes, rank=rank, world_size=world_size)
+        super().__init__(spec, storages, sizes, **ranks)
         self.sync_calls = 0
         self._events: list[int] = []
         self._streams = {

@@ -99,7 +99,9 @@ class Clock(NamedTuple):
 class Device(ABC):
     """Memory, launches, copies and order on one rank's machine.
 
-    comm: this rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
+    rank, world_size: among all ranks. shard: which of so many `shards` of weights and optimizer it
+    keeps; replica: which of so many `replicas`, groups of ranks that have all shards. comm: this
+    rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
     was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
     how long the main stream waits for other ranks; None with one rank. stream_name: the current
     stream.
@@ -119,11 +121,17 @@ class Device(ABC):
         *,
         rank: int = 0,
         world_size: int = 1,
+        shards: int | None = None,
     ):
-        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan)."""
+        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan).
+
+        shards: a divisor of world_size; None: each rank has one of its own.
+        """
         self.spec = spec
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self.shards = shards or world_size
+        self.replicas = world_size // self.shards
+        self.replica, self.shard = divmod(rank, self.shards)
         capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from llmq.base.errors import LlmqError
+from llmq.runtime.nvml import open_nvml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,13 @@ def bus_id(index: int) -> str:
     from cupy.cuda import runtime
 
     return runtime.deviceGetPCIBusId(index)
+
+
+def cuda_uuid(index: int) -> str:
+    """Hexadecimal; of a MIG instance its own. CuPy ends it at a byte that is 0."""
+    from cupy.cuda import runtime
+
+    return runtime.getDeviceProperties(index).get("uuid", b"").hex()
 
 
 def gpu_info(index: int) -> GpuInfo:
@@ -93,12 +101,10 @@ def least_free(count: int) -> int:
 def drives_display(count: int) -> bool:
     """Whether a display is connected to one of the first `count` GPUs, as far as NVML says so."""
     with contextlib.suppress(Exception):  # no module, no library, no answer: each its own class
-        import pynvml
-
-        pynvml.nvmlInit()
+        nvml = open_nvml()
         for index in range(count):
-            handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(index).encode())
-            if pynvml.nvmlDeviceGetDisplayMode(handle) or pynvml.nvmlDeviceGetDisplayActive(handle):
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id(index))
+            if nvml.nvmlDeviceGetDisplayMode(handle) or nvml.nvmlDeviceGetDisplayActive(handle):
                 return True
     return False
 

@@ -37,12 +37,13 @@ class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread.
 
     poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
-    expose reads of memory that nothing wrote. ranks: rank and world_size, as for every device.
+    expose reads of memory that nothing wrote. ranks: rank, world_size and shards, as for every
+    device.
     """
 
     kind = "host"
 
-    def __init__(self, sizes: MemorySizes, *, poison: bool = False, **ranks: int):
+    def __init__(self, sizes: MemorySizes, *, poison: bool = False, **ranks: int | None):
         storages = {}
         for place in ("stack", *PLACES):
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.

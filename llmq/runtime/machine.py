@@ -55,16 +55,22 @@ class Machine:
             compile_ahead(sources, self.spec.capability)
 
     def open(
-        self, sizes: MemorySizes, *, rank: int = 0, graphs: bool = True, tune: bool = True
+        self,
+        sizes: MemorySizes,
+        *,
+        rank: int = 0,
+        shards: int | None = None,
+        graphs: bool = True,
+        tune: bool = True,
     ) -> Device:
         """The device of a rank of this process, with the sizes of a plan; LlmqError if it has too
         little memory.
 
         Must be called in the thread that will use it. With several ranks the thread moves to the
-        CPUs near its GPU. graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the
-        CPU.
+        CPUs near its GPU. shards: as the plan's; None: as many as ranks. graphs, tune:
+        --use-cuda-graphs and --tune, which mean nothing on the CPU.
         """
-        ranks = {"rank": rank, "world_size": self.world_size}
+        ranks = {"rank": rank, "world_size": self.world_size, "shards": shards}
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
             return _open_host(sizes, **ranks)
@@ -228,7 +234,7 @@ def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
         )
 
 
-def _open_host(sizes: MemorySizes, rank: int, world_size: int) -> Device:
+def _open_host(sizes: MemorySizes, **ranks: int | None) -> Device:
     from llmq.runtime.host_device import HostDevice
 
-    return HostDevice(sizes, rank=rank, world_size=world_size)
+    return HostDevice(sizes, **ranks)

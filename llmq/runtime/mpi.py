@@ -70,15 +70,17 @@ class MpiProcesses(Processes):
     def __init__(self, mpi: Any):
         """mpi: the module mpi4py.MPI, initialized."""
         self._mpi = mpi
-        self._world = mpi.COMM_WORLD
-        self._control, self._data = self._world.Dup(), self._world.Dup()
+        machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
+        names = mpi.COMM_WORLD.allgather(machine)
+        self.machines = tuple(sorted(names, key=names.index))
+        # The launcher may deal processes to machines in turn; here those of a machine are together.
+        world = mpi.COMM_WORLD.Split(0, names.index(machine))
+        self._control, self._data = world, world.Dup()
         self._lock = threading.Lock()
-        self.index, self.count = self._world.Get_rank(), self._world.Get_size()
+        self.index, self.count = world.Get_rank(), world.Get_size()
         self.check: Callable[[], None] = lambda: None  # raises if there is no use in waiting
         self._heartbeat: Heartbeat | None = None
         self._told: list[Any] = []  # what `tell` has begun, which keeps its memory
-        self.machines = ("",) * self.count
-        self.machines = tuple(self.gather(os.environ.get("LLMQ_MACHINE") or socket.gethostname()))
 
     # -- waiting ---------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class MpiProcesses(Processes):
         timer = threading.Timer(EXIT_SECONDS, os._exit, [status])
         timer.daemon = True
         timer.start()
-        self._world.Abort(status)
+        self._mpi.COMM_WORLD.Abort(status)
         os._exit(status)
 
 

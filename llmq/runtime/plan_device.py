@@ -22,7 +22,8 @@ class Work(NamedTuple):
     written; loaded and stored are host memory's, which the GPU reads and writes over its bus;
     received are those from other GPUs. shared are of other ranks' host memory: they are loaded too,
     unless there is a link beside the bus, over which they are received. sent are those that others
-    receive from it: what all of them want leaves once if it is copied to host memory.
+    receive from it: what all of them want leaves once if it is copied to host memory. network:
+    those that this GPU's machine receives from others at the same time.
     """
 
     stream: str
@@ -37,6 +38,7 @@ class Work(NamedTuple):
     received: int = 0
     shared: int = 0
     sent: int = 0
+    network: int = 0
 
 
 class Mark(NamedTuple):
@@ -60,8 +62,8 @@ class PlanDevice(Device):
 
     kind = "plan"
 
-    def __init__(self, spec: DeviceSpec, **ranks: int):
-        """ranks: rank and world_size, as for every device."""
+    def __init__(self, spec: DeviceSpec, **ranks: int | None):
+        """ranks: rank, world_size and shards, as for every device."""
         storages = {place: Storage(place) for place in ("stack", *PLACES)}
         super().__init__(spec, storages, None, **ranks)
         self.launches: Counter[str] = Counter()
@@ -89,10 +91,19 @@ class PlanDevice(Device):
         self._note("", "zero", (), 0, tensor.nbytes - stored, 0, stored)
 
     def collective(
-        self, kind: str, device_bytes: int, *, loaded: int, received: int, shared: int, sent: int
+        self,
+        kind: str,
+        device_bytes: int,
+        *,
+        loaded: int,
+        received: int,
+        shared: int,
+        sent: int,
+        network: int,
     ) -> None:
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
-        self._note("", kind, (), 0, device_bytes, loaded, 0, received, shared, sent)
+        sizes = (device_bytes, loaded, 0, received, shared, sent, network)
+        self._note("", kind, (), 0, *sizes)
 
     def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
         """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.launch_kind import Kind, launch_kind
 
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
@@ -55,13 +57,14 @@ class Marks:
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
     """One launch. traffic: bytes that it must move, as the kernel declares them. main: whether it
-    was on the main stream."""
+    was on the main stream. kind: None where it reads or writes host memory, too."""
 
     name: str
     ms: float
     traffic: int
     flops: int
     main: bool
+    kind: Kind | None = None
 
 
 @contextmanager
@@ -95,7 +98,7 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     it does once the device has work for a few milliseconds, or gaps count as time of the launches.
     """
     marks = Marks(dev)
-    spans: list[tuple[str, int, int, bool, int, int]] = []
+    spans: list[tuple[str, int, int, Kind | None, bool, int, int]] = []
 
     def timed(call: Callable[..., None], describe: Callable[..., tuple]) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
@@ -108,25 +111,32 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     with dev.without_graphs():
         with dev.instead(
             launch=timed(dev.launch, _launched),
-            copy=timed(dev.copy, lambda dst, src: ("copy", dst.nbytes + src.nbytes, 0)),
-            zero=timed(dev.zero, lambda tensor: ("zero", tensor.nbytes, 0)),
+            copy=timed(dev.copy, lambda dst, src: _moved("copy", dst, src)),
+            zero=timed(dev.zero, lambda tensor: _moved("zero", tensor)),
         ):
             fn()
         empty = [marks.mark() for _ in range(CALIBRATIONS)]
         dev.synchronize()
     own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
     times = [
-        LaunchTime(name, max(marks.milliseconds(first, second) - own, 0.0), traffic, flops, main)
-        for name, traffic, flops, main, first, second in spans
+        LaunchTime(name, max(marks.milliseconds(*pair) - own, 0.0), traffic, flops, main, kind)
+        for name, traffic, flops, kind, main, *pair in spans
     ]
     marks.close()
     return times
 
 
+def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
+    """Name, traffic, FLOPs and kind of a copy or fill."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    on_host = any(tensor.on_host for tensor in tensors)
+    return name, nbytes, 0, None if on_host else launch_kind("", name, (), 0, nbytes)
+
+
 def _launched(
     kernel: Kernel, grid: Any, block: Any, args: tuple, *, flops: int = 0, **_: Any
-) -> tuple[str, int, int]:
-    """Name, traffic and FLOPs; matrix products are told apart by what they multiply."""
+) -> tuple[str, int, int, Kind | None]:
+    """As _moved, of a launch; matrix products are named after what they multiply."""
     name = kernel.entry
     if kernel.file == "matmul":
         value = dict(zip((a.name for a in kernel.declared), args, strict=True))
@@ -134,4 +144,6 @@ def _launched(
             name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
         name = f"{name} {value['M']}x{value['N']}x{value['K']}"
         name += " accumulate" if value["accumulate"] else ""
-    return name, sum(kernel.traffic(args)), flops
+    device, loaded, stored = kernel.traffic(args)
+    kind = launch_kind(kernel.file, kernel.entry, args, flops, device)
+    return name, device + loaded + stored, flops, None if loaded or stored else kind

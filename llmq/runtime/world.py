@@ -1,4 +1,4 @@
-"""How the ranks of a run are spread over processes and machines."""
+"""How the ranks of a run are spread over machines, processes and GPUs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class World:
-    """Ranks are counted through: those of the first process, then those of the second, and so on.
+    """Ranks are counted through: machine by machine, of each process by process.
 
-    counts: ranks of each process. machines: the name of each process's machine. index: this
-    process. Without arguments one process with one rank.
+    counts: ranks of each process. machines: the name of each process's machine; processes of a
+    machine follow each other. index: this process. Without arguments one process with one rank.
     """
 
     counts: tuple[int, ...] = (1,)
@@ -22,6 +22,16 @@ class World:
     def of(cls, size: int) -> World:
         """One process with so many ranks."""
         return cls(counts=(size,))
+
+    @classmethod
+    def like(cls, size: int, machines: int) -> World:
+        """So many ranks, divided equally among machines with a process each."""
+        return cls((size // machines,) * machines, tuple(map(str, range(machines))))
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one process."""
+        return len(self.counts) > 1
 
     @cached_property
     def size(self) -> int:
@@ -51,17 +61,23 @@ class World:
     @cached_property
     def ranks_here(self) -> int:
         """Ranks on this machine, of all its processes."""
-        here = self.machines[self.index]
-        pairs = zip(self.counts, self.machines, strict=True)
-        return sum(count for count, machine in pairs if machine == here)
+        return self.ranks_of_machines[self.machines[self.index]]
+
+    @cached_property
+    def ranks_of_machines(self) -> dict[str, int]:
+        """How many ranks each machine has, by name and in their order."""
+        found = dict.fromkeys(self.machines, 0)
+        for count, machine in zip(self.counts, self.machines, strict=True):
+            found[machine] += count
+        return found
 
     @property
     def num_machines(self) -> int:
         """How many different machines there are."""
-        return len(set(self.machines))
+        return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:
         """Of a rank, for messages: with its machine where there are several processes."""
-        if len(self.counts) == 1:
+        if not self.several:
             return f"rank {rank}"
         return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"

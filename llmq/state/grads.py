@@ -8,6 +8,9 @@ target tokens of the whole step. There are three ways there:
                 a slot and add it to their shards
     _InPlace    blocks of one rank take turns in two slots, where products add to its shards
 
+So it is among the ranks that share a replica of the state. Where there are several replicas, one on
+each machine, the shards are summed over these once in a step, after the last micro-step.
+
 A shard in host memory is on the device while it is added to. A kernel that worked in host memory
 would keep the multiprocessors from products for as long as the bus takes. One rank has it in the
 slot: it arrives while the block before is computed, in pieces, where another one is still leaving.
@@ -61,7 +64,7 @@ class _Exchange:
         """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare."""
         if self.spare is None:
             self.dev.comm.reduce_scatter(buffer)
-            return [slab.shard(buffer, self.dev.rank)]
+            return [slab.shard(buffer, self.dev.shard)]
         spare, written = self.spare.rows(0, slab.shard_size), self.lane.used(slot)
         return self.dev.comm.all_to_all(buffer, spare, written)
 
@@ -70,7 +73,7 @@ class _Exchange:
 
         So its random numbers are those of gradients that are not streamed.
         """
-        start = self.dev.rank * slab.shard_size
+        start = self.dev.shard * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
                 target.rows(first - start, last - start), accumulate, self.scalars, param.index
@@ -78,9 +81,14 @@ class _Exchange:
             pieces = [part.rows(first - start, last - start) for part in parts]
             reduce.sum_parts(self.dev, acc, pieces, first - param.offset)
 
+    def across(self, sums: Tensor) -> None:
+        """The sums of a shard become those of all replicas."""
+        if self.dev.comm.cross is not None:
+            self.dev.comm.cross.all_reduce(sums)
+
     def zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
         """Reductions leave anything in the parts of a slab that are not the rank's own."""
-        if self.dev.world_size > 1:
+        if self.dev.shards > 1:
             for start, stop in slab.gaps():
                 self.dev.zero(tensor.rows(start, stop))
 
@@ -135,13 +143,14 @@ class _Whole:
         parts = self._exchange.parts(slab, self._whole[slab.name], "resident")
         if self._exchange.spare is not None:
             self._exchange.add(slab, self._shard[slab.name], parts, accumulate=False)
+        self._exchange.across(self._shard[slab.name])
 
 
 class _InPlace:
     """Blocks of one rank, with shards in host memory: products add to them in a slot."""
 
-    def __init__(self, slots: list[Tensor], host: _HostShards):
-        self._slots, self._host, self._lane = slots, host, host.lane
+    def __init__(self, exchange: _Exchange, slots: list[Tensor], host: _HostShards):
+        self._exchange, self._slots, self._host, self._lane = exchange, slots, host, host.lane
 
     def load(self, slab: Slab, step: MicroStep) -> None:
         slot = self._lane.take(slab.name)
@@ -157,8 +166,15 @@ class _InPlace:
         return self._slots[slot].rows(0, slab.size), step.accumulate
 
     def notify(self, slab: Slab, step: MicroStep) -> None:
-        slot = self._lane.slot_of(slab.name)
-        self._host.leave(slab, slot, self._slots[slot], last=step.last)
+        slot, exchange = self._lane.slot_of(slab.name), self._exchange
+        sums = self._slots[slot].rows(0, slab.size)
+        if not step.last or exchange.dev.replicas == 1:
+            self._host.leave(slab, slot, sums, last=step.last)
+            return
+        # The next block takes the slot's neighbour, and this slot only when all of it is gone.
+        exchange.lane.leave(slot, partial(exchange.across, sums))
+        with exchange.dev.on(exchange.stream):
+            self._host.leave(slab, slot, sums, last=True)
 
 
 class _Streamed:
@@ -201,6 +217,8 @@ class _Streamed:
                 host.arrive(slab, slot, target)
                 host.lane.use(slot)
             self._exchange.add(slab, target, parts, accumulate=step.accumulate)
+            if step.last:
+                self._exchange.across(target)
 
         self._lane.leave(slot, add)
         if host is not None:
@@ -236,7 +254,7 @@ class Gradients:
         self._on_host = any(self.shard[slab.name].on_host for slab in streamed)
         self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
         spare: Tensor | None = None
-        if all_to_all and dev.world_size > 1:
+        if all_to_all and dev.shards > 1:
             longest = max(self.slabs.values(), key=lambda slab: slab.shard_size)
             spare = self._alloc("grad.spare", longest.shard_size, longest)
         self._squares = self._alloc_squares()
@@ -245,8 +263,8 @@ class Gradients:
         self._lanes = [exchange.lane, *([host.lane] if host else [])]
         self._resident = _Whole(exchange, self._whole, self.shard)
         self._streams: _InPlace | _Streamed = (
-            _InPlace(self.slots, host)
-            if host is not None and dev.world_size == 1
+            _InPlace(exchange, self.slots, host)
+            if host is not None and dev.shards == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
         self._step: MicroStep | None = None  # that is enqueued now: of capture time
@@ -257,7 +275,7 @@ class Gradients:
             shard = self._alloc(f"{name}.grad", slab.shard_size, slab, store.memory)
         else:
             self._whole[name] = self._alloc(f"{name}.grad", slab.size, slab, store.memory)
-            shard = slab.shard(self._whole[name], self.dev.rank)
+            shard = slab.shard(self._whole[name], self.dev.shard)
         self.shard[name] = shard
 
     def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:

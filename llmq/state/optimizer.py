@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, F32, F64, I64, STATS, DType
+from llmq.base.dtypes import E4M3, F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.config.options import TrainConfig
 from llmq.ops import adamw, global_norm
@@ -65,8 +65,12 @@ class AdamW:
         table: tuple[Slab, ...],
         placement: Placement,
         options: TrainConfig,
+        gathered: Tensor | None = None,
     ):
-        """options: betas, epsilon and decay are baked into captured launches."""
+        """options: betas, epsilon and decay are baked into captured launches.
+
+        gathered: F64 (W, 10), where the stats of all ranks come; None with one rank.
+        """
         self.dev, self.placement, self.options = dev, placement, options
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
@@ -91,11 +95,9 @@ class AdamW:
                 if name in moments:
                     dev.zero(moments[name])
             dev.upload(self.segments[name], segments)
-        self._gathered: Tensor | None = None
-        if dev.world_size > 1:
-            shape = (dev.world_size, len(STATS))
-            self._gathered = dev.alloc("stats.all", shape, F64, "Activations")
-            dev.zero(self._gathered)  # sums over silent ranks must be numbers, too
+        self._gathered = gathered
+        if gathered is not None:
+            dev.zero(gathered)  # sums over silent ranks must be numbers, too
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
@@ -103,7 +105,8 @@ class AdamW:
 
         stats: F64 (10,), this rank's sums in, those of all ranks out.
         """
-        grads.norm_squared(stats)
+        if self.dev.replica == 0:  # the others have the same sums
+            grads.norm_squared(stats)
         self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
         weights.start_update()
@@ -118,7 +121,7 @@ class AdamW:
     def combine(self, stats: Tensor) -> None:
         """Sums of this rank become sums of all ranks."""
         if self._gathered is not None:
-            self.dev.comm.all_gather(self._gathered.view(self._gathered.size), stats)
+            self.dev.comm.world.all_gather(self._gathered.view(self._gathered.size), stats)
             global_norm.combine(self.dev, stats, self._gathered)
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
@@ -139,7 +142,7 @@ class AdamW:
         self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
     ) -> None:
         step = PIECE if staging.passes_through(state) else slab.shard_size
-        first = self.dev.rank * slab.shard_size
+        first = self.dev.shard * slab.shard_size
         with staging.whole(state) as whole:
             for start in range(0, slab.shard_size, step):
                 stop = min(start + step, slab.shard_size)

@@ -6,10 +6,10 @@ head of its own), and "vectors", the norms and biases of all blocks. Adapters ar
 "lora_b", beside which the norms may be "norms", to be trained alone. A slab is one contiguous piece
 of memory in every kind of storage (weights, gradients, moments), so that copies, collectives and
 the optimizer work on whole blocks; a parameter's place in it is its `offset`, counted in elements
-and therefore the same for every dtype. Each of W ranks owns the same number of its elements.
+and therefore the same for every dtype. Each of W shards has the same number of its elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
-    rank 0 owns the first 1/W of each slab, rank 1 the second, wherever a parameter ends
+    shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class Param:
         return prod(self.shape)
 
     @property
+    def count(self) -> int:
+        """Elements without padding."""
+        return self.rows * prod(self.shape[1:])
+
+    @property
     def of_adapter(self) -> bool:
         """Whether it is a part of adapters, which the model itself does not have."""
         return self.hf[0].name.startswith(PEFT_PREFIX)
@@ -75,7 +80,7 @@ class Param:
 class Slab:
     """A group of parameters that lies contiguously.
 
-    size: elements, gaps and tail included. shard_size: those that each rank owns.
+    size: elements, gaps and tail included. shard_size: those of each shard.
     """
 
     name: str
@@ -107,9 +112,9 @@ class Slab:
         offset = slab.offset + param.offset * slab.dtype.itemsize
         return Tensor(param.name, param.shape, slab.dtype, slab.storage, offset)
 
-    def shard(self, slab: Tensor, rank: int) -> Tensor:
-        """The elements that a rank owns inside a tensor of `size` elements."""
-        return slab.rows(rank * self.shard_size, (rank + 1) * self.shard_size)
+    def shard(self, slab: Tensor, index: int) -> Tensor:
+        """The elements of a shard inside a tensor of `size` elements."""
+        return slab.rows(index * self.shard_size, (index + 1) * self.shard_size)
 
     def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
         """Parameters with the elements [first, last) of the slab that they have in [start, stop).
@@ -135,7 +140,7 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
     return views
 
 
-def _slab(name: str, rows: list[tuple], world_size: int) -> Slab:
+def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
     """rows: (index, block, key, full name, shape, decay, init, hf parts)."""
     params, offset = [], 0
     for index, block, key, full, shape, decay, init, hf in rows:
@@ -146,8 +151,8 @@ def _slab(name: str, rows: list[tuple], world_size: int) -> Slab:
             )
         )  # fmt: skip
         offset += align_up(prod(shape), ELEMENT_ALIGN)
-    size = align_up(offset, ELEMENT_ALIGN * world_size)
-    return Slab(name=name, params=tuple(params), size=size, shard_size=size // world_size)
+    size = align_up(offset, ELEMENT_ALIGN * shards)
+    return Slab(name=name, params=tuple(params), size=size, shard_size=size // shards)
 
 
 def _rows(
@@ -204,7 +209,7 @@ def _block(config: ModelConfig, layer: int) -> list[tuple]:
 
 @lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
 def weight_table(
-    config: ModelConfig, world_size: int = 1, adapters: Adapters | None = None
+    config: ModelConfig, shards: int = 1, adapters: Adapters | None = None
 ) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
 
@@ -238,10 +243,10 @@ def weight_table(
     for name, rows in adapter_rows(config, adapters).items() if adapters else ():
         first = sum(map(len, groups.values()))
         groups[name] = [(first + i, *row) for i, row in enumerate(rows)]
-    return tuple(_slab(name, rows, world_size) for name, rows in groups.items())
+    return tuple(_slab(name, rows, shards) for name, rows in groups.items())
 
 
 def parameter_count(config: ModelConfig) -> int:
     """Trained parameters, without padding."""
     table = weight_table(config)
-    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
+    return sum(p.count for slab in table for p in slab.params)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.config.adapters import adapters_of
@@ -23,7 +22,7 @@ from llmq.state.params import Slab, weight_table
 class Store:
     """Format and place of one kind of tensor of a slab.
 
-    memory: "device", "pinned" or "write_combined". sharded: each of W ranks keeps 1/W of the
+    memory: "device", "pinned" or "write_combined". sharded: a rank keeps one of W shards of the
     elements, else all of them. streamed: the whole slab is in a slot of the device, only while it
     is in use; else it is resident.
     """
@@ -44,16 +43,18 @@ class SlabPlacement:
     """The stores of one slab; None where it has no such tensor.
 
     trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
-    work: what products read. master: the shard that work weights are made from, where it is not a
-    part of these themselves. part: of streamed work weights a shard in their format, where that is
-    not the master; without both, codes are made from the master at every gather. transposed: codes
-    in the other layout, streamed where blocks share one set. mirror: a second copy, for peers, of
-    the shard that they gather. gradient: sums. m, v: moments.
+    work: what products read. base: codes that a frozen block is kept as, see state/bases.py; as a
+    shard, ranks gather them at each use. master: the shard that work weights are made from, where
+    it is not a part of these themselves. part: of streamed work weights a shard in their format,
+    where that is not the master; without both, codes are made from the master at every gather.
+    transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
+    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments.
     """
 
     trainable: bool
     group: str
     work: Store
+    base: Store | None = None
     master: Store | None = None
     part: Store | None = None
     transposed: Store | None = None
@@ -64,12 +65,19 @@ class SlabPlacement:
 
     @property
     def is_coded(self) -> bool:
-        """Whether products read fp8 codes, which have scales."""
-        return self.work.dtype == E4M3
+        """Whether products read fp8 codes that are made after every update."""
+        return self.base is None and self.work.dtype == E4M3
+
+    @property
+    def decodes(self) -> bool:
+        """Whether work weights are made from the base's codes at each use."""
+        return self.base is not None and self.base.dtype != self.work.dtype
 
     @property
     def source(self) -> Store | None:
         """The shard that ranks gather streamed work weights from, if there is one all the time."""
+        if self.base is not None:
+            return self.base if self.base.sharded else None
         return self.part or (None if self.is_coded else self.master)
 
     @property
@@ -123,22 +131,26 @@ def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
 
 def _source(config: TrainConfig) -> Store | None:
     """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
+    if config.lora_rank:  # of blocks that are not trained there is nothing else
+        return _shard(config, config.base_dtype, offloaded=config.offload_master)
     if config.matmul_dtype == "e4m3":
         codes = _shard(config, "e4m3", offloaded=config.offload_quants)
         return codes if config.persistent_quants else None
-    # Of blocks that are not trained there is nothing else.
-    is_master = config.master_dtype == config.model_dtype or config.lora_rank > 0
+    is_master = config.master_dtype == config.model_dtype
     return _shard(config, config.model_dtype, offloaded=config.offload_master and is_master)
 
 
-def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
-    """Why --shard-weights does nothing.
+def why_weights_stay(config: TrainConfig, shards: int) -> str | None:
+    """Why --shard-weights does nothing. shards: how many there are.
 
-    One rank needs slots only for blocks whose work weights are not on the device anyway.
+    With a single one slots are needed only for blocks whose work weights are not on the device
+    anyway.
     """
     source = _source(config)
-    if world_size > 1 or source is None or source.on_host:
+    if shards > 1 or source is None or source.on_host:
         return None
+    if config.lora_rank:
+        return "without --offload-master"
     if config.matmul_dtype == "e4m3":
         return "with --persistent-quants and without --offload-quants"
     if config.master_dtype != config.model_dtype:
@@ -146,15 +158,15 @@ def why_weights_stay(config: TrainConfig, world_size: int) -> str | None:
     return "without --offload-master"
 
 
-def why_gradients_stay(config: TrainConfig, world_size: int) -> str | None:
-    """Why --shard-gradients does nothing: one rank has nothing to gain on the device alone."""
+def why_gradients_stay(config: TrainConfig, shards: int) -> str | None:
+    """Why --shard-gradients does nothing: one shard is nothing to gain on the device alone."""
     if config.lora_rank:
         return "with --lora-rank: blocks have no gradients but those of their adapters"
-    return None if world_size > 1 or config.offload_gradients else "without --offload-gradients"
+    return None if shards > 1 or config.offload_gradients else "without --offload-gradients"
 
 
 def why_no_mirrors(config: TrainConfig) -> str | None:
-    """Why --mirror-weights does nothing, also with several ranks."""
+    """Why --mirror-weights does nothing, also with several shards."""
     if not config.memcpy_all_gather:
         return "without --memcpy-all-gather"
     if not config.shard_weights:
@@ -165,27 +177,36 @@ def why_no_mirrors(config: TrainConfig) -> str | None:
     if source is None:
         return "without --persistent-quants"
     if source.on_host:
-        return "with --offload-" + ("quants" if source.dtype == E4M3 else "master")
+        quants = source.dtype == E4M3 and not config.lora_rank
+        return "with --offload-" + ("quants" if quants else "master")
     return None
 
 
-def streams_weights(config: TrainConfig, world_size: int) -> bool:
+def streams_weights(config: TrainConfig, shards: int) -> bool:
     """Whether blocks take turns in slots of work weights."""
-    return config.shard_weights and why_weights_stay(config, world_size) is None
+    return config.shard_weights and why_weights_stay(config, shards) is None
 
 
-def has_masters(config: TrainConfig, world_size: int) -> bool:
+def has_masters(config: TrainConfig, shards: int) -> bool:
     """Whether the optimizer updates other tensors of the blocks than those that products read."""
     return (
-        config.matmul_dtype == "e4m3"
+        (config.matmul_dtype == "e4m3" and not config.lora_rank)
         or config.master_dtype != config.model_dtype
-        or streams_weights(config, world_size)
+        or streams_weights(config, shards)
     )
 
 
-def table_of(config: TrainConfig, model: ModelConfig, world_size: int = 1) -> tuple[Slab, ...]:
+def shards_of(config: TrainConfig, world_size: int, machines: int = 1) -> int:
+    """In how many parts the ranks keep the state: as many as there are, or as a machine has.
+
+    machines: among which the ranks are divided equally.
+    """
+    return world_size if config.shard_over == "world" else world_size // machines
+
+
+def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
     """The weight table of a run, with its adapters. config: normalized."""
-    return weight_table(model, world_size, adapters_of(config))
+    return weight_table(model, shards, adapters_of(config))
 
 
 def trains(config: TrainConfig, slab: Slab) -> bool:
@@ -197,7 +218,7 @@ def trains(config: TrainConfig, slab: Slab) -> bool:
 def trained_count(config: TrainConfig, model: ModelConfig) -> int:
     """Parameters that a run updates, without padding."""
     table = [slab for slab in table_of(config, model) if trains(config, slab)]
-    return sum(p.rows * prod(p.shape[1:]) for slab in table for p in slab.params)
+    return sum(p.count for slab in table for p in slab.params)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -207,10 +228,10 @@ def trained_count(config: TrainConfig, model: ModelConfig) -> int:
 def place(
     config: TrainConfig,
     table: tuple[Slab, ...],
-    world_size: int = 1,
+    shards: int = 1,
     frozen: Collection[str] = (),
 ) -> Placement:
-    """Of a run. config: normalized. table: for these ranks. frozen: further slabs that are not
+    """Of a run. config: normalized. table: for as many shards. frozen: further slabs that are not
     trained.
 
     A frozen slab has no gradient, no moments, and no master, except one in the model's format where
@@ -218,7 +239,7 @@ def place(
     """
     slabs = {
         slab.name: _place_slab(
-            config, slab, world_size, trainable=slab.name not in frozen and trains(config, slab)
+            config, slab, shards, trainable=slab.name not in frozen and trains(config, slab)
         )
         for slab in table
     }
@@ -226,16 +247,15 @@ def place(
     return Placement(slabs=slabs, head=head)
 
 
-def _place_slab(
-    config: TrainConfig, slab: Slab, world_size: int, *, trainable: bool
-) -> SlabPlacement:
+def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool) -> SlabPlacement:
+    if slab.is_block and config.is_quantized:
+        return _place_base(config, slab, shards)
     dtype, differs = parse_dtype(config.model_dtype), config.master_dtype != config.model_dtype
     coded = slab.is_block and config.matmul_dtype == "e4m3"
-    streams = slab.is_block and streams_weights(config, world_size)
-    updates_another = has_masters(config, world_size) if slab.is_block else differs
+    streams = slab.is_block and streams_weights(config, shards)
+    updates_another = has_masters(config, shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
-    mirrors = source and world_size > 1 and config.mirror_weights and not why_no_mirrors(config)
     master_dtype = config.master_dtype if trainable else config.model_dtype
     master = _shard(config, master_dtype, offloaded=config.offload_master)
     transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
@@ -246,17 +266,41 @@ def _place_slab(
         master=master if coded or (trainable and updates_another) else None,
         part=None if gathers_master else source,
         transposed=transposed if coded else None,
-        mirror=Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None,
+        mirror=_mirror(config, source, shards),
     )
-    return _trained(config, slab, world_size, placement) if trainable else placement
+    return _trained(config, slab, shards, placement) if trainable else placement
+
+
+def _mirror(config: TrainConfig, source: Store | None, shards: int) -> Store | None:
+    """Of what ranks gather at each use, where they have one."""
+    mirrors = source and shards > 1 and config.mirror_weights and not why_no_mirrors(config)
+    return Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None
+
+
+def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
+    """Of a frozen block that is kept as codes."""
+    streams, source = streams_weights(config, shards), _source(config)
+    base = source if streams else Store(dtype=source.dtype)
+    codes = config.matmul_dtype == "e4m3" or config.matmul_dtype == config.base_dtype
+    dtype = parse_dtype(config.matmul_dtype if codes else config.model_dtype)
+    work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
+    shared = work.streamed or not config.keep_transposed
+    return SlabPlacement(
+        trainable=False,
+        group=_group(slab),
+        work=work,
+        base=base,
+        transposed=Store(dtype=dtype, streamed=shared) if codes else None,
+        mirror=_mirror(config, source if streams else None, shards),
+    )
 
 
 def _trained(
-    config: TrainConfig, slab: Slab, world_size: int, placement: SlabPlacement
+    config: TrainConfig, slab: Slab, shards: int, placement: SlabPlacement
 ) -> SlabPlacement:
     """With gradients and moments."""
-    shards = config.shard_gradients and why_gradients_stay(config, world_size) is None
-    streams = slab.is_block and shards
+    divides = config.shard_gradients and why_gradients_stay(config, shards) is None
+    streams = slab.is_block and divides
     return replace(
         placement,
         gradient=Store(

@@ -33,8 +33,8 @@ class Quants:
         names = [param.name for param in matrices]
         self._abs_max_of, self._scale_of = slots(self._abs_maxes, names), slots(self._scales, names)
         self._gathered = (
-            dev.alloc("weight_abs_maxes.all", (n * dev.world_size,), F32, "Quants")
-            if dev.world_size > 1
+            dev.alloc("weight_abs_maxes.all", (n * dev.shards,), F32, "Quants")
+            if dev.shards > 1
             else None
         )
         self._codes: dict[str, dict[str, Tensor]] = {}  # of whole slabs, by slab and key
@@ -89,7 +89,7 @@ class Quants:
             abs_max.abs_max(self.dev, self._abs_max_of[param.name], piece)
 
     def finish_scales(self) -> None:
-        """Scales from the largest values of all ranks."""
+        """Scales from the largest values of all shards."""
         if self._gathered is not None:
             self.dev.comm.all_gather(self._gathered, self._abs_maxes)
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
@@ -98,7 +98,7 @@ class Quants:
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of a rank's shard from its master (n,)."""
         slab = self.slabs[name]
-        start = self.dev.rank * slab.shard_size
+        start = self.dev.shard * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             x, q = (t.rows(first - start, last - start) for t in (master, codes))
             scale, largest = self._scale_of[param.name], self._abs_max_of[param.name]

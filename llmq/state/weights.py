@@ -19,13 +19,16 @@ from functools import partial
 
 import numpy as np
 
+from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.ops import convert, fill, random
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
+from llmq.state.bases import Bases
 from llmq.state.mirrors import Mirrors
+from llmq.state.packing import Elements, Packer, Write, of_host, one_by_one
 from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 from llmq.state.quants import HeadQuants, Quants
@@ -67,8 +70,14 @@ class Weights:
         self._mirrors = Mirrors(dev)
         coded = tuple(slab for slab in table if placement[slab.name].is_coded)
         self.quants = Quants(dev, coded, placement) if coded else None
+        kept = tuple(slab for slab in table if placement[slab.name].base is not None)
+        self.bases = Bases(dev, kept, placement) if kept else None
+        self._packer = Packer(dev, self.bases) if kept else None
         for slab in table:
-            self._alloc_slab(slab)
+            if placement[slab.name].base is None:
+                self._alloc_slab(slab)
+        for slab in kept:
+            self._add_mirror(slab.name, self.bases.packed[slab.name])
         others = {name: w for name, w in self._whole.items() if not self.slabs[name].is_block}
         self._views = by_block(table, others)
         if self.quants is not None:
@@ -93,6 +102,8 @@ class Weights:
         return self.dev.alloc(name, (size,), store.dtype, category, store.memory)
 
     def _alloc_slot(self, index: int, slabs: list[Slab]) -> Tensor:
+        if self.bases is not None:
+            return self.bases.alloc_slot(index)
         longest = max(slabs, key=lambda slab: slab.size)
         stores = self.placement[longest.name]
         category = "Quants" if stores.is_coded else "Weights"
@@ -103,7 +114,7 @@ class Weights:
         category, own, master = "Quants" if stores.is_coded else "Weights", None, None
         if not stores.work.streamed:
             self._whole[name] = self._alloc(name, slab.size, stores.work, category)
-            own = slab.shard(self._whole[name], self.dev.rank)
+            own = slab.shard(self._whole[name], self.dev.shard)
         if stores.master is not None:
             master = self._alloc(f"{name}.master", size, stores.master, "Master")
         if stores.part is not None:
@@ -113,20 +124,25 @@ class Weights:
         self.work[name] = None if master is None or stores.is_coded else own
         if stores.work.streamed and stores.source is not None:
             self._part[name] = self.master[name] if own is None else own
+        self._add_mirror(name, self._part.get(name))
+
+    def _add_mirror(self, name: str, part: Tensor | None) -> None:
+        stores = self.placement[name]
         if stores.mirror is not None:
-            self._mirrors.add(name, self._part[name], category)
+            narrow = stores.base is not None or stores.is_coded
+            self._mirrors.add(name, part, "Quants" if narrow else "Weights")
 
     # -- use -------------------------------------------------------------------------------------
 
     def _takes_slot(self, block: str) -> bool:
-        return block in self.slabs and block not in self._whole
+        return block in self.slabs and self.placement[block].work.streamed
 
     def take_stale(self) -> bool:
         """Whether the micro-step or evaluation that is enqueued now is the first after an update.
 
         It has to gather what later ones find in place, so it is another graph.
         """
-        stale, self._updated = self._updated and self.dev.world_size > 1, False
+        stale, self._updated = self._updated and self.dev.shards > 1, False
         return stale
 
     def start_micro_step(self, stale: bool) -> None:
@@ -156,18 +172,21 @@ class Weights:
 
     def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
-        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.rank))
+        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.shard))
         if self.placement[name].is_coded:
             self.quants.keep_transposed(name)
         if self._head_quants is not None and name == self._lm_head_slab:
             self._head_quants.quantize()
 
     def _gather_streamed(self, name: str, slot: Tensor) -> None:
+        if self.bases is not None:
+            self.bases.arrive(name, slot, self._mirrors.get(name))
+            return
         slab = self.slabs[name]
         whole = slot.rows(0, slab.size)
         part = self._part.get(name)
         if part is None:
-            part = slab.shard(whole, self.dev.rank)
+            part = slab.shard(whole, self.dev.shard)
             self.quants.quantize(name, self.master[name], part)
         self.dev.comm.all_gather(whole, part, self._mirrors.get(name))
 
@@ -185,6 +204,8 @@ class Weights:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
         if transposed and self.quants is not None:
             self.quants.make_transposed(block, self._operands[key])
+        if transposed and self.bases is not None:
+            self.bases.make_transposed(self._operands[key])
         return self._operands[key]
 
     def _arrived(self, block: str) -> Tensor:
@@ -196,6 +217,8 @@ class Weights:
     def _matrices(self, block: str, slot: Tensor | None) -> dict[str, Operand]:
         """Those of a transformer block, by key."""
         slab, matrices = self.slabs.get(block), slot or self._whole.get(block)
+        if self.bases is not None and block in self.bases.slabs:
+            return self.bases.operands(block, slot)
         if slab is None or not slab.is_block:
             return {}
         if self.quants is not None:
@@ -234,7 +257,7 @@ class Weights:
             return None
         if name in self._part:
             return self._part[name]
-        return self.slabs[name].shard(self._whole[name], self.dev.rank)
+        return self.slabs[name].shard(self._whole[name], self.dev.shard)
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
@@ -244,7 +267,7 @@ class Weights:
 
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
-        alone = self.dev.world_size == 1
+        alone = self.dev.shards == 1
         if self.quants is not None:
             self.quants.finish_scales()
             for name in [name for name in self.quants.slabs if name in self._pass.changing]:
@@ -263,14 +286,14 @@ class Weights:
     def refresh(self) -> None:
         """Make everything from the masters, after the host has written these; all ranks."""
         self.start_update(set(self.slabs))
-        for slab in self.table:
+        for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:
                 convert.convert(self.dev, work, master)
-            first = self.dev.rank * slab.shard_size
+            first = self.dev.shard * slab.shard_size
             self.observe(slab, first, first + slab.shard_size, master)
         self.finish_update()
-        for name in self._whole if self.dev.world_size > 1 else ():
+        for name in self._whole if self.dev.shards > 1 else ():
             if name not in self._trained:
                 self._gather_resident(name)
         self.updated()
@@ -282,11 +305,25 @@ class Weights:
 
         Depends on the seed and the parameter only, never on ranks or dtypes beyond rounding.
         """
-        for slab in self.table:
+
+        def begin(param: Param, target: Tensor, first: int) -> None:
+            if not (zero_projections and param.init == "residual"):
+                self._begin(param, target, first, config, seed)
+
+        for slab in self._with_masters():
             self.dev.zero(self.master[slab.name])
             for param, target, first in self._owned(slab):
-                if not (zero_projections and param.init == "residual"):
-                    self._begin(param, target, first, config, seed)
+                begin(param, target, first)
+
+        def source(param: Param) -> tuple[Write, DType]:
+            def write(target: Tensor, first: int) -> None:
+                self.dev.zero(target)
+                begin(param, target, first)
+
+            return write, self.placement["embed"].work.dtype
+
+        if self._packer is not None:
+            self._packer.fill(source)
         self.refresh()
 
     def _begin(
@@ -308,12 +345,14 @@ class Weights:
         self,
         read: Callable[[Param], np.ndarray | None],
         fresh: tuple[ModelConfig, int] | None = None,
+        elements: Elements | None = None,
     ) -> None:
         """Fill the masters from host arrays of the parameters' shapes, any float dtype.
 
-        fresh: config and seed as of `init`, for parameters of which `read` has none.
+        fresh: config and seed as of `init`, for parameters of which `read` has none. elements:
+        reads less than a whole parameter, for what is kept as codes.
         """
-        for slab in self.table:
+        for slab in self._with_masters():
             master = self.master[slab.name]
             self.dev.zero(master)
             for param, target, first in self._owned(slab):
@@ -323,11 +362,21 @@ class Weights:
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 self.dev.upload(target, flat.astype(master.dtype.numpy, copy=False))
+        if self._packer is not None:
+            self._packer.fill(of_host(self.dev, elements or one_by_one(read)))
         self.refresh()
+
+    def _with_masters(self) -> list[Slab]:
+        """All slabs but those that are kept as codes only."""
+        return [slab for slab in self.table if slab.name in self.master]
+
+    def params(self) -> list[Param]:
+        """All parameters that have masters."""
+        return [param for slab in self._with_masters() for param in slab.params]
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
         """This rank's part of each parameter, without padding, and its first element there."""
-        start = self.dev.rank * slab.shard_size
+        start = self.dev.shard * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             end = min(last, param.offset + param.rows * (param.size // param.shape[0]))

@@ -5,11 +5,8 @@ between steps.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import secrets
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +24,6 @@ from llmq.data.loader import DataLoader
 from llmq.runtime.processes import Processes, processes
 
 _OWN = ("gpus",)  # options that each process may have its own of
-SHARED_SECONDS = 20.0  # until a file of one process is seen by all
 _ENDS = 1 << 16  # bytes at both ends of a token file that are compared, beside its size
 
 
@@ -102,49 +98,6 @@ def _sentence(group: Processes, name: str, index: int, everyone: list[dict[str, 
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 100 else text[:100] + "…"
-
-
-def check_shared(flag: str, directory: Path) -> None:
-    """ConfigError if a process does not see what the first one writes into a directory.
-
-    Of a network's file system others may see it some seconds later.
-    """
-    group = processes()
-    if group.count == 1:
-        return
-    token = group.on_first(lambda: _leave_token(directory))
-
-    def see() -> None:
-        if not wait_for(directory, token):
-            raise ConfigError(
-                f"{flag}: '{directory}' of process 0 on machine '{group.machines[0]}' is not that "
-                "of this process: give a directory on a file system that all machines share"
-            )
-
-    try:
-        group.each(see)
-    finally:
-        if group.first:
-            (directory / token).unlink(missing_ok=True)
-
-
-def _leave_token(directory: Path) -> str:
-    name = f".llmq-{secrets.token_hex(8)}"
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).touch()
-    return name
-
-
-def wait_for(directory: Path, name: str) -> bool:
-    """Whether a file appears in a directory soon enough."""
-    end = time.monotonic() + SHARED_SECONDS
-    while True:
-        if directory.is_dir() and name in os.listdir(directory):  # which asks a network's server
-            return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
 
 
 class Agreement:

@@ -17,12 +17,12 @@ from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_memory import host_memory
+from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.processes import processes
 from llmq.runtime.world import World
 from llmq.state.placement import why_no_mirrors
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import (
-    GpuMonitor,
     SpeedOfLight,
     measured_peak,
     system_lines,
@@ -31,7 +31,7 @@ from llmq.train.monitor import (
 from llmq.train.tokenizers import lost_tokenizer, unknown_tokenizer
 from llmq.train.trainer import Trainer
 
-Monitors = Sequence[GpuMonitor | None]
+Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""
 _LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
 
@@ -66,8 +66,10 @@ def announce_options(
 ) -> None:
     """[Options], and their records. checkpoint: that the run goes on from."""
     resumed_at = 0 if checkpoint is None else checkpoint_step(checkpoint)
-    run = trainer.run.record()
-    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at)
+    run, world = trainer.run.record(), trainer.machine.world
+    several = len(world.counts) > 1
+    where = {"machines": [world.machines[p] for p in world.processes]} if several else {}
+    reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at, **where)
     reporter.options(
         option_rows(
             trainer.config,
@@ -80,11 +82,11 @@ def announce_options(
 
 
 def announce_machine(
-    trainer: Trainer, reporter: Reporter, monitors: Monitors, light: SpeedOfLight | None
+    trainer: Trainer, reporter: Reporter, gpus: Gpus, light: SpeedOfLight | None
 ) -> None:
     """[System r], [Links], [Speed of Light], and their records."""
     if trainer.dev.kind == "cuda":
-        for rank, record in enumerate(_system_records(trainer, monitors)):
+        for rank, record in enumerate(_system_records(trainer, gpus)):
             reporter.block(f"System {rank}", system_lines(record))
             reporter.log.write("gpu-model", 0, rank=rank, **record)
     else:
@@ -112,7 +114,7 @@ def announce_machine(
 
 
 def _ranks_line(world: World) -> str:
-    if len(world.counts) == 1:
+    if not world.several:
         return f"{world.size} threads"
     return f"{world.size}, in {len(world.counts)} processes on {world.num_machines} machines"
 
@@ -126,10 +128,10 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
     return "--mirror-weights takes host memory for nothing: every GPU can copy to every other one."
 
 
-def _system_records(trainer: Trainer, monitors: Monitors) -> list[dict]:
+def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
     """Of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    them, pairs = processes(), list(zip(infos, monitors, strict=True))
+    them, pairs = processes(), list(zip(infos, gpus, strict=True))
     if them.count == 1:
         return [system_record(rank, *pair) for rank, pair in enumerate(pairs)]
     machine = {"machine": them.machines[them.index]}
@@ -174,27 +176,27 @@ def _left_over(trainer: Trainer) -> str | None:
 
 
 def announce_memory(
-    trainer: Trainer, reporter: Reporter, monitors: Monitors, host_memory_before: int
+    trainer: Trainer, reporter: Reporter, gpus: Gpus, host_memory_before: int
 ) -> None:
     """[Allocator State] of rank 0, and its record.
 
     host_memory_before: bytes that were available before the trainer took its own.
     """
     usage = trainer.plan.usage
-    others = _other_memory(trainer, monitors, host_memory_before)
+    others = _other_memory(trainer, gpus, host_memory_before)
     reporter.block("Allocator State", allocator_table(usage, others))
     reporter.log.write("allocator", 0, stats=allocator_rows(usage, others))
     if trainer.config.debug_log_allocations >= 0:
         reporter.block("Allocations", _allocations(trainer))
 
 
-def _other_memory(trainer: Trainer, monitors: Monitors, host_memory_before: int) -> dict[str, int]:
+def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict[str, int]:
     """What is not ours of the device's memory, in bytes."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.machine.world.ranks_here
         return {"Free": min(available, trainer.config.memory_limit or available) - needed}
-    record = _system_records(trainer, monitors)[0]
+    record = _system_records(trainer, gpus)[0]
     free, reserved = record["free"], record["reserved"]
     others = {"Free": free} | ({"Reserved": reserved} if reserved else {})
     # The driver's total leaves out what it has reserved.

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-_OF_STEPS = {"step", "gpu", "abs-maxes", "fast-products"}  # step s writes them; others: between
+_OF_STEPS = {
+    "step",
+    "gpu",
+    "cpu",
+    "abs-maxes",
+    "fast-products",
+}  # step s writes them; others: between
 
 
 class Course:

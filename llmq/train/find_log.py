@@ -5,16 +5,25 @@ from __future__ import annotations
 import glob
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from llmq.base.errors import DataError, LlmqError
+from llmq.base.locks import holder, lock_beside
 from llmq.base.run_id import RunId
-from llmq.checkpoint.store import checkpoint_at, checkpoint_owner, saved_options
+from llmq.checkpoint.store import (
+    checkpoint_at,
+    checkpoint_owner,
+    saved_options,
+    shared_document,
+)
 from llmq.config.options import TrainConfig
 from llmq.train.json_log import has_records, log_owner
 
+RECENT = 600.0  # seconds
 _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
 
 
@@ -56,6 +65,42 @@ def find_log(text: str) -> Path:
     raise DataError(f"cannot read the log '{text}': {problem}")
 
 
+def running_log() -> Path | None:
+    """The newest log in logs/ that a run is writing now; None if there is none."""
+    logs = _logs_in(TrainConfig().normalized().log_file.parent)
+    return next((p for p in sorted(logs, key=_modified, reverse=True) if is_written(p)), None)
+
+
+def is_written(path: Path) -> bool:
+    """Whether a run is writing this log, as its lock says; of a run on another machine, whether it
+    has written something of late.
+    """
+    found = holder(lock_beside(path.resolve()))
+    if found is None:
+        return False
+    process, machine = found
+    if machine != socket.gethostname():
+        return silence(path) < RECENT
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:  # it was killed
+        return False
+    except PermissionError:  # it is somebody else's
+        pass
+    return True
+
+
+def is_written_here(path: Path) -> bool:
+    """Whether a run of this machine is writing this log."""
+    found = holder(lock_beside(path.resolve()))
+    return found is not None and found[1] == socket.gethostname() and is_written(path)
+
+
+def silence(path: Path) -> float:
+    """Seconds since something was written to a log."""
+    return time.time() - _modified(path)[0]
+
+
 def _logs_called(name: str, folder: Path) -> Iterator[Path]:
     for path in _logs_in(folder):
         owner = log_owner(path)
@@ -68,7 +113,7 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
     with suppress(LlmqError):  # of a checkpoint that is damaged
         checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
         if checkpoint is not None:
-            log = Path(saved_options(checkpoint).get("log_file") or "")
+            log = Path(saved_options(shared_document(checkpoint)).get("log_file") or "")
             owner = checkpoint_owner(checkpoint)
             if owner is not None and has_records(log) and _is_of(log, owner):
                 yield log

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from llmq.base.errors import DiskError
 from llmq.checkpoint.best import Best, Found
-from llmq.checkpoint.retention import forget_pages, outdated, problem_of
-from llmq.checkpoint.store import checkpoint_owner, clean_old, own_checkpoints
-from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict, write_verdict
-from llmq.runtime.processes import processes
+from llmq.checkpoint.disks import Disks
+from llmq.checkpoint.retention import forget_pages, outdated
+from llmq.checkpoint.store import checkpoint_owner, clean_old, kept_checkpoints
+from llmq.checkpoint.verdict import PROVEN, Verdict, write_verdict
+from llmq.checkpoint.verify import problem_of
 from llmq.train.guard import PERSISTS, Guard, Judgement
 from llmq.train.history import History
 from llmq.train.metrics import Reporter
@@ -45,16 +46,13 @@ class Keeping:
         """After loading the checkpoint of this step, of whatever directory."""
         self.saved_at, self.late, self._unread, self._followed = step, False, None, None
         self._open, self._bad = {}, {}
-        for at, path, verdict in processes().on_first(self._known):
+        known = kept_checkpoints(self.config.checkpoint_dir, self.trainer.run, self.trainer.disks)
+        for at, (path, verdict, _) in known.items():
             if at <= step and (verdict is None or not verdict.good):
                 self._open[at] = path
                 if verdict is not None:
                     self._bad[at] = verdict.level
         self.resume_best()
-
-    def _known(self) -> list[tuple[int, Path, Verdict | None]]:
-        found = own_checkpoints(self.config.checkpoint_dir, self.trainer.run)
-        return [(at, path, read_verdict(path)) for at, path in found.items()]
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
         """Write a checkpoint, if the newest is not of this step, and delete what is too old.
@@ -94,12 +92,7 @@ class Keeping:
 
     def resume_best(self) -> None:
         """Take what an earlier part of the run has noted of the best checkpoint."""
-
-        def noted() -> Best:
-            self.best.resume(self.trainer.run, self.trainer.steps_done)
-            return self.best
-
-        self.best = processes().on_first(noted)
+        self.best.resume(self.trainer.run, self.trainer.steps_done)
 
     def keep_best(self, found: Found) -> None:
         """Write a checkpoint of this step, too, if it is the best so far. found: what is known."""
@@ -139,8 +132,8 @@ class Keeping:
             self._clean()
 
     def _note(self, path: Path, verdict: Verdict) -> None:
-        """Write a verdict; all processes have come to the same."""
-        if not processes().first:
+        """Write a verdict on every disk; all processes have come to the same."""
+        if not self.trainer.disks.leads:
             return
         try:
             mine = self.trainer.run.owns(checkpoint_owner(path))
@@ -156,35 +149,40 @@ class Keeping:
         step, saved_at = self.trainer.steps_done, self.saved_at
         if saved_at is None:
             return
-        problem, removed = processes().on_first(self._cleaned)
+        spared = [at for at in (self.best.step, self._followed) if at is not None]
+        problem, removed, read = self._cleaned(saved_at, self._unread, spared, self.trainer.disks)
         if removed:
             self.reporter.message(f"Cleaned {removed} checkpoints", step)
         if problem is not None:
             self._open.pop(saved_at, None)
             self._note(self._unread, Verdict(False, 0, f"it could not be read back: {problem}", -1))
-            self.saved_at, self._unread = None, None
+            self.saved_at = None
             self.reporter.message(
                 f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
                 f"stay: {problem}",
                 step,
             )
+        if read:
+            self._unread = None
 
-    def _cleaned(self) -> tuple[str | None, int]:
-        """Why the newest could not be read back, and how many others were deleted."""
-        config = self.config
-        spared = [at for at in (self.best.step, self._followed) if at is not None]
-        keep = (config.ckpt_keep_n, config.ckpt_major, self.saved_at)
+    def _cleaned(
+        self, saved_at: int, unread: Path | None, spared: list[int], disks: Disks
+    ) -> tuple[str | None, int, bool]:
+        """Why the newest could not be read back, how many others were deleted, and whether it was
+        read. unread: the newest, if it was not read back yet. All processes of disks call it."""
+        config, read = self.config, False
+        where = (config.checkpoint_dir, self.trainer.run)
+        keep = (config.ckpt_keep_n, config.ckpt_major, saved_at)
         besides = {
             "spared": spared,
             "interval": config.ckpt_interval if config.guard == "rollback" else 0,
         }
-        if config.ckpt_keep_n > 0:
-            found = own_checkpoints(config.checkpoint_dir, self.trainer.run)
-            if outdated(found, *keep, **besides) and self._unread is not None:
-                forget_pages(self._unread)
-                problem = problem_of(self._unread)
-                if problem is not None:
-                    return problem, 0
-                self._unread = None
-        removed = clean_old(config.checkpoint_dir, *keep, self.trainer.run, **besides)
-        return None, len(removed)
+        if config.ckpt_keep_n > 0 and unread is not None:
+            read = bool(outdated(kept_checkpoints(*where, disks), *keep, **besides))
+        if read:
+            forget_pages(unread)
+            problem = problem_of(unread, disks.group)
+            if problem is not None:
+                return problem, 0, read
+        removed = clean_old(where[0], *keep, where[1], **besides, disks=disks)
+        return None, len(removed), read

@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmq.runtime.processes import processes
+from llmq.train.gauges import Panel
 from llmq.train.views import PlainView, View, optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
+DRAWS = 2  # of the view in a second, which is also fit for a slow line
 WIDTH = 48  # columns of the loss curve, at most
 
 
@@ -63,17 +65,65 @@ def time_left(seconds: float) -> str:
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-class LiveView:
-    """A views.View whose state is drawn below the lines."""
+class Progress:
+    """How far a run is: the lines of the live view that are not about GPUs.
 
-    def __init__(self, console: Console, first_step: int, total_steps: int):
+    total: steps of the run.
+    """
+
+    def __init__(self, first_step: int, total_steps: int):
         """first_step: steps that are done already, of total_steps."""
-        self._console = console
-        self._total = max(total_steps, 1)
+        self.total = max(total_steps, 1)
         self._state: dict[str, Any] = {"step": first_step}
         self._curve = LossCurve()
         self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
-        self._live = Live(self._render(), console=console, refresh_per_second=4)
+
+    def update(self, **state: Any) -> None:
+        """As LiveView.progress."""
+        self._state |= state
+        if "loss" in state:
+            self._curve.add(state["loss"])
+        if "ms" in state:
+            self._times.append(state["ms"])
+
+    def render(self) -> Group:
+        """Its lines: three at most."""
+        state = self._state
+        bar = ProgressBar(total=self.total, completed=state["step"], width=40)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(f"step {state['step']}/{self.total}", bar, self._speed())
+        numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
+        numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
+        if state.get("validated") is not None:
+            numbers.append(f"validation {state['validated']:.0%}")
+        rows = [Text("   ".join(numbers)), Text(str(self._curve))]
+        return Group(head, *(row for row in rows if row))
+
+    @property
+    def ms(self) -> float:
+        """Of a step, the mean of the last ones; 0 as long as there is none."""
+        return sum(self._times) / len(self._times) if self._times else 0.0
+
+    def _speed(self) -> str:
+        """Tokens per second and the time left, from the last steps."""
+        if not self._times:
+            return ""
+        seconds = self.ms / 1000
+        left = time_left(seconds * (self.total - self._state["step"]))
+        return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"
+
+
+class LiveView:
+    """A views.View whose state is drawn below the lines."""
+
+    def __init__(
+        self, console: Console, first_step: int, total_steps: int, panel: Panel | None = None
+    ):
+        """first_step: steps that are done already, of total_steps. panel: of GPUs."""
+        self._console, self._panel = console, panel
+        self.shows_sensors = panel is not None
+        self._progress = Progress(first_step, total_steps)
+        self._live = Live(self._render(), console=console, refresh_per_second=DRAWS)
         self._live.start()
 
     def line(self, text: str, *, bold: bool = False) -> None:
@@ -83,13 +133,8 @@ class LiveView:
 
     def progress(self, **state: Any) -> None:
         """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
-        an evaluation; gpu, a line of text, from the monitor; validated, the part of a validation
-        that is done, None if there is none."""
-        self._state |= state
-        if "loss" in state:
-            self._curve.add(state["loss"])
-        if "ms" in state:
-            self._times.append(state["ms"])
+        an evaluation; validated, the part of a validation that is done, None if there is none."""
+        self._progress.update(**state)
         self._live.update(self._render())  # drawn by a thread of its own, which sees only this
 
     def close(self) -> None:
@@ -98,31 +143,14 @@ class LiveView:
             self._live.stop()
 
     def _render(self) -> Group:
-        state = self._state
-        bar = ProgressBar(total=self._total, completed=state["step"], width=40)
-        head = Table.grid(padding=(0, 2))
-        head.add_row(f"step {state['step']}/{self._total}", bar, self._speed())
-        numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
-        numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
-        if state.get("validated") is not None:
-            numbers.append(f"validation {state['validated']:.0%}")
-        rows = [Text("   ".join(numbers)), Text(str(self._curve)), Text(state.get("gpu", ""))]
-        return Group(head, *(row for row in rows if row))
-
-    def _speed(self) -> str:
-        """Tokens per second and the time left, from the last steps."""
-        if not self._times:
-            return ""
-        seconds = sum(self._times) / len(self._times) / 1000
-        left = time_left(seconds * (self._total - self._state["step"]))
-        return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"
+        return Group(self._progress.render(), *([] if self._panel is None else [self._panel]))
 
 
-def view_of_run(steps_done: int, total_steps: int) -> View:
-    """A live view on a terminal, if there is anything to see; else lines."""
+def view_of_run(steps_done: int, total_steps: int, panel: Panel | None) -> View:
+    """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs."""
     console = Console()
     if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
         return PlainView()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
-        return LiveView(console, steps_done, total_steps)
+        return LiveView(console, steps_done, total_steps, panel)
     return PlainView()

@@ -16,6 +16,7 @@ from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
+from llmq.checkpoint.disks import Disks, find_disks
 from llmq.checkpoint.folder import delete, leftovers
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -24,7 +25,7 @@ from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.processes import processes
-from llmq.train.agreement import check_shared, check_token_files
+from llmq.train.agreement import check_token_files
 from llmq.train.announce import (
     announce_data,
     announce_machine,
@@ -44,7 +45,7 @@ from llmq.train.judging import Judging
 from llmq.train.keeping import Keeping
 from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
-from llmq.train.monitor import open_monitor, report_gpus, speed_of_light
+from llmq.train.monitor import speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
     locked_places,
@@ -56,6 +57,7 @@ from llmq.train.places import (
 from llmq.train.requests import Requests
 from llmq.train.resume import fork_lines
 from llmq.train.scaling import Scaling, time_alone
+from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
 from llmq.train.views import PlainView
@@ -77,15 +79,15 @@ def run_training(
     the first step: paths that cannot be written or belong to another run, a checkpoint that is not
     there, data that does not fit, too little memory.
     """
-    first = processes().on_first
-    first(lambda: check_writable("--out-dir", config.out_dir))
-    first(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
+    them = processes()
+    them.on_first(lambda: check_writable("--out-dir", config.out_dir))
+    them.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
     with ExitStack() as stack:
-        first(lambda: stack.enter_context(locked_places(config)))
-        check_shared("--checkpoint-dir", config.checkpoint_dir)
-        checkpoint = first(lambda: checkpoint_to_continue(config))
-        run = first(lambda: run_id(config, checkpoint))
-        _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
+        disks = find_disks(config.checkpoint_dir)
+        disks.here(lambda: stack.enter_context(locked_places(config, first=them.first)))
+        checkpoint = them.each(lambda: checkpoint_to_continue(config, disks))
+        run = them.on_first(lambda: run_id(config, checkpoint))
+        _run_locked(config, model, model_dir, argv, run, disks, checkpoint, final_seconds)
 
 
 def _run_locked(
@@ -94,39 +96,45 @@ def _run_locked(
     model_dir: Path | None,
     argv: list[str],
     identity: RunId,
+    disks: Disks,
     checkpoint: Path | None,
     final_seconds: float,
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.perf_counter()
     them = processes()
-    strangers = them.on_first(lambda: things_in_the_way(config, identity, model_dir, checkpoint))
+    where = (config, identity, model_dir, checkpoint)
+    strangers = disks.here(lambda: things_in_the_way(*where, first=them.first))
     host_memory_before = available_host_memory()
     tokenizer = them.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
-        trainer.run = identity
+        trainer.run, trainer.disks = identity, disks
         them.each(lambda: check_data(trainer))
         material = run_end.enter_context(closing(them.each(lambda: read_material(trainer))))
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
-        best = them.each(lambda: Best(config.keep_best, config.checkpoint_dir, material.metrics))
+        kept = (config.keep_best, config.checkpoint_dir)
+        best = them.each(lambda: Best(*kept, material.metrics, disks))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
-        warn(run_warnings(config, trainer.world_size, *length, on_cpu=on_cpu))
-        moved = them.on_first(lambda: move_aside(strangers))
-        them.on_first(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
+        where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
+        warn(run_warnings(config, trainer.world_size, *length, **where))
+        moved = disks.each(lambda: move_aside(strangers))[0]
+        disks.each(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds)
         try:
-            run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
+            notes = disks.lines(config.checkpoint_dir, trainer.machine.world)
+            run.announce(argv, checkpoint, notes + moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
-            announce_memory(trainer, reporter, run.monitors, host_memory_before)
+            announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
             announce_start(trainer, reporter, time.perf_counter() - start)
-            reporter.view = view_of_run(trainer.steps_done, trainer.total_steps)
+            steps = (trainer.steps_done, trainer.total_steps)
+            reporter.view = view_of_run(*steps, run.sensing.panel)
             try:
                 with run.ending.noted():
                     run.loop()
@@ -135,6 +143,9 @@ def _run_locked(
                 if trainer.steps_done > run.first:
                     run.save()
                 raise
+        except Exception as error:
+            run.sensing.explain(error)
+            raise
         finally:
             run.close()
 
@@ -172,9 +183,8 @@ class _Run:
         self.keeping = Keeping(trainer, reporter, best, self.guard, history)
         self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
         self.final_seconds = final_seconds
-        self.monitors = [
-            open_monitor(dev) if self.config.log_gpu_util else None for dev in trainer.ranks.devices
-        ]
+        world, every = trainer.machine.world, self.config.log_gpu_util
+        self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
         self.speed_of_light = speed_of_light(
             self.config, trainer.model, trainer.dev.spec.name, trainer.world_size
         )
@@ -185,10 +195,8 @@ class _Run:
         self.watchers: list[Watcher] = []
 
     def close(self) -> None:
-        """Stop the monitors and close the reports."""
-        for monitor in self.monitors:
-            if monitor is not None:
-                monitor.close()
+        """Stop the sensors and close the reports."""
+        self.sensing.close()
         self.reporter.close()
         for watcher in self.watchers:
             watcher.close()
@@ -201,7 +209,8 @@ class _Run:
         for line in notes:
             self.reporter.message(line)
         self.watchers = start_watchers(self.config) if processes().first else []
-        announce_machine(self.trainer, self.reporter, self.monitors, self.speed_of_light)
+        gpus = self.sensing.sensors.sources
+        announce_machine(self.trainer, self.reporter, gpus, self.speed_of_light)
 
     def measure_scaling(self) -> None:
         """--measure-scaling: time one rank alone, before the weights are loaded."""
@@ -224,8 +233,7 @@ class _Run:
         self.first = trainer.steps_done
         if self.first < trainer.total_steps:
             where = (self.config, trainer.run, self.first)
-            moved = processes().on_first(lambda: move_aside(undone_checkpoints(*where)))
-            for line in moved:
+            for line in trainer.disks.each(lambda: move_aside(undone_checkpoints(*where)))[0]:
                 self.reporter.message(line, self.first)
         while trainer.steps_done < trainer.total_steps or self._goes_back():
             if self.guard.is_due(trainer.steps_done):
@@ -291,7 +299,8 @@ class _Run:
                 ticket = self._enqueue(lr, sent)
             self.pending = _Pending(step, ticket, lr, limits)
             result = self.collect()
-            self.reporter.time_breakdown(step, timings, result.communication)
+            of_all = [ranges for own in processes().gather(timings) for ranges in own]
+            self.reporter.time_breakdown(step, of_all, result.communication)
         else:
             ticket = self._enqueue(lr, sent)
             self.collect()
@@ -328,8 +337,7 @@ class _Run:
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
             self.reporter.fast_products(p.step, chosen)
-        if self.config.log_gpu_util > 0 and p.step % self.config.log_gpu_util == 0:
-            report_gpus(self.reporter, self.monitors, p.step)
+        self.sensing.after_step(p.step, result, ms)
         if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:

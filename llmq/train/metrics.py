@@ -77,7 +77,6 @@ class Reporter:
     def __init__(self, log: JsonLog, view: View, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
-        self._gpu_lines: dict[int, str] = {}
         self._scores: dict[str, float] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
@@ -257,17 +256,19 @@ class Reporter:
     def score(self, name: str, value: float) -> None:
         """A number that the live view shows until there is a newer one."""
         self._scores[name] = value
-        self.view.progress(scores=self._scores)
+        self.view.progress(scores=dict(self._scores))
 
     def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
         """What was found before step `step`, on the console. tag: one letter for its kind."""
         self.view.line(f"[{tag}] step {step:5d} [{self._percent(step):4.1f}%] | {text}", bold=bold)
 
-    def gpu(self, step: int, rank: int, sample: dict[str, Any], line: str) -> None:
-        """A record of a rank's monitor, and a line of text for the live view."""
-        self.log.write("gpu", step, rank=rank, **sample)
-        self._gpu_lines[rank] = line
-        self.view.progress(gpu="\n".join(self._gpu_lines.values()))
+    def sensors(
+        self, kind: str, step: int, rank: int, fields: dict[str, Any], label: str, line: str
+    ) -> None:
+        """[G]: a `gpu` or `cpu` record, and unless the view has rows of them a line about it."""
+        self.log.write(kind, step, rank=rank, **fields)
+        if not self.view.shows_sensors:
+            self.view.line(f"[G] step {step:5d} [{label}] | {line}")
 
     def links(self, table: LinkTable) -> None:
         """[Links]: how the GPUs reach each other, and how fast."""

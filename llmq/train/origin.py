@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
 class Origin:
     """Of one run; everything is checked when it is made.
 
-    weights: of the model's directory, None with random ones. base: what adapters are of, or None.
+    weights: of the model's directory, None with random ones.
     """
 
     def __init__(self, config: TrainConfig, model: ModelConfig, model_dir: Path | None):
@@ -75,24 +76,34 @@ class Origin:
         if self.weights is not None:
             self.weights.check(weight_table(model))
         self._files: AdapterFiles | None = None
-        self.base: BaseId | None = None
-        if self.adapters is not None:
-            self.base = self._base_id()
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
             tied = model.tied_embeddings
             self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
-            check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
-            self._warn_of_name()
+            if self._files.base is not None:
+                check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
+            self._warn_of_base()
 
-    def _base_id(self) -> BaseId:
+    @cached_property
+    def base(self) -> BaseId | None:
+        """What adapters are of, None of a run without any. The first time reads the whole model."""
+        if self.adapters is None:
+            return None
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
-    def _warn_of_name(self) -> None:
+    def _warn_of_base(self) -> None:
         """Of adapters made elsewhere nothing but the name of their model is known."""
-        name = self._files.config.base
+        name, before = self._files.config.base, self._files.config.base_dtype
+        now = self.config.base_dtype
+        if self._files.base is not None and before != (now if self.config.is_quantized else None):
+            warn(
+                [
+                    f"--adapter: '{self.config.adapter}' was trained beside a model in "
+                    f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
+                ]
+            )
         if self._files.base is None and name and Path(name).name != Path(self.config.model).name:
             warn(
                 [
@@ -112,7 +123,7 @@ class Origin:
                 return self._files.read(param)
             return None if param.of_adapter else self.weights.read(param)
 
-        ranks.load(read)
+        ranks.load(read, self.weights.elements)
 
     def init(self, ranks: Ranks) -> None:
         """Random weights."""
@@ -131,7 +142,8 @@ class Origin:
                     f"so, not with {flag(name, now)}"
                 )
         made_on = BaseId.of(reader.manifest.base)
-        check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
+        if made_on is not None:
+            check_same_base(f"checkpoint '{reader.path}'", made_on, self.base)
 
     def export(
         self,

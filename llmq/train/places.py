@@ -18,7 +18,9 @@ from llmq.base.files import disk_errors, free_name, make_directory, sync_directo
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
+from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.store import (
     NoCheckpoint,
     checkpoint_owner,
@@ -32,11 +34,15 @@ from llmq.train.json_log import has_records, log_owner
 
 
 @contextmanager
-def locked_places(config: TrainConfig) -> Iterator[None]:
-    """Keep other runs from writing to the same checkpoints, model and log during the block."""
+def locked_places(config: TrainConfig, *, first: bool = True) -> Iterator[None]:
+    """Keep other runs from writing to the same checkpoints, model and log during the block.
+
+    first: whether this process writes model and log.
+    """
     # Its folder may be a mount point that several machines share, so its lock lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
-    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
+    others = [("--out-dir", config.out_dir), ("--log-file", config.log_file)] if first else []
+    for flag, path in others:
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
             whole = path.resolve()
             locks.append((lock_beside(whole), flag, path))
@@ -46,14 +52,19 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
         yield
 
 
-def checkpoint_to_continue(config: TrainConfig) -> Path | None:
-    """What --continue names; without one, or with none there to be the newest, None."""
+def checkpoint_to_continue(config: TrainConfig, disks: Disks = ONE_DISK) -> Path | None:
+    """What --continue names; without one, or with none there to be the newest, None.
+
+    All processes call it; afterwards its manifest is on all disks.
+    """
     if config.continue_from is None:
         return None
     passed: list[str] = []
     found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
     warn(f"--continue: {line}" for line in passed)
-    if found is None:
+    if found is not None:
+        bring_manifest(found, disks, config.checkpoint_dir)
+    else:
         if config.continue_from != NEWEST:
             raise NoCheckpoint(config.checkpoint_dir, config.continue_from)
         problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
@@ -93,13 +104,15 @@ class Found(NamedTuple):
     owner: RunId | None
 
 
-def everything_there(config: TrainConfig) -> Iterator[Found]:
-    """What lies in the places of a run, whoever wrote it."""
+def everything_there(config: TrainConfig, *, first: bool = True) -> Iterator[Found]:
+    """What lies in the places of a run, whoever wrote it. first: as of locked_places."""
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
     best = config.checkpoint_dir / NOTE
     if best.is_file():
         yield Found("--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir))
+    if not first:
+        return
     files = exported_files(config.out_dir)
     if files:
         yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
@@ -109,14 +122,21 @@ def everything_there(config: TrainConfig) -> Iterator[Found]:
 
 
 def things_in_the_way(
-    config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
+    config: TrainConfig,
+    run: RunId,
+    model_dir: Path | None,
+    checkpoint: Path | None = None,
+    *,
+    first: bool = True,
 ) -> list[Found]:
     """What another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
     from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them.
+    first: as of locked_places.
     """
-    strangers = [found for found in everything_there(config) if not run.owns(found.owner)]
+    there = everything_there(config, first=first)
+    strangers = [found for found in there if not run.owns(found.owner)]
     if strangers and not config.overwrite:
         flag, _, what, owner = strangers[0]
         whose = "a run without an id" if owner is None else owner

@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    FileEntry,
+    slab_ranges,
+)
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.config.model import ModelConfig
-from llmq.model.step import Piece, Result, Step
+from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
+from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.pieces import Piece
 
 
 class Rank:
@@ -82,6 +89,15 @@ class Rank:
         groups = self.step.stored_state().items()
         return [write_group(self.dev, writer, *group, self.beat) for group in groups]
 
+    def lacks(self, reader: CheckpointReader) -> set[str]:
+        """Names of the files of a checkpoint that this rank reads and that are on other disks."""
+        return {
+            name
+            for group, pieces in self.step.stored_state().items()
+            for piece in pieces
+            for name in reader.lacks(group, slab_ranges(group, piece.slab, piece.start, piece.stop))
+        }
+
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint; all ranks do."""
         for group, pieces in self.step.stored_state().items():
@@ -89,11 +105,19 @@ class Rank:
         self.step.load_extra_state(reader.manifest.state)
         self.step.weights.refresh()
 
-    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
-        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one."""
+    def load(
+        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+    ) -> None:
+        """Fill the weights; all ranks do. read: a whole parameter; None: a fresh one. elements: a
+        part of one."""
 
         def noted(param: Param) -> np.ndarray | None:
             self.beat()
             return read(param)
 
-        self.step.weights.load(noted, (self.step.config, self.step.options.seed))
+        def noted_elements(param: Param, start: int, stop: int) -> np.ndarray:
+            self.beat()
+            return elements(param, start, stop)
+
+        fresh = (self.step.config, self.step.options.seed)
+        self.step.weights.load(noted, fresh, elements and noted_elements)

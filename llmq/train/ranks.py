@@ -14,6 +14,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
+from llmq.checkpoint.parts import collected
 from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
@@ -27,6 +28,7 @@ from llmq.runtime.machine import Machine
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
+from llmq.state.packing import Elements
 from llmq.state.params import Param
 from llmq.train.rank import Rank
 from llmq.train.rounds import Rounds
@@ -72,7 +74,7 @@ class Ranks:
 
         def open_device(rank: int) -> None:
             of_world = self.world.base + rank
-            how = {"graphs": config.use_cuda_graphs, "tune": config.tune}
+            how = {"graphs": config.use_cuda_graphs, "tune": config.tune, "shards": plan.shards}
             dev = machine.open(sizes, rank=of_world, **how)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
@@ -260,13 +262,21 @@ class Ranks:
         """What a checkpoint's manifest holds: the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
-    def read(self, reader: CheckpointReader) -> None:
-        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
-        self.run("loading the checkpoint", lambda rank: rank.read(reader))
+    def read(self, reader: CheckpointReader, directory: Path) -> None:
+        """Take the state of a checkpoint of any number of ranks, in formats that were checked.
 
-    def load(self, read: Callable[[Param], np.ndarray | None]) -> None:
-        """Fill the weights. read: a whole parameter, None: a fresh one; called by all threads."""
-        self.run("loading weights", lambda rank: rank.load(read))
+        directory: where files of other machines lie meanwhile.
+        """
+        lacking = self.run("looking into the checkpoint", lambda rank: rank.lacks(reader))
+        with collected(reader, set().union(*lacking), directory):
+            self.run("loading the checkpoint", lambda rank: rank.read(reader))
+
+    def load(
+        self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None
+    ) -> None:
+        """Fill the weights. read: a whole parameter, None: a fresh one; elements: a part of one.
+        All threads call them."""
+        self.run("loading weights", lambda rank: rank.load(read, elements))
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
         """Random weights."""

@@ -13,13 +13,17 @@ from llmq.checkpoint.store import (
     checkpoint_owner,
     find_checkpoint,
     saved_options,
+    shared_document,
 )
 from llmq.config.command_line import fewest_values, flag
 from llmq.config.option_types import NEWEST
 from llmq.config.options import ONCE, OPTIONS, TrainConfig
+from llmq.runtime.processes import processes
+from llmq.train.agreement import compare
 from llmq.train.find_log import log_of_run
 
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
+_FOUND_BY = ("continue_from", "name", "checkpoint_dir")
 _FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begins with
 
 
@@ -31,6 +35,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     changed, and for --continue with nothing to begin with.
     """
     spec = given.get("continue_from")
+    compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError)
     if spec is None:
         return {}
     where = {name: given[name] for name in ("name", "checkpoint_dir") if name in given}
@@ -45,7 +50,9 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 "give the --name or the --checkpoint-dir of a run, or all options of a new one"
             )
         return {}
-    saved = _known(saved_options(checkpoint), checkpoint)
+    document = shared_document(checkpoint)
+    saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
+    log = processes().on_first(lambda: _log_of(saved, owner))  # before what may differ is looked at
     saved.pop("adapter", None)  # the checkpoint has gone on from it
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
@@ -54,14 +61,18 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"the checkpoint '{checkpoint}'"
             )
     inherited = fewest_values(TrainConfig(**saved).normalized())
-    owner = checkpoint_owner(checkpoint)
     if owner is not None and given.get("name", owner.name) != owner.name:
         _check_fork(given, inherited, owner)
-    elif "log_file" not in given and saved.get("log_file"):
-        run = owner or RunId("", "", adopts=True)
-        log = log_of_run(run, Path(saved["log_file"]))
-        inherited |= {} if log is None else {"log_file": log}
+    elif "log_file" not in given and log is not None:
+        inherited |= {"log_file": log}
     return inherited
+
+
+def _log_of(saved: dict[str, Any], owner: RunId | None) -> Path | None:
+    """Where the log of the checkpoint's run is now."""
+    if not saved.get("log_file"):
+        return None
+    return log_of_run(owner or RunId("", "", adopts=True), Path(saved["log_file"]))
 
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Rounds:
         self._count, self._stopped = count, stopped
         self._end = time.monotonic() + seconds
         self._taken = dict.fromkeys(world.local, 0)
-        self._several = len(world.counts) > 1
+        self._several = world.several
         self._decided = 0  # rounds that all processes have agreed on
         self._lock = threading.Lock()
 

@@ -248,7 +248,9 @@ def prompt_ids(
 
     flag: that gave the text. seq_len: of the run whose memory is used; None: no run.
     """
-    ids = [*tokenizer.added[0], *tokenizer.encode(prompt)] or [first_token(config, flag)]
+    ids = [*tokenizer.added[0], *tokenizer.encode(clean_text(prompt))] or [
+        first_token(config, flag)
+    ]
     if seq_len is not None and len(ids) >= seq_len:
         raise ConfigError(
             f"{flag}: {prompt[:20]!r} has {len(ids)} tokens, --seq-len is {seq_len}: use a shorter "
@@ -302,8 +304,8 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
 
 
 def clean_text(text: str | None) -> str | None:
-    """Without bytes that are no text, which a shell may hand on."""
-    return text and text.encode(errors="surrogateescape").decode(errors="replace")
+    """Without bytes that are no text, which a shell may hand on, and half characters of JSON."""
+    return text and text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:

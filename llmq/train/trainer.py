@@ -15,9 +15,10 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.changes import changed_options
-from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.disks import ONE_DISK
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.manifest import Manifest
+from llmq.checkpoint.parts import commit_together, open_together
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.config.model import ModelConfig
@@ -67,7 +68,7 @@ class Trainer:
     of the run, resumed ones included. validated_at: how many they were at the last validation.
     history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
     checkpoints and exports; after `load` that of the checkpoint, or of a fork under another name.
-    tokenizer_id: what made the data, None if that is not known.
+    tokenizer_id: what made the data, None if that is not known. disks: of the checkpoints.
     """
 
     def __init__(self, **options: Any):
@@ -109,7 +110,7 @@ class Trainer:
     ) -> None:
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
-        self.run = RunId.new(config.name)
+        self.run, self.disks = RunId.new(config.name), ONE_DISK
         self.tokenizer_id = tokenizer_id
         self.steps_done = 0
         self._steps_of_epochs: int | None = None
@@ -295,7 +296,7 @@ class Trainer:
         state = self.ranks.extra_state() | own
         base = self._origin.base
         manifest = Manifest.of(self.model, self.config, loader, state, self.run, made, base)
-        return processes().on_first(lambda: writer.commit(manifest, files))
+        return commit_together(writer, manifest, files, self.disks, self.machine.world)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
@@ -305,12 +306,11 @@ class Trainer:
         LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
         """
         passed: list[str] = []
-        found = processes().on_first(lambda: checkpoint_at(Path(path), passed))
+        found = checkpoint_at(Path(path), passed)
         warn(passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        share = (processes().index, processes().count)
-        with processes().each(lambda: CheckpointReader(found, share)) as reader:
+        with open_together(found) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
@@ -327,7 +327,7 @@ class Trainer:
             warn(changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
                 self.load_weights()
-            self.ranks.read(reader)
+            self.ranks.read(reader, self.config.checkpoint_dir)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
@@ -381,8 +381,8 @@ class Trainer:
         return {p.name: self.ranks.read_param("gradients", p) for p in params}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Host copies of all master weights by parameter name, padding included."""
-        return {p.name: self._read_weight(p) for slab in self._step.table for p in slab.params}
+        """Host copies of all master weights by name, padding included; codes have no masters."""
+        return {p.name: self._read_weight(p) for p in self._step.weights.params()}
 
     def close(self) -> None:
         """Stop the threads and free the devices."""

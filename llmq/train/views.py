@@ -14,7 +14,12 @@ PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
 
 
 class View(Protocol):
-    """Where lines go: plain output, or the live view of a terminal."""
+    """Where lines go: plain output, or the live view of a terminal.
+
+    shows_sensors: whether it shows GPUs and CPUs all the time.
+    """
+
+    shows_sensors: bool
 
     def line(self, text: str, *, bold: bool = False) -> None:
         """Show one line of the log."""
@@ -44,6 +49,8 @@ def optional_console() -> Iterator[None]:
 
 class PlainView:
     """Lines to standard output, as they come; of a long validation now and then how far it is."""
+
+    shows_sensors = False
 
     def __init__(self) -> None:
         self._next = 0.0  # time of the next line about a validation

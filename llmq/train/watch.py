@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import math
+import re
 import shlex
 import socket
 import time
@@ -28,7 +29,9 @@ from llmq.train.json_log import LogReader
 DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}
 # Of a GPU's readings, where the log has other units than W, MiB and MiB/s.
-_UNITS = {"power": 1000, "power_limit": 1000, "dram_free": MIB, "pcie_rx": MIB, "pcie_tx": MIB}
+_UNITS = {"power": 1000, "power_limit": 1000, "pcie_rx": MIB, "pcie_tx": MIB}
+_UNITS |= dict.fromkeys(("dram_free", "dram_total", "memory_used", "memory_total"), MIB)
+_EXTREME = re.compile("_(max|min)$")
 
 
 def _numeric(fields: dict[str, Any]) -> dict[str, float]:
@@ -49,12 +52,12 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
             values |= {"tokens_per_second": 1000 * tokens / ms} if ms > 0 else {}
             group = "train" if kind == "step" else f"eval/{record.get('name', '')}".rstrip("/")
             return {f"{group}/{name}": value for name, value in values.items()}
-        case "gpu":
+        case "gpu" | "cpu":
             rank = values.pop("rank", 0)
             return {
-                f"gpu{rank}/{name}": value / _UNITS.get(name, 1)
+                f"{kind}{rank}/{name}": value / _UNITS.get(_EXTREME.sub("", name), 1)
                 for name, value in values.items()
-                if name != "id" and value != -1  # the card does not tell
+                if name not in ("id", "samples") and value != -1  # the card does not tell
             }
         case "task":
             name = f"task/{record['name']}/{record['metric']}"

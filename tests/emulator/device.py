@@ -44,7 +44,7 @@ C_TYPES = {
         "e4m3": "struct8",
         "e5m2": "struct8",
     },
-    **{"i32": "int32", "u32": "int32", "i64": "int64", "u8": "int8"},
+    **{"i32": "int32", "u32": "int32", "i64": "int64", "i8": "int8", "u8": "int8"},
 }
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of one block
 

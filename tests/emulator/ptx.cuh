@@ -68,6 +68,38 @@ static void multiply_matrices(const MmaIn* const* in, MmaOut* const* out) {
     }
 }
 
+// One lane's part of the operands of mma.m16n8k32 of signed bytes.
+struct MmaBytesIn {
+    unsigned a[4], b[2];
+    int c[4];
+};
+struct MmaBytesOut {
+    int d[4];
+};
+
+static inline int byte_of(unsigned word, int j) { return (signed char)(word >> 8 * j); }
+
+static void multiply_bytes(const MmaBytesIn* const* in, MmaBytesOut* const* out) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int j = 0; j < 4; ++j) {
+            for (int i = 0; i < 4; ++i) {
+                a[g + 8 * (i % 2)][4 * t + 16 * (i / 2) + j] = byte_of(in[lane]->a[i], j);
+            }
+            for (int i = 0; i < 2; ++i) { b[4 * t + 16 * i + j][g] = byte_of(in[lane]->b[i], j); }
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            unsigned sum = in[lane]->c[i];  // wraps around
+            for (int k = 0; k < 32; ++k) { sum += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2]; }
+            out[lane]->d[i] = sum;
+        }
+    }
+}
+
 // Background copies land when their thread waits for them, as late as the hardware may: a missing
 // wait shows up as poison.
 struct Copy {
@@ -119,6 +151,12 @@ static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsi
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
     const auto out = ptx::warp_exchange<ptx::MmaOut>(~0u, in, ptx::multiply_matrices);
+    std::copy(out.d, out.d + 4, d);
+}
+
+static inline void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const ptx::MmaBytesIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    const auto out = ptx::warp_exchange<ptx::MmaBytesOut>(~0u, in, ptx::multiply_bytes);
     std::copy(out.d, out.d + 4, d);
 }
 

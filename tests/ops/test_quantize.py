@@ -124,6 +124,24 @@ def test_transpose(dev, rng, rows, cols, dtype):
         np.testing.assert_array_equal(got.view(np.uint8), q.view(np.uint8).T)
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("target", [F32, BF16], ids=str)
+@pytest.mark.parametrize("n", [16, 4096 + 272])
+def test_dequantize(dev, n, target, dtype):
+    """All codes but NaN and infinities."""
+    values = np.arange(n).astype(np.uint8).view(dtype.numpy)
+    values = np.where(np.isfinite(values.astype(np.float32)), values, np.zeros(1, dtype.numpy))
+    scale = np.array([0.3], np.float32)
+    arrays = {"out": np.full(n, np.nan, target.numpy), "q": values, "scale": scale}
+    got, want = (
+        run(dev, quantize.dequantize, arrays),
+        run(host_device(), quantize.dequantize, arrays),
+    )
+    np.testing.assert_array_equal(got["out"], want["out"])
+    exact = (values.astype(np.float32) * scale).astype(target.numpy)
+    np.testing.assert_array_equal(want["out"], exact)
+
+
 @pytest.mark.parametrize("rows, cols", [*SMALL.values(), (32768, 8960)])
 def test_grids_cover_everything(rows, cols):
     assert (

@@ -14,6 +14,7 @@ from llmq.comm.collectives import part
 from llmq.comm.connect import connect
 from llmq.comm.flags import KINDS
 from llmq.comm.options import STAGING_CHUNKS, CommOptions
+from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
@@ -298,8 +299,8 @@ def test_bench_comm(monkeypatch, capsys):
     tools = Path(__file__).parents[2] / "tools"
     monkeypatch.syspath_prepend(tools)
     bench = importlib.import_module("bench_comm")
-    monkeypatch.setattr(bench, "CALLS", 1)
-    monkeypatch.setattr(bench, "REPLAYS", 1)
+    monkeypatch.setattr(exchanges, "CALLS", 1)
+    monkeypatch.setattr(exchanges, "REPLAYS", 1)
     bench.main(gpus=2, sizes="1,2", backend="nccl", device="cpu")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [

@@ -13,7 +13,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.comm import cuda, nccl, stream_memory
-from llmq.comm.collectives import part
+from llmq.comm.collectives import Group, part
 from llmq.comm.connect import connect
 from llmq.comm.flags import EMPTY, FULL
 from llmq.comm.links import Link, LinkTable, Measured, choose
@@ -247,6 +247,8 @@ def library(monkeypatch):
     monkeypatch.setattr(nccl, "load", lambda: fake)
     for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.setenv(name, "")  # restored afterwards
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "")
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
     return fake
 
 
@@ -357,18 +359,13 @@ def test_nccl_of_several_processes(machine, library, monkeypatch):
     class Second(Processes):
         index, count = 1, 2
 
-        def share(self, value):
-            assert value is None
-            return (7, 8)
-
         def gather(self, value):
-            return [False, value]
+            return [{(0, 1, 2): (7, 8)} if value == {} else False, value]
 
     monkeypatch.setattr(nccl, "processes", Second)
     monkeypatch.setattr(cuda, "processes", Second)
-    world = World((1, 2), ("a", "b"), 1)
     devices = [CudaDevice(i, SIZES, rank=1 + i, world_size=3) for i in range(2)]
-    assert connect(devices, CommOptions(), Workers(2), world) is not None
+    assert connect(devices, CommOptions(), Workers(2)) is not None
     assert os.environ["NCCL_P2P_DISABLE"] == "1", "one process cannot, so none does"
     assert library.log[:4] == ["start", ("init", 3, (7, 8), 1), ("init", 3, (7, 8), 2), "end"]
     assert {e[1] for e in library.log[4:] if e[0] in (1, 2)} == {"allGather", "reduceScatter"}
@@ -384,21 +381,80 @@ def test_nccl_of_several_processes(machine, library, monkeypatch):
     assert library.log[1:] == [(1, "destroy"), (2, "destroy")]
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_nccl_across_machines(machine, library, monkeypatch):
+    """The second of two machines: copies within, and a communicator for each place across."""
+
+    class Second(Processes):
+        index, count = 1, 2
+
+        def gather(self, value):
+            return [{(0, 2): (7,), (1, 3): (8,)} if value == {} else True, value]
+
+    monkeypatch.setattr(nccl, "processes", Second)
+    monkeypatch.setattr(cuda, "processes", Second)
+    devices = [CudaDevice(i, SIZES, rank=2 + i, world_size=4, shards=2) for i in range(2)]
+    connect(devices, CommOptions(memcpy_all_gather=True), Workers(2))
+    inner = [entry for entry in library.log if entry[1:2] == ("reduceScatter",)]
+    assert [entry[0] for entry in inner] == [0, 1], "of the machine's own communicator"
+    at = library.log.index(("init", 2, (7,), 1))
+    assert library.log[at - 1 : at + 3] == ["start", *(("init", 2, (k,), 1) for k in (7, 8)), "end"]
+    assert {e[1] for e in library.log[at + 3 :] if e[0] == 1} == {"allGather", "allReduce"}
+    library.log.clear()
+    sums, dev = make(devices[1], N), devices[1]
+    dev.comm.cross.all_reduce(sums)
+    assert dev.last_operation == f"all_reduce {sums.name} across machines"
+    assert library.log == [(1, "allReduce", sums.ptr, sums.ptr, N, 7, 0, dev.stream)]
+    for dev in devices:
+        dev.close()
+    assert library.log[1:] == [(k, "destroy") for k in (0, 1, 1, 1)], "both kinds"
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_machine_of_one_gpu(library, monkeypatch):
+    """It has nobody to share with, and closes what joins it to others."""
+
+    class Second(Processes):
+        index, count = 1, 2
+
+        def gather(self, value):
+            return [{(0, 1): (7,)} if value == {} else True, value]
+
+    monkeypatch.setattr(nccl, "processes", Second)
+    monkeypatch.setattr(cuda, "processes", Second)
+    dev = CudaDevice(0, SIZES, rank=1, world_size=2, shards=1)
+    connect([dev], CommOptions(all_to_all_reduce=True), Workers(1))
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
+    library.log.clear()
+    whole, own = make(dev, 2 * N), make(dev, N)
+    dev.comm.world.all_gather(whole, own)
+    dev.comm.cross.all_reduce(own)
+    assert [entry[1] for entry in library.log] == ["allGather", "allReduce"]
+    assert library.log[0][2:4] == (part(whole, 1, 2).ptr, whole.ptr)
+    library.log.clear()
+    dev.close()
+    assert library.log == [(1, "destroy")]
+
+
 def test_copies_do_not_reach_other_processes():
     gpus = machines.Machine(
         kind="cuda", spec=GPU_SPEC, note=None, world=World((1, 1), ("a", "b"), 0)
     )
-    config = make_config({"memcpy_all_gather": True})
+    config = make_config({"memcpy_all_gather": True, "shard_over": "world"})
     with pytest.raises(ConfigError, match="--memcpy-all-gather: copies reach the GPUs of one proc"):
         check_processes(config, gpus)
     check_processes(config, replace(gpus, world=World.of(2)))
+    config = replace(config, shard_over="machine")
+    check_processes(config, gpus)
+    with pytest.raises(ConfigError, match="--memcpy-all-gather: copies reach the GPUs of one proc"):
+        check_processes(config, replace(gpus, world=World((2, 2), ("a", "a"), 0)))
     check_processes(make_config({"all_to_all_reduce": True}), gpus)
 
 
 @pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])
 def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypatch, fails):
     devices = open_devices()
-    communicators = library.NcclCommunicator.initAll([0, 1])
+    ends = nccl.open_communicators(library, devices, Group.of_shards, several=False)
     held, owner = set(machine.runtime.buffers), library if fails == "groupEnd" else machine.runtime
     work, calls = getattr(owner, fails), []
 
@@ -410,7 +466,7 @@ def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypat
 
     monkeypatch.setattr(owner, fails, fail_at_second)
     with pytest.raises(CudaError, match="out of memory"):
-        nccl.establish(library, communicators, devices)
+        nccl.establish(library, ends, ("all_gather", "reduce_scatter"))
     assert set(machine.runtime.buffers) == held
 
 

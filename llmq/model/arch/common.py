@@ -41,6 +41,14 @@ class HfPart:
             return rows
         return [(row + count // 2) % count for row in range(*rows.indices(count))]
 
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Our rows [start, stop) of the part, in our order, where they are stored."""
+        if not self.swapped:
+            return [(start, stop)]
+        half = (self.stop - self.start) // 2
+        halves = [(start, min(stop, half), half), (max(start, half), stop, -half)]
+        return [(low + by, high + by) for low, high, by in halves if low < high]
+
     def stored(self, values: Any) -> Any:
         """Our rows as the stored array has them."""
         values = values[self.rows_of(slice(None), len(values))]

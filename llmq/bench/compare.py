@@ -1,0 +1,144 @@
+"""`llmq bench --compare A B`: which runs of one report are faster in another one.
+
+The repeats of a run are its sample: of two runs Welch's interval for the difference of the means of
+log(seconds a step) says between which changes of speed the real one lies, with 95 %. What lies on
+both sides of 0 is no difference to be seen. The repeats are of one process and one card: what
+another process, day or card would change is not in them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.bench.report import as_table, full_title, shared_flags
+from llmq.bench.report_file import Report, differences, read_report
+from llmq.bench.sweep_file import identity
+
+# Of Student's distribution, two-sided 95 %, by degrees of freedom from 1 on; then the normal one's.
+_T = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
+    2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639,
+    2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+_T_LARGE = 1.96
+SAME = "no difference to be seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of a speed: as a part of the earlier one, and its interval; None where a run has one repeat.
+
+    The interval is of the geometric means, the change too.
+    """
+
+    part: float
+    low: float | None
+    high: float | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.low is None or self.high is None:
+            return "one repeat: unknown"
+        if self.low <= 0 <= self.high:
+            return SAME
+        return "faster" if self.part > 0 else "slower"
+
+
+def change(one: Sequence[float], other: Sequence[float]) -> Change:
+    """From seconds a step of the repeats of one run to those of another."""
+    logs = [[math.log(seconds) for seconds in repeats] for repeats in (one, other)]
+    gain = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+    if min(len(one), len(other)) < 2:
+        return Change(math.expm1(gain), None, None)
+    errors = [statistics.variance(values) / len(values) for values in logs]
+    total = sum(errors)
+    half = 0.0
+    if total > 0:
+        freedom = total**2 / sum(
+            error**2 / (len(values) - 1) for error, values in zip(errors, logs, strict=True)
+        )
+        half = _quantile(freedom) * math.sqrt(total)
+    return Change(math.expm1(gain), math.expm1(gain - half), math.expm1(gain + half))
+
+
+def _quantile(freedom: float) -> float:
+    """That of the next lower whole number of degrees of freedom, which is wider."""
+    whole = max(int(freedom + 1e-9), 1)
+    return _T[whole - 1] if whole <= len(_T) else _T_LARGE if freedom > 1000 else _T[-1]
+
+
+def run_compare(one: Path, other: Path) -> None:
+    """Print what has changed from one report to the other. ConfigError if a file is none."""
+    reports = [read_report(path, "--compare") for path in (one, other)]
+    print("\n".join(comparison(reports[0], reports[1], (str(one), str(other)))))
+
+
+def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
+    """The lines of Markdown."""
+    keyed = [{_key(run): run for run in report["runs"]} for report in (one, other)]
+    both = [key for key in keyed[0] if key in keyed[1]]
+    shared = shared_flags([*one["runs"], *other["runs"]]) if one["runs"] or other["runs"] else {}
+    rows, changes, notes = [], [], []
+    for key in both:
+        runs = [of[key] for of in keyed]
+        called = full_title(runs[0], shared)
+        failed = [(n, r) for n, r in zip(names, runs, strict=True) if r["status"] != "ok"]
+        notes += [f"- {called}: {run['status']} in {name}" for name, run in failed]
+        if failed:
+            continue
+        results = [run["result"] for run in runs]
+        found = change(*(result["step_seconds"] for result in results))
+        changes.append(found)
+        speeds = [f"{result['tokens_per_second']:,.0f}" for result in results]
+        rows.append([called, *speeds, *_spelled(found)])
+    for name, own, of in ((names[0], *keyed), (names[1], *keyed[::-1])):
+        notes += [
+            f"- {full_title(run, shared)}: only in {name}"
+            for key, run in own.items()
+            if key not in of
+        ]
+    blocks = [f"From {names[0]} to {names[1]}", _machines(one, other)]
+    if shared:
+        blocks.append(f"All runs: {' '.join(shared.values())}")
+    if rows:
+        heads = ["run", "tok/s before", "tok/s after", "change", "95 % of it between", "verdict"]
+        blocks += [as_table(heads, rows), _summary(changes)]
+    else:
+        blocks.append("No run was measured in both.")
+    blocks.append("\n".join(notes))
+    return "\n\n".join(block for block in blocks if block).splitlines()
+
+
+def _key(run: dict[str, Any]) -> Hashable:
+    """What a run is matched by: its options, and how many GPUs there were."""
+    return identity(run["options"]), run.get("gpus")
+
+
+def _spelled(found: Change) -> list[str]:
+    between = ""
+    if found.low is not None and found.high is not None:
+        between = f"{found.low:+.1%} … {found.high:+.1%}"
+    return [f"{found.part:+.1%}", between, found.verdict]
+
+
+def _machines(one: Report, other: Report) -> str:
+    """What else than llmq's code may have changed the speed."""
+    lines = [f"- {line}" for line in differences(one["machine"], other["machine"])]
+    cards = [((r["machine"] or {}).get("gpu") or {}).get("uuid") for r in (one, other)]
+    if all(cards) and cards[0] != cards[1]:
+        lines.append("- another card of the same kind" if not lines else "- another card")
+    return "\n".join(["They differ in:", *lines]) if lines else ""
+
+
+def _summary(changes: Sequence[Change]) -> str:
+    verdicts = [found.verdict for found in changes]
+    shown = {v: f"with {v}" if v == SAME else v for v in verdicts}
+    counted = [f"{verdicts.count(v)} {told}" for v, told in shown.items()]
+    mean = math.expm1(statistics.fmean(math.log1p(found.part) for found in changes))
+    return f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."

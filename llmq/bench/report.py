@@ -1,0 +1,228 @@
+"""The report of `llmq bench` for people and for spreadsheets: Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from typing import Any
+
+from llmq.bench.sweep_file import flag_of
+from llmq.config.options_io import make_config
+
+GIB = 1 << 30
+SHOWN_WORDS = 12  # lines of the last words of a run
+
+EXPLANATION = """\
+Tokens are random. tok/s: median of the repeats; ±: their range over the median. predicted: what
+`llmq plan` says, and what was measured in relation to it. SOL: of the data sheet's peak, by llm.q's
+formula. TFLOP/s: of the model, recomputation not counted. memory: in use on the whole GPU, and its
+ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 - (the launches of a step's
+main stream, timed one by one, added up) / (a step). Python: time in which the host, driver
+included, enqueues a step into an empty queue, of a step. waits: of the host for the GPU within a
+step. start: from the command to the end of the first step."""
+
+
+# What runs are called whose products are not in the format of the model.
+_PRODUCTS = {"e4m3": "fp8", "int8": "int8"}
+
+
+def describe(options: dict[str, Any]) -> dict[str, Any]:
+    """What a run is told apart by, and its remaining options as flags."""
+    config = make_config(options)
+    columns = {
+        "model": config.model.rsplit("/", 1)[-1],
+        "dtype": _PRODUCTS.get(config.matmul_dtype, config.model_dtype),
+        "fp8_head": config.head_dtype == "e4m3",
+        "batch": config.batch_size,
+        "accumulation": config.grad_accumulation,
+        "seq_len": config.seq_len,
+        "gpus": max(config.gpus, 1),
+    }
+    left_out = {"model", "model-dtype", "batch-size", "grad-accumulation"}  # columns
+    left_out |= {"from-scratch", "device", "watchdog"}
+    rest = {key: value for key, value in options.items() if key not in left_out}
+    return columns | {"flags": {key: flag_of(key, value) for key, value in rest.items()}}
+
+
+def title(run: dict[str, Any]) -> str:
+    """A run in a few words, without its flags."""
+    return f"{run['model']} {run['dtype']} {run['batch']} x {run['accumulation']}"
+
+
+def shared_flags(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Those that all runs have, by name."""
+    flags = [run["flags"] for run in runs]
+    return {k: v for k, v in flags[0].items() if all(f.get(k) == v for f in flags)}
+
+
+def full_title(run: dict[str, Any], shared: dict[str, str]) -> str:
+    """A run in a few words, with the flags that not all runs have."""
+    return " ".join([title(run), *(v for k, v in run["flags"].items() if k not in shared)])
+
+
+# ------------------------------------------------------------------------------------------------
+# Markdown
+
+
+def _over(run: dict[str, Any], other: float | None) -> str:
+    """Another speed, and ours in relation to it."""
+    if other is None:
+        return ""
+    return f"{other / 1e3:.1f}k ({run['result']['tokens_per_second'] / other:.2f}x)"
+
+
+def _memory(run: dict[str, Any]) -> str:
+    memory = run["result"]["memory"]
+    used, planned = memory["used"], memory["planned"]
+    text = f"{planned / GIB:.2f}" if used is None else f"{used / GIB:.2f} ({used / planned:.3f}x)"
+    return text + ("" if memory["as_planned"] else "*")
+
+
+def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], str]:
+    """The cell of a number of the result, times scale; empty where it is not known."""
+
+    def cell(run: dict[str, Any]) -> str:
+        value = run["result"][name]
+        return "" if value is None else form.format(scale * value)
+
+    return cell
+
+
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tok/s": _number("tokens_per_second", "{:,.0f}"),
+    "±": _number("spread", "{:.1%}"),
+    "predicted": lambda run: _over(run, run["result"].get("predicted")),
+    "SOL": _number("sol_percent", "{:.1f}%"),
+    "TFLOP/s": _number("tflops", "{:.3g}"),
+    "of floor": lambda run: _over(run, run["floor"]),
+    "memory, GiB": _memory,
+    "mJ/token": _number("joules_per_token", "{:.2f}", 1000),
+    "idle": _number("kernel_idle", "{:.1%}"),
+    "Python": _number("python_busy", "{:.1%}"),
+    "waits": _number("waits_per_step", "{}"),
+    "start, s": _number("first_step_seconds", "{:.1f}"),
+}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people. Flags that all runs share stand above the table."""
+    runs = report["runs"]
+    if not runs:
+        return f"{_heading(report)}\n\n{_left(report)}\n"
+    shared = shared_flags(runs)
+    systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
+    measured = [run for run in runs if run["status"] == "ok"]
+    cells = [
+        {
+            "model": run["model"],
+            "dtype": run["dtype"],
+            "batch": f"{run['batch']} x {run['accumulation']}",
+            "flags": " ".join(v for k, v in run["flags"].items() if k not in shared),
+            **{name: cell(run) for name, cell in _COLUMNS.items()},
+            **{name: _over(run, run["peers"].get(name)) for name in systems},
+        }
+        for run in measured
+    ]
+    names = [n for n in (cells[0] if cells else []) if any(row[n] for row in cells)]
+    table = as_table(names, [[row[name] for name in names] for row in cells]) if cells else ""
+    blocks = [
+        _heading(report),
+        f"All runs: {' '.join(shared.values())}" if shared else "",
+        table,
+        "\n".join(_note(run, shared) for run in runs if run["status"] != "ok"),
+        _left(report),
+        EXPLANATION if cells else "",
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def as_table(names: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
+    """Why a run has no speed, and what it said at last."""
+    lines = [f"- {full_title(run, shared)}: {run['status']}: {run['message']}"]
+    if words := run.get("last_words", [])[-SHOWN_WORDS:]:
+        lines += ["", "  ```text", *(f"  {word}" for word in words), "  ```", ""]
+    return "\n".join(lines)
+
+
+def _left(report: dict[str, Any]) -> str:
+    left = report.get("left", 0)
+    return f"{left} runs are still to be made: `llmq bench --resume` goes on." if left else ""
+
+
+def _heading(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    machines = [i.get("machine") or machine for i in report["invocations"]]
+    versions = [_versions(m) for m in machines]
+    differ = len(set(versions)) > 1
+    lines = [
+        f"`{i['command']}`, {i['date']}, {i['repeats']} x {i['steps']} steps"
+        + (f", {version}" if differ else "")
+        for i, version in zip(report["invocations"], versions, strict=True)
+    ]
+    if len(lines) > 1:
+        lines = [f"- {line}" for line in lines] + [""]
+    if machine is not None:
+        driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
+        device = machine["device"] + (f", driver {driver}" if driver else "")
+        lines.insert(0, f"# {device}\n")
+        lines += [] if differ else [_versions(machine)]
+    return "\n".join(lines).rstrip("\n")
+
+
+def _versions(machine: dict[str, Any] | None) -> str:
+    if machine is None:
+        return ""
+    return "; ".join(f"{name} {value}" for name, value in machine["versions"].items())
+
+
+# ------------------------------------------------------------------------------------------------
+# CSV
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    """One line a run: every option that one of them has, then what became of it.
+
+    speeds in tokens per second, memory in bytes, step_seconds: the repeats, with blanks.
+    """
+    runs = report["runs"]
+    options = list(dict.fromkeys(key for run in runs for key in run["options"]))
+    lines = []
+    for run in runs:
+        line = {key: run["options"].get(key, "") for key in options} | {"status": run["status"]}
+        line |= _csv_numbers(run.get("result")) | {"message": run.get("message", "")}
+        lines.append({k: "" if v is None else _plain(v) for k, v in line.items()})
+    names = lines[0] if lines else []
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    """As an option file has it."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+_NUMBERS = (
+    "tokens_per_second spread predicted sol_percent tflops joules_per_token kernel_idle "
+    "python_busy waits_per_step first_step_seconds loss"
+).split()
+
+
+def _csv_numbers(result: dict[str, Any] | None) -> dict[str, Any]:
+    result = result or {}
+    memory = result.get("memory", {})
+    return {
+        **{name: result.get(name) for name in _NUMBERS},
+        "step_seconds": " ".join(map(repr, result.get("step_seconds", []))),
+        "memory_planned": memory.get("planned"),
+        "memory_used": memory.get("used"),
+    }

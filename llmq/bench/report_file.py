@@ -1,0 +1,115 @@
+"""The files of a report: what is read of an earlier one, what is added, and how it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.base.files import check_writable, disk_errors, write_file
+from llmq.base.locks import lock_beside, locked
+from llmq.bench.page import page
+from llmq.bench.report import as_csv, markdown
+from llmq.bench.sweep_file import Row, identity
+
+Report = dict[str, Any]
+"""`machine`; `invocations`, the commands that made it; `runs`; `left`, how many are still to be
+made; `running`, the options of the one that is being made."""
+
+_KEYS = ("machine", "invocations", "runs")
+
+
+class ReportFile:
+    """OUT.json, which is all there is to know, and what is made of it: OUT.md, .csv, .html."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.path = self._with(".json")
+
+    def _with(self, suffix: str) -> Path:
+        return self.out.with_name(self.out.name + suffix)
+
+    def reserved(self) -> AbstractContextManager[None]:
+        """Nobody else writes it meanwhile. LlmqError if somebody does, or it cannot be written."""
+        check_writable("--out", self.out.parent)
+        with disk_errors(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        return locked(lock_beside(self.path), "--out", self.path)
+
+    def read(self, flag: str) -> Report | None:
+        """None if there is none. ConfigError names the flag."""
+        return read_report(self.path, flag) if self.path.exists() else None
+
+    def write(self, report: Report) -> None:
+        """Each file is replaced at once, and is on the disk: JSON first, the others follow it,
+        but not to say that a run has begun."""
+        write_file(self.path, json.dumps(report, indent=1) + "\n")
+        if report["running"] is not None:
+            return
+        write_file(self._with(".md"), markdown(report))
+        write_file(self._with(".csv"), as_csv(report))
+        write_file(self._with(".html"), page(report))
+
+
+def read_report(path: Path, flag: str) -> Report:
+    """A report that was written. ConfigError, which names the flag, if the file is none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        rest = {"left": report.get("left", 0), "running": report.get("running")}
+        found = {key: report[key] for key in _KEYS} | rest
+        for run in found["runs"]:
+            run["options"], run["status"], found["invocations"][run["invocation"]]
+        return found
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{flag}: {path} is not a report of llmq bench ({error!r})") from None
+
+
+def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> list[str]:
+    """In what two machines of reports differ; the device first. What is not known is equal."""
+    if one is None or other is None:
+        return []
+    found = []
+    if one["device"] != other["device"]:
+        found.append(f"device {one['device']}, {other['device']}")
+    drivers = [(machine["gpu"] or {}).get("driver") for machine in (one, other)]
+    if all(drivers) and drivers[0] != drivers[1]:
+        found.append(f"driver {drivers[0]}, {drivers[1]}")
+    versions = [machine["versions"] for machine in (one, other)]
+    for name in dict.fromkeys([*versions[0], *versions[1]]):
+        old, new = (v.get(name, "none") for v in versions)
+        if old != new:
+            found.append(f"{name} {old}, {new}")
+    return found
+
+
+def merge(earlier: Report, later: Report) -> Report:
+    """The runs of both reports, of equal ones the later, but a measured one before a failed one."""
+    again = {identity(run["options"]) for run in later["runs"]}
+    measured = {identity(run["options"]) for run in later["runs"] if run["status"] == "ok"}
+    first = len(earlier["invocations"])
+    runs = [
+        run
+        for run in earlier["runs"]
+        if identity(run["options"]) not in (measured if run["status"] == "ok" else again)
+    ]
+    runs += [run | {"invocation": run["invocation"] + first} for run in later["runs"]]
+    before = [{"machine": earlier["machine"]} | i for i in earlier["invocations"]]
+    invocations = before + later["invocations"]
+    used = sorted({run["invocation"] for run in runs})
+    return {
+        "machine": later["machine"] or earlier["machine"],
+        "invocations": [invocations[index] for index in used] or later["invocations"],
+        "runs": [run | {"invocation": used.index(run["invocation"])} for run in runs],
+        "left": later["left"],
+        "running": later["running"],
+    }
+
+
+def in_order(report: Report, order: list[Row]) -> Report:
+    """The runs of a sweep in its order, and behind them what else the report has."""
+    places: dict[Hashable, int] = {identity(row): place for place, row in enumerate(order)}
+    runs = sorted(report["runs"], key=lambda r: places.get(identity(r["options"]), len(places)))
+    return report | {"runs": runs}

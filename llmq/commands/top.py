@@ -1,0 +1,27 @@
+"""`llmq top`: a run that is going, and the GPUs it runs on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def top(
+    log: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of a run, or its JSON log; the newest one that is being written if not "
+            "given. Without one: all GPUs of this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show it once, as where there is no terminal.")
+    ] = False,
+) -> None:
+    """Show the progress of a run and its GPUs, second by second, until the run ends or Ctrl-C."""
+    from llmq.train.find_log import find_log, running_log
+    from llmq.train.top import run_top
+
+    run_top(running_log() if log is None else find_log(log), once=once)

@@ -1,0 +1,182 @@
+"""What `llmq rig` has measured of a machine's GPUs, kept for plans: one file for each machine.
+
+It is JSON in the folder `cards` of the cache directory, with a checksum. Rates that were measured
+stand in place of a card's data sheet wherever a plan asks for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.base.files import check_readable, write_shared
+from llmq.runtime.compile import cache_dir
+from llmq.runtime.device import DeviceSpec, library_workspace
+
+FORMAT = 1
+LAYOUT = "llmq card file"
+
+Points = Sequence[tuple[Sequence[int], float]]
+"""Sizes of a launch, and the seconds that it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CardFile:
+    """One machine's measurements. Seconds, and GB/s of 10^9 bytes.
+
+    device, capability, num_sms, memory: of its GPUs, of which there are `gpus`; host: which
+    machine (this_host). date: of the measurement, UTC. launches: by the name of a `Kind`, as long
+    as one GPU takes for them in the middle of steps. bus: by how many GPUs copy at once, of each of
+    them, host to GPU, GPU to host, and each way while both go on. exchange: by how many GPUs, by
+    backend ("nccl", "copies", and without peer access "nccl-off", "staged"), by operation: bytes
+    that each receives, and seconds, beside kernels. beside: by GPUs and backend, how many times as
+    long those kernels take meanwhile. beside_bus: whether peers reach each other without taking the
+    bus to the host. slowest: of the speed of one GPU alone, what the slowest reaches when all work.
+    """
+
+    device: str
+    capability: int
+    num_sms: int
+    memory: int
+    gpus: int
+    host: str
+    date: str
+    version: str
+    driver: str
+    launches: Mapping[str, Points]
+    bus: Mapping[str, Sequence[float]]
+    exchange: Mapping[str, Mapping[str, Mapping[str, Points]]]
+    beside: Mapping[str, Mapping[str, float]]
+    beside_bus: bool = False
+    slowest: float = 1.0
+
+    @property
+    def day(self) -> str:
+        """Of the measurement."""
+        return self.date[:10]
+
+    def spec(self) -> DeviceSpec:
+        """Its GPUs as devices to plan for."""
+        return DeviceSpec(
+            name=self.device,
+            capability=self.capability,
+            num_sms=self.num_sms,
+            memory=self.memory,
+            library_workspace=library_workspace(self.capability),
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def folder() -> Path:
+    """Where card files are kept."""
+    return cache_dir() / "cards"
+
+
+def this_host() -> str:
+    """What tells this machine from others that share the folder; its name stays private."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def path_of(device: str, gpus: int, host: str | None = None) -> Path:
+    """The file of a machine with so many GPUs of this name."""
+    words = (device.removeprefix("NVIDIA "), f"x{gpus}", host or this_host())
+    name = "_".join(re.sub(r"[^\w.-]+", "-", word) for word in words)
+    return folder() / f"{name}.json"
+
+
+def record_of(file: CardFile) -> dict[str, Any]:
+    """What is written: the measurements, and by which they are known to be whole."""
+    card = asdict(file)
+    return {"layout": LAYOUT, "format": FORMAT, "checksum": _checksum(card), "card": card}
+
+
+def write_card_file(file: CardFile) -> Path:
+    """Keep it for the plans of this machine. Raises OSError."""
+    path = path_of(file.device, file.gpus, file.host)
+    write_shared(path, json.dumps(record_of(file), indent=1).encode() + b"\n")
+    return path
+
+
+def read_card_file(path: Path) -> CardFile:
+    """A card file, or the one in a report of `llmq rig` (rig.json). Raises ConfigError."""
+    try:
+        check_readable(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return _file_of(found.get("card_file", found) or {})
+    except OSError as error:
+        raise ConfigError(f"cannot read '{path}': {error.strerror or error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise ConfigError(f"'{path}' is no card file of llmq rig, or damaged ({reason})") from None
+
+
+def _checksum(card: dict[str, Any]) -> str:
+    text = json.dumps(card, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------
+# Validation
+
+
+def checked(file: CardFile) -> CardFile:
+    """The same, as a file would give it back. Raises ConfigError if that were damaged."""
+    try:
+        return _file_of(json.loads(json.dumps(record_of(file))))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the measurements make no card file ({error})") from None
+
+
+def _file_of(found: dict[str, Any]) -> CardFile:
+    """Raises ValueError, TypeError or KeyError."""
+    if found.get("layout") != LAYOUT:
+        raise ValueError("it has no measurements of GPUs")
+    if found["format"] != FORMAT:
+        raise ValueError(f"format {found['format']}, this version reads {FORMAT}: run it again")
+    if found["checksum"] != _checksum(found["card"]):
+        raise ValueError("the checksum is wrong")
+    file = CardFile(**found["card"])
+    for name in ("device", "host", "date", "version", "driver"):
+        if not isinstance(getattr(file, name), str):
+            raise ValueError(f"{name} is no text")
+    for name in ("capability", "num_sms", "memory", "gpus"):
+        if type(getattr(file, name)) is not int or getattr(file, name) < 1:
+            raise ValueError(f"{name} is no number above 0")
+    for kind, points in file.launches.items():
+        _check_points(kind, points)
+    for count, rates in file.bus.items():
+        _check_numbers(f"bus of {int(count)}", rates, 3)
+    for count, backends in file.exchange.items():
+        for backend, operations in backends.items():
+            for operation, points in operations.items():
+                _check_points(f"{operation} of {int(count)} by {backend}", points)
+    for count, factors in file.beside.items():
+        _check_numbers(f"beside of {int(count)}", list(factors.values()), len(factors))
+    _check_numbers("slowest", [file.slowest], 1)
+    return file
+
+
+def _check_points(name: str, points: Points) -> None:
+    if not points:
+        raise ValueError(f"{name} has no measurement")
+    for sizes, seconds in points:
+        _check_numbers(name, [*sizes, seconds], 1 + len(points[0][0]))
+
+
+def _check_numbers(name: str, values: Sequence[float], count: int) -> None:
+    if len(values) != count or not all(
+        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0
+        for x in values
+    ):
+        raise ValueError(f"{name} has a rate that is none")

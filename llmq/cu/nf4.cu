@@ -1,0 +1,133 @@
+// nf4.cu -- four bits for each weight, a scale for 64 of them, eight bits for each scale.
+//
+//   scales[b] = max |x| in block b of 64       codes: the level nearest to x / scales[b], of 16
+//   groups[g] = max |scales - mean| in group g of 256 blocks
+//   codes of scales: the level nearest to (scales - mean) / groups[g], of 256
+//   x ~ level * (scale level * groups[g] + mean)           in F32, then rounded to out
+//
+// Data     x, out: T (n); codes: U8 (n/2), of two neighbours each, the first one in the higher bits;
+//          scale_codes: U8 (n/64); groups: F32; levels: F32 (256), ascending. All 16-byte aligned.
+//          nf4_decode_fp8: out E4M3 (n), divided by *scale before it is rounded.
+// Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks. nf4_quantize_scales: a block
+//          for each group.
+// Cost     what is read and written, once; a thread reads 4 bytes of codes.
+// Needs    n a multiple of 64.
+// Same name  llmq/ops/nf4.py  llmq/ref/nf4.py  tests/ops/test_nf4.py
+#include "common.cuh"
+#include "ptx.cuh"
+
+constexpr int THREADS = 256, COUNT = 8;  // elements of a thread
+constexpr int BLOCK = 64, GROUP = 256;   // of llmq/ref/nf4.py, as LEAST
+constexpr int LANES = BLOCK / COUNT;     // that share a block
+constexpr float LEAST = 1e-38f;
+
+// LEVELS in llmq/ref/nf4.py.
+__device__ __constant__ float LEVELS[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+nf4_quantize(u8* __restrict__ codes, f32* __restrict__ scales, const T* __restrict__ x, i64 n) {
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
+    const bool inside = first < n;
+    Pack<T, COUNT> in;
+    float largest = 0.0f, v[COUNT];
+    if (inside) { in.load(x + first); }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        v[k] = inside ? in.get(k) : 0.0f;
+        largest = fmaxf(largest, fabsf(v[k]));
+    }
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask >>= 1) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, mask));
+    }
+    if (!inside) { return; }
+    const float factor = 1.0f / fmaxf(largest, LEAST);
+    u32 packed = 0;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        const float scaled = v[k] * factor;
+        u32 code = 0;
+#pragma unroll
+        for (int i = 0; i < 15; ++i) { code += scaled > (LEVELS[i] + LEVELS[i + 1]) / 2.0f; }
+        packed |= code << (8 * (k / 2) + (k % 2 ? 0 : 4));
+    }
+    *reinterpret_cast<u32*>(codes + first / 2) = packed;
+    if (first % BLOCK == 0) { scales[first / BLOCK] = largest; }
+}
+
+extern "C" __global__ void __launch_bounds__(GROUP)
+nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
+                    const f32* __restrict__ scales, const f32* __restrict__ mean,
+                    const f32* __restrict__ levels, i64 count) {
+    __shared__ float shared[32], edges[GROUP];
+    const i64 i = (i64)blockIdx.x * GROUP + threadIdx.x;
+    const int t = threadIdx.x;
+    edges[t] = t < 255 ? (levels[t] + levels[t + 1]) * 0.5f : INFINITY;
+    const float value = i < count ? scales[i] - *mean : 0.0f;
+    const float largest = block_max(fabsf(value), shared);  // its barriers are those of edges, too
+    const float scaled = value * (1.0f / fmaxf(largest, LEAST));
+    int code = 0;
+#pragma unroll
+    for (int step = 128; step > 0; step >>= 1) {
+        if (scaled > edges[code + step - 1]) { code += step; }
+    }
+    if (i < count) { codes[i] = (u8)code; }
+    if (t == 0) { groups[blockIdx.x] = largest; }
+}
+
+// The scale of the block that an element is in.
+__device__ __forceinline__ float scale_of(i64 first, const u8* scale_codes, const f32* groups,
+                                          const f32* mean, const f32* levels) {
+    const i64 block = first / BLOCK;
+    return levels[scale_codes[block]] * groups[block / GROUP] + *mean;
+}
+
+// COUNT elements from `first` on. table: LEVELS, in shared memory.
+__device__ __forceinline__ void decode(float (&v)[COUNT], const float* table, const u8* codes,
+                                       i64 first, float scale) {
+    const u32 packed = *reinterpret_cast<const u32*>(codes + first / 2);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        v[k] = table[packed >> (8 * (k / 2) + (k % 2 ? 0 : 4)) & 15] * scale;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+nf4_decode(T* __restrict__ out, const u8* __restrict__ codes, const u8* __restrict__ scale_codes,
+           const f32* __restrict__ groups, const f32* __restrict__ mean,
+           const f32* __restrict__ levels, i64 n) {
+    __shared__ float table[16];
+    if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
+    __syncthreads();
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
+    if (first >= n) { return; }
+    float v[COUNT];
+    decode(v, table, codes, first, scale_of(first, scale_codes, groups, mean, levels));
+    Pack<T, COUNT> result;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) { result.set(k, from_f32<T>(v[k])); }
+    result.store(out + first);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
+               const u8* __restrict__ codes, const u8* __restrict__ scale_codes,
+               const f32* __restrict__ groups, const f32* __restrict__ mean,
+               const f32* __restrict__ levels, i64 n) {
+    __shared__ float table[16];
+    if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
+    __syncthreads();
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
+    if (first >= n) { return; }
+    const float factor = 1.0f / *scale;
+    float v[COUNT];
+    decode(v, table, codes, first, scale_of(first, scale_codes, groups, mean, levels));
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) { v[k] *= factor; }
+    *reinterpret_cast<uint2*>(out + first) =
+        make_uint2(to_fp8<e4m3>(v[0], v[1], v[2], v[3]), to_fp8<e4m3>(v[4], v[5], v[6], v[7]));
+}

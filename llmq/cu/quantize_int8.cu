@@ -1,0 +1,240 @@
+// quantize_int8.cu -- signed bytes with a scale for each row, or for each column of the transpose.
+//
+//   rows      q[r, c] = int8(y[r, c] / scale[r])      scale[r] = max(largest |y[r, :]|, 1e-30) / 127
+//   columns   q_t[c, r] = int8(x[r, c] / scale[c])    scale[c] = max(largest |x[:, c]|, 1e-30) / 127
+//
+// y = x, or with FACTORS x[r, c] * factors[c]. int8() rounds to nearest even; with STOCHASTIC up or
+// down, with the probabilities that make the mean right, by random numbers that follow from seed,
+// step, salt, the row's sequence in the step and the place there. Where the largest value of a row
+// or column is infinite or NaN, its scale is NaN and its codes are 0: so is all that is computed
+// with it. column_max: the largest |x[:, c]| of each column, which `columns` reads. decode: out =
+// q * scale of its row.
+//
+// Data     x: T (rows, cols). q: I8 (rows, cols). q_t: I8 (cols, rows). scale: F32 (rows) or (cols).
+//          factors, column_max: F32 (cols). All 16-byte aligned.
+// Launch   rows: WARPS warps hold a row, 32 * WARPS * ROWS threads, a block for every ROWS rows.
+//          column_max, columns: 256 threads, a block for every OctetTile, grid (across, down).
+// Cost     memory-bound: `rows` reads x once, the others once each. Rounding stochastically takes
+//          6 instructions for an element's random bits.
+// Needs    rows and cols multiples of 16, sequence (rows of one) of 4. column_max zero before.
+// Same name  llmq/ops/quantize_int8.py  llmq/ref/quantize_int8.py  tests/ops/test_quantize_int8.py
+#include "common.cuh"
+#include "fp8.cuh"
+
+constexpr float I8_MAX = 127.0f;
+constexpr float LEAST_ABS_MAX = 1e-30f;  // LEAST_ABS_MAX in llmq/ref/quantize_int8.py
+
+#ifndef WARPS  // compiled for another entry
+#define WARPS 1
+#define FACTORS 0
+#endif
+#ifndef STOCHASTIC
+#define STOCHASTIC 0
+#endif
+
+// Of quantize_int8_rows. VECTORS: 16 bytes each, of a row in a lane's registers.
+constexpr int VECTORS = 8, ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;
+
+struct Scale {
+    float value, factor;
+
+    // largest: as abs_bits.
+    __device__ __forceinline__ explicit Scale(u32 largest) {
+        const float m = __uint_as_float(largest);
+        const bool finite = isfinite(m);
+        value = finite ? fmaxf(m, LEAST_ABS_MAX) / I8_MAX : m - m;  // or NaN
+        factor = finite ? 1.0f / value : 0.0f;
+    }
+};
+
+// The random numbers of one row of a step.
+struct RowBits {
+    u32 seed;
+    u64 start;
+
+    __device__ __forceinline__ RowBits(const StepScalars* scalars, u32 salt, i32 sequence, i64 row,
+                                       i32 cols) {
+        if constexpr (STOCHASTIC) {
+            seed = mix_word(mix_word(mix_word(0, scalars->seed), scalars->step), salt);
+            const u32 number = (u32)row / (u32)sequence, token = (u32)row % (u32)sequence;
+            const u64 first = scalars->first_sequence + (u64)number * scalars->sequence_stride;
+            start = (first * (u32)sequence + token) * (u32)cols;
+        }
+    }
+    // Of the row's columns c and c + 1, c even: 16 bits each.
+    __device__ __forceinline__ u32 pair(int c) const {
+        if constexpr (STOCHASTIC) { return random_bits(seed, (start + (u32)c) >> 1); }
+        return 0;
+    }
+};
+
+// One byte of a result; bits: 16 random ones.
+__device__ __forceinline__ u32 code(float x, float factor, u32 bits) {
+    // Zero, also for infinities, where no scale is.
+    const float v = factor == 0.0f ? 0.0f : x * factor;
+    int rounded;
+    if constexpr (STOCHASTIC) {
+        rounded = __float2int_rd(v + (float)(bits & 0xFFFFu) * 0x1p-16f);
+        rounded = max(-127, min(127, rounded));  // 127 / 127 * 127 may be a little more
+    } else {
+        rounded = __float2int_rn(v);
+    }
+    return (u32)rounded & 0xFFu;
+}
+
+// Four neighbours from column c on, a multiple of 4.
+template <class Get, class Factor>
+__device__ __forceinline__ u32 four_codes(const RowBits& row, int c, Get get, Factor factor) {
+    const u32 low = row.pair(c), high = row.pair(c + 2);
+    return code(get(0), factor(0), low) | code(get(1), factor(1), low >> 16) << 8 |
+           code(get(2), factor(2), high) << 16 | code(get(3), factor(3), high >> 16) << 24;
+}
+
+// x, or what it is multiplied by comes to it.
+__device__ __forceinline__ float scaled_by(float x, const f32* factors, int c) {
+    if constexpr (FACTORS) { return x * factors[c]; }
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+quantize_int8_rows(i8* __restrict__ q, f32* __restrict__ scale, const T* __restrict__ x,
+                   const f32* __restrict__ factors, const StepScalars* __restrict__ scalars,
+                   u32 salt, i32 sequence, i64 rows, i32 cols) {
+    constexpr int N = Vec<T>::N;
+    const int in_row = threadIdx.x % (32 * WARPS);
+    const i64 row = (i64)blockIdx.x * ROWS + threadIdx.x / (32 * WARPS);
+    const bool active = row < rows;
+    Row<T, WARPS, VECTORS> values;
+    values.load(x + row * cols, cols, active);
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        if constexpr (FACTORS) {
+            const int c = values.column(i);
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const float y = c < cols ? scaled_by(to_f32(values.v[i][k]), factors, c + k) : 0.0f;
+                largest = max(largest, abs_bits(y));
+            }
+        } else {
+            largest = max(largest, abs_max_bits(values.v[i]));
+        }
+    }
+    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+    if constexpr (WARPS > 1) {
+        __shared__ u32 of_warps[WARPS * ROWS];
+        const int warp = threadIdx.x >> 5;
+        if ((threadIdx.x & 31) == 0) { of_warps[warp] = largest; }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            largest = max(largest, of_warps[warp / WARPS * WARPS + i]);
+        }
+    }
+    const Scale own(largest);
+    if (!active) { return; }
+    if (in_row == 0) { scale[row] = own.value; }
+    const RowBits bits(scalars, salt, sequence, row, cols);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int c = values.column(i);
+        if (c >= cols) { continue; }
+        uint4 packed = pack(values.v[i]);
+        forget(packed);  // or all would be unpacked early, into too many registers
+        const Vec<T> part = unpack<T>(packed);
+        u32 words[N / 4];
+#pragma unroll
+        for (int w = 0; w < N / 4; ++w) {
+            words[w] = four_codes(
+                bits, c + 4 * w,
+                [&](int k) { return scaled_by(to_f32(part[4 * w + k]), factors, c + 4 * w + k); },
+                [&](int) { return own.factor; });
+        }
+        i8* place = q + row * cols + c;
+        if constexpr (N == 8) {
+            *reinterpret_cast<uint2*>(place) = make_uint2(words[0], words[N / 4 - 1]);
+        } else {
+            *reinterpret_cast<u32*>(place) = words[0];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+quantize_int8_column_max(f32* column_max, const T* __restrict__ x, i64 rows, i32 cols) {
+    __shared__ u32 of_block[OctetTile::COLUMNS];
+    const OctetPlace place(rows, cols);
+    OctetRows<T> loaded;
+    loaded.load(x + place.row * cols + place.column, cols, place.there);
+    if (threadIdx.x < OctetTile::COLUMNS) { of_block[threadIdx.x] = 0; }
+    __syncthreads();
+    u32 largest[8] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Pack<T, 8> eight = loaded.row(i);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) { largest[k] = max(largest[k], abs_bits(eight.get(k))); }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {  // the four groups of rows of a warp
+        largest[k] = max(largest[k], __shfl_xor_sync(0xFFFFFFFFu, largest[k], 8));
+        largest[k] = max(largest[k], __shfl_xor_sync(0xFFFFFFFFu, largest[k], 16));
+        if ((threadIdx.x & 31) < 8) {
+            atomicMax(&of_block[OctetTile::column() + k], largest[k]);
+        }
+    }
+    __syncthreads();
+    const int column = place.first_column + threadIdx.x;
+    if (threadIdx.x < OctetTile::COLUMNS && column < cols) {
+        // The maximum of integers does not depend on the order of the blocks.
+        atomicMax(reinterpret_cast<u32*>(column_max) + column, of_block[threadIdx.x]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+quantize_int8_columns(i8* __restrict__ q_t, f32* __restrict__ scale, const T* __restrict__ x,
+                      const f32* __restrict__ column_max, const StepScalars* __restrict__ scalars,
+                      u32 salt, i32 sequence, i64 rows, i32 cols) {
+    __shared__ OctetTile tile;
+    const OctetPlace place(rows, cols);
+    OctetRows<T> loaded;
+    loaded.load(x + place.row * cols + place.column, cols, place.there);
+    float factors[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        const int c = place.column + k;
+        const Scale own(c < cols ? abs_bits(column_max[c]) : 0u);
+        factors[k] = own.factor;
+        if (blockIdx.y == 0 && threadIdx.x < 8 && c < cols) { scale[c] = own.value; }
+    }
+    uint2 codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const Pack<T, 8> eight = loaded.row(i);
+        const RowBits bits(scalars, salt, sequence, place.row + i, cols);
+        u32 words[2];
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            words[w] = four_codes(
+                bits, place.column + 4 * w, [&](int k) { return eight.get(4 * w + k); },
+                [&](int k) { return factors[4 * w + k]; });
+        }
+        codes[i] = make_uint2(words[0], words[1]);
+    }
+    tile.put(codes);
+    __syncthreads();
+    tile.store(q_t, place.first_row, place.first_column, rows, cols);
+}
+
+// Four neighbours for each thread.
+extern "C" __global__ void __launch_bounds__(256)
+quantize_int8_decode(T* __restrict__ out, const i8* __restrict__ q, const f32* __restrict__ scale,
+                     i64 rows, i32 cols) {
+    const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * 4;
+    if (i >= rows * cols) { return; }
+    const u32 four = *reinterpret_cast<const u32*>(q + i);
+    const float factor = scale[i / cols];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        out[i + k] = from_f32<T>((float)(i8)(four >> (8 * k) & 0xFF) * factor);
+    }
+}

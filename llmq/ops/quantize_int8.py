@@ -1,0 +1,193 @@
+"""BF16 or F32 to signed bytes, with a scale for each row, or for each column of the transpose.
+
+What a product sums over must have one scale: rows are for operands as they lie (a token of an
+activation, an output feature of a weight), columns for those that a product takes transposed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
+from llmq.ops.common import (
+    FORWARD_WARPS,
+    VECTOR_BYTES,
+    WARP,
+    RowLayout,
+    expect_float,
+    octet_tiles,
+)
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 256
+MULTIPLE = 16  # of rows and columns: one 16-byte access
+LANE_VECTORS = 8  # of a row, which lies in registers
+WARPS = (1, 4, 16, 32)  # that may hold a row: few, because each is a compilation
+
+_ROUNDING = "const i32*? scalars, u32 salt, i32 sequence, i64 rows, i32 cols"
+ROWS = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_rows",
+    args=f"i8* q, f32* scale, const T* x, const f32*? factors, {_ROUNDING}",
+)
+COLUMN_MAX = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_column_max",
+    args="inout f32* column_max, const T* x, i64 rows, i32 cols",
+)
+COLUMNS = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_columns",
+    args=f"i8* q_t, f32* scale, const T* x, const f32* column_max, {_ROUNDING}",
+)
+DECODE = Kernel(
+    "quantize_int8.cu",
+    "quantize_int8_decode",
+    args="T* out, const i8* q, const f32* scale, i64 rows, i32 cols",
+)
+
+
+class Stochastic(NamedTuple):
+    """Rounding up or down with the probabilities that make the mean right.
+
+    An element's random number follows from the step's seed and number, the salt, the number in the
+    step of the sequence that its row is of (of so many rows), and its place there: it does not
+    matter which rank or micro-step has the sequence. scalars: StepScalars, I32 (16,).
+    """
+
+    scalars: Tensor
+    salt: int
+    sequence: int
+
+
+def rows(
+    dev: Device,
+    q: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    *,
+    factors: Tensor | None = None,
+    stochastic: Stochastic | None = None,
+) -> None:
+    """q = y / scale with y = x [* factors]; scale of a row = max(largest |y|, 1e-30) / 127.
+
+    Rounded to nearest even, or stochastically. The scale of a row with an infinity or NaN is NaN.
+
+    Args:
+        q        out  I8           (rows, cols)
+        scale    out  F32          (rows,)
+        x        in   BF16 or F32  (rows, cols), both multiples of 16
+        factors  in   F32          (cols,)  or None; of a matrix of which x is to be multiplied by
+                                            codes without these scales of its rows
+
+    Cost:    x read once, q written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(x, stochastic)
+    expect("quantize_int8", "q", q, I8, x.shape)
+    expect("quantize_int8", "scale", scale, F32, (n,))
+    if factors is not None:
+        expect("quantize_int8", "factors", factors, F32, (cols,))
+    of_warp = WARP * LANE_VECTORS * VECTOR_BYTES // x.dtype.itemsize
+    if cols > WARPS[-1] * of_warp:
+        most = WARPS[-1] * of_warp
+        raise ValueError(f"quantize_int8: x must have at most {most} columns, got {cols}")
+    layout = RowLayout(next(warps for warps in WARPS if cols <= warps * of_warp), LANE_VECTORS)
+    blocks, threads = layout.launch(n, FORWARD_WARPS, n)
+    dev.launch(
+        ROWS,
+        blocks,
+        threads,
+        (q, scale, x, factors, *_rounding(stochastic), n, cols),
+        consts={
+            "WARPS": layout.warps,
+            "FACTORS": int(factors is not None),
+            "STOCHASTIC": int(stochastic is not None),
+        },
+    )
+
+
+def columns(
+    dev: Device, q_t: Tensor, scale: Tensor, x: Tensor, *, stochastic: Stochastic | None = None
+) -> None:
+    """q_t = the transpose of x / scale; scale of a column = max(largest |x|, 1e-30) / 127.
+
+    Rounding and scales as those of `rows`.
+
+    Args:
+        q_t    out  I8           (cols, rows)
+        scale  out  F32          (cols,)
+        x      in   BF16 or F32  (rows, cols), both multiples of 16
+
+    Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(x, stochastic)
+    expect("quantize_int8", "q_t", q_t, I8, (cols, n))
+    expect("quantize_int8", "scale", scale, F32, (cols,))
+    tiles = octet_tiles("quantize_int8", n, cols)
+    with dev.scratch("column_max", (cols,), F32) as column_max:
+        largest_of_columns(dev, column_max, x)
+        dev.launch(
+            COLUMNS,
+            tiles,
+            THREADS,
+            (q_t, scale, x, column_max, *_rounding(stochastic), n, cols),
+            consts={"STOCHASTIC": int(stochastic is not None)},
+        )
+
+
+def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
+    """column_max = the largest |x| of each column; NaN is larger than everything.
+
+    Args:
+        column_max  out  F32          (cols,)
+        x           in   BF16 or F32  (rows, cols), both multiples of 16
+
+    Cost:    x read once; one launch, and column_max is cleared.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(x, None)
+    expect("quantize_int8", "column_max", column_max, F32, (cols,))
+    dev.zero(column_max)
+    tiles = octet_tiles("quantize_int8", n, cols)
+    dev.launch(COLUMN_MAX, tiles, THREADS, (column_max, x, n, cols))
+
+
+def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
+    """out = q * scale of its row.
+
+    Args:
+        out    out  BF16 or F32  (rows, cols), both multiples of 16
+        q      in   I8           (rows, cols)
+        scale  in   F32          (rows,)
+
+    Cost:    q read once, out written; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n, cols = _check(out, None)
+    expect("quantize_int8", "q", q, I8, out.shape)
+    expect("quantize_int8", "scale", scale, F32, (n,))
+    dev.launch(DECODE, ceil_div(out.size, 4 * THREADS), THREADS, (out, q, scale, n, cols))
+
+
+def _rounding(stochastic: Stochastic | None) -> tuple[Tensor | None, int, int]:
+    return (None, 0, 1) if stochastic is None else tuple(stochastic)
+
+
+def _check(x: Tensor, stochastic: Stochastic | None) -> tuple[int, int]:
+    expect_float("quantize_int8", "x", x)
+    if len(x.shape) != 2 or any(n % MULTIPLE or n <= 0 for n in x.shape):
+        raise ValueError(
+            f"quantize_int8: x must be (rows, cols), in multiples of {MULTIPLE}, got {x.shape}"
+        )
+    if stochastic is not None:
+        expect("quantize_int8", "scalars", stochastic.scalars, I32, (STEP_SCALARS_WORDS,))
+        if stochastic.sequence % 4 or x.shape[0] % stochastic.sequence:
+            raise ValueError(
+                f"quantize_int8: sequence must be a multiple of 4 that divides the {x.shape[0]} "
+                f"rows of x, got {stochastic.sequence}"
+            )
+    return x.shape

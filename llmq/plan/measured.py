@@ -1,0 +1,120 @@
+"""How long launches take by what was measured on a machine: between its sizes, and for its like."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from bisect import bisect_left
+from collections import defaultdict
+
+from llmq.config.card_file import CardFile, Points
+from llmq.runtime.launch_kind import Kind
+
+NEAREST = 4  # products that one of another size is compared with
+TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
+TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
+LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
+
+Known = dict[tuple[int, ...], float]
+"""Median seconds by sizes."""
+
+
+class Measured:
+    """A card file's launches. What it has no like of is None, and left to the data sheet."""
+
+    def __init__(self, file: CardFile):
+        self.file = file
+        self._by_words: defaultdict[tuple[str, ...], Known] = defaultdict(dict)
+        merged: defaultdict[tuple[str, ...], defaultdict[tuple[int, ...], list[float]]]
+        merged = defaultdict(lambda: defaultdict(list))
+        for name, points in file.launches.items():
+            words = tuple(name.split("/"))
+            for count in range(1, len(words) + 1):
+                for sizes, seconds in points:
+                    merged[words[:count]][tuple(sizes)].append(seconds)
+        for words, by_sizes in merged.items():
+            self._by_words[words] = {s: statistics.median(times) for s, times in by_sizes.items()}
+        moves = [p for name, p in file.launches.items() if len(p[0][0]) == 1]
+        self._least = min((t for points in moves for _, t in points), default=0.0)
+        self.bandwidth = _bandwidth(moves)
+        self._seconds: dict[Kind, float | None] = {}
+
+    def seconds(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
+        """Of one launch that is no attention."""
+        if kind not in self._seconds:
+            way = self._product if kind.is_product else self._moves
+            self._seconds[kind] = way(kind, flops, device_bytes)
+        return self._seconds[kind]
+
+    def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
+        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size."""
+        known = self._like(kind)
+        if not known:
+            return None
+        sizes = min(known, key=lambda sizes: _distance(sizes, kind.sizes))
+        return sizes, known[sizes]
+
+    def _like(self, kind: Kind) -> Known:
+        """Of the kinds that share the most first words with it."""
+        words = tuple(kind.name.split("/"))
+        counts = range(len(words), 0, -1)
+        return next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
+
+    def _product(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
+        """As its own size took, or at the rate of the nearest ones, the more the nearer they are.
+
+        The last wave of tiles, half empty as it is on average, counts as work.
+        """
+        known = self._like(kind)
+        if not known:
+            return None
+        if kind.sizes in known:
+            return known[kind.sizes]
+        distances = {sizes: _distance(sizes, kind.sizes) for sizes in known}
+        near = sorted(distances, key=distances.__getitem__)[:NEAREST]
+        weights = [1 / distances[sizes] for sizes in near]
+        num_sms = self.file.num_sms
+        per_flop = [
+            known[sizes] / (2 * math.prod(sizes) + half_wave(sizes[2], num_sms)) for sizes in near
+        ]
+        mean = sum(map(float.__mul__, weights, per_flop)) / sum(weights)
+        memory = 0.0 if self.bandwidth is None else device_bytes / self.bandwidth
+        return max((flops + half_wave(kind.sizes[2], num_sms)) * mean, memory, self._least)
+
+    def _moves(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
+        """On the line between the two sizes around it; a launch of nothing takes the least time."""
+        known = self._like(kind)
+        if not known:
+            if self.bandwidth is None:
+                return None
+            return self._least + device_bytes / self.bandwidth
+        sizes = sorted(size for (size,) in known)
+        place = bisect_left(sizes, device_bytes)
+        if place == len(sizes):
+            return known[(sizes[-1],)] * device_bytes / sizes[-1]
+        right = known[(sizes[place],)]
+        start, left = (sizes[place - 1], known[(sizes[place - 1],)]) if place else (0, self._least)
+        return left + (right - left) * (device_bytes - start) / (sizes[place] - start)
+
+
+@functools.lru_cache(maxsize=16)
+def measured(file: CardFile) -> Measured:
+    """The one of a file."""
+    return Measured(file)
+
+
+def half_wave(depth: int, num_sms: int) -> int:
+    """FLOPs that half of the multiprocessors could do in a product's last wave of tiles."""
+    return TILE * min(depth, TILE_DEPTH) * num_sms
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """Squared, of logarithms: twice as large is as far as half as large."""
+    return sum(math.log2(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(one, other, strict=True))
+
+
+def _bandwidth(moves: list[Points]) -> float | None:
+    """Bytes per second of a typical kernel that memory limits; None if there is no large one."""
+    large = [sizes[0] / t for points in moves for sizes, t in points if sizes[0] >= LARGE]
+    return statistics.median(large) if large else None

@@ -1,0 +1,65 @@
+"""How long transfers take by what was measured on a machine: its buses, and its exchanges."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from llmq.config.card_file import CardFile, Points
+from llmq.runtime.plan_device import Work
+
+_WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends, by whether NCCL exchanges
+
+
+class RigLinks:
+    """What carries the data of so many of a machine's GPUs, which all do the same at once."""
+
+    def __init__(
+        self, file: CardFile, gpus: int, *, nccl: bool, peer_access: bool, at_once: bool = False
+    ):
+        """nccl: whether it exchanges. peer_access: whether GPUs may reach each other's memory.
+
+        at_once: exchanges take no time, whatever was measured.
+        """
+        number = str(gpus)
+        backend = ("nccl" if nccl else "copies") if peer_access else _WITHOUT_ACCESS[nccl]
+        self._bus = file.bus.get(number)
+        self._exchange = file.exchange.get(number, {}).get(backend, {})
+        self._beside_bus, self._at_once = file.beside_bus and peer_access, at_once
+        # How many times as long products take that run beside an exchange.
+        beside = file.beside.get(number, {}).get(backend, 1.0)
+        self.slowdown = 1.0 if at_once else max(beside, 1.0)
+
+    def carried(self, work: Work) -> tuple[dict[str, float], float] | None:
+        """As Rates.transfers, without a network; None where so many GPUs were not measured."""
+        received, loaded = 0 if self._at_once else work.received, work.loaded
+        if self._beside_bus and "all_gather" in self._exchange:
+            received += 0 if self._at_once else work.shared
+        else:
+            loaded += work.shared
+        points = self._exchange.get(work.entry) or self._exchange.get("all_gather")
+        if self._bus is None or (received and points is None):
+            return None
+        exchange = exchange_seconds(points, received) if received else 0.0
+        into, out, both = (1e9 * rate for rate in self._bus)
+        load, store, both_ways = loaded / into, work.stored / out, (loaded + work.stored) / 2 / both
+        if self._beside_bus:
+            carriers = {"load": load, "store": store, "link": exchange}
+        else:  # what one GPU receives, another one sends at the same time
+            carriers = {"load": load + exchange, "store": store + exchange}
+            both_ways += exchange
+        return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
+
+
+def exchange_seconds(points: Points, received: int) -> float:
+    """Of a collective by which a GPU receives so many bytes; points: as measured.
+
+    On the line between two sizes; a smaller one takes the smallest one's time: that of its parts.
+    """
+    times = sorted((sizes[0], seconds) for sizes, seconds in points)
+    place = bisect_left(times, (received, 0.0))
+    if place == len(times):
+        return times[-1][1] * received / times[-1][0]
+    if place == 0:
+        return times[0][1]
+    (start, left), (end, right) = times[place - 1 : place + 1]
+    return left + (right - left) * (received - start) / (end - start)

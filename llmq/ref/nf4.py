@@ -1,0 +1,143 @@
+"""References of cu/nf4.cu: four-bit codes in blocks of 64, whose scales are codes themselves."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from llmq.ref.common import compute, encode_fp8, row_blocks
+
+BLOCK = 64  # elements that share a scale
+GROUP = 256  # scales that share one
+LEAST = np.float32(1e-38)  # so that a block of zeros has a finite factor
+
+# elements
+CASES = {
+    "one_block": (64,),
+    "less_than_a_group": (64 * 100,),
+    "one_group": (64 * 256,),
+    "ragged": (64 * 700,),
+    "qwen7b_up": (18944 * 3584,),
+}
+
+# The levels of NF4, as the QLoRA paper's appendix lists them: quantiles of a normal distribution,
+# scaled to [-1, 1], of which one is 0.
+LEVELS = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
+EDGES = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
+
+
+@functools.cache
+def scale_levels() -> np.ndarray:
+    """F32 (256,), ascending: the levels of scales' codes, "dynamic" ones of 8 bits with a sign.
+
+    Each decimal order from 1e-6 to 1 has twice as many of them as the one before it, which lie in
+    the middles of equal parts of it; and there are 0 and 1 (Dettmers et al., 8-bit Optimizers via
+    Block-wise Quantization, 2021; as bitsandbytes makes them). Read-only.
+    """
+    levels = [np.float32(0), np.float32(1)]
+    for order in range(7):
+        # As torch.linspace steps, from the nearer end: one rounding of what F64 has exactly.
+        count = 2**order + 1
+        index = np.arange(count)
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(count - 1))
+        below, above = np.float32(0.1) + index * step, 1 - (count - 1 - index) * step
+        edges = np.where(index < count // 2, below, above).astype(np.float32)
+        middles = (edges[:-1] + edges[1:]) / 2 * np.float32(10.0 ** (order - 6))
+        levels += [*middles, *-middles]
+    found = np.sort(np.array(levels, np.float32))
+    found.setflags(write=False)
+    return found
+
+
+def nf4_quantize(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, n: int) -> None:
+    """codes (n/2,): of two elements each, the first one in the higher bits; scales (n/64,): the
+    largest |x| of each block."""
+    blocks = x.reshape(-1, BLOCK)
+    for part in row_blocks(n // BLOCK, BLOCK):
+        values = compute(blocks[part])
+        scales[part] = largest = np.abs(values).max(axis=1)
+        scaled = values * (np.float32(1) / np.maximum(largest, LEAST))[:, None]
+        found, above = np.zeros(scaled.shape, np.uint8), np.empty(scaled.shape, bool)
+        for edge in EDGES:  # ten times as fast as a search
+            found += np.greater(scaled, edge, out=above)
+        pairs = found.reshape(-1, 2)
+        half = slice(part.start * BLOCK // 2, part.start * BLOCK // 2 + len(pairs))
+        codes[half] = pairs[:, 0] << 4 | pairs[:, 1]
+
+
+def nf4_quantize_scales(
+    codes: np.ndarray,
+    groups: np.ndarray,
+    scales: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    count: int,
+) -> None:
+    """codes (count,) of scales less their mean, groups (ceil(count / 256),): the largest |…| of
+    each group."""
+    edges = (levels[:-1] + levels[1:]) * np.float32(0.5)
+    values = np.zeros(len(groups) * GROUP, np.float32)
+    np.subtract(scales, mean[0], out=values[:count])
+    values = values.reshape(-1, GROUP)
+    groups[...] = np.abs(values).max(axis=1)
+    values *= (np.float32(1) / np.maximum(groups, LEAST))[:, None]
+    codes[...] = np.searchsorted(edges, values.reshape(-1)[:count], side="left")
+
+
+def _decoded(
+    codes: np.ndarray,
+    scale_codes: np.ndarray,
+    groups: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    blocks: slice,
+) -> np.ndarray:
+    """F32 (blocks, 64)."""
+    of_group = groups[np.arange(blocks.start, blocks.stop) // GROUP]
+    scales = levels[scale_codes[blocks]] * of_group + mean[0]
+    pairs = codes[blocks.start * BLOCK // 2 : blocks.stop * BLOCK // 2]
+    values = np.empty((len(pairs), 2), np.float32)
+    values[:, 0], values[:, 1] = LEVELS[pairs >> 4], LEVELS[pairs & 15]
+    return values.reshape(-1, BLOCK) * scales[:, None]
+
+
+def nf4_decode(
+    out: np.ndarray,
+    codes: np.ndarray,
+    scale_codes: np.ndarray,
+    groups: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    n: int,
+) -> None:
+    """out (n,) = level of the code * scale; the scale = level of its code * group + mean."""
+    blocks = out.reshape(-1, BLOCK)
+    for part in row_blocks(n // BLOCK, BLOCK):
+        blocks[part] = _decoded(codes, scale_codes, groups, mean, levels, part)
+
+
+def nf4_decode_fp8(
+    out: np.ndarray,
+    scale: np.ndarray,
+    codes: np.ndarray,
+    scale_codes: np.ndarray,
+    groups: np.ndarray,
+    mean: np.ndarray,
+    levels: np.ndarray,
+    n: int,
+) -> None:
+    """As nf4_decode, out / scale in FP8."""
+    factor = np.float32(1) / scale[0]
+    blocks = out.view(np.uint8).reshape(-1, BLOCK)
+    for part in row_blocks(n // BLOCK, BLOCK):
+        values = _decoded(codes, scale_codes, groups, mean, levels, part)
+        encode_fp8(blocks[part], values, factor, out.dtype)

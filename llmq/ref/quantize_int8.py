@@ -1,0 +1,113 @@
+"""References of cu/quantize_int8.cu: signed bytes with a scale for each row or column."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.base.dtypes import I8_MAX
+from llmq.ref.common import mix_seed, random_bits, row_blocks, step_scalars
+
+# rows, columns
+CASES = {
+    "smallest": (16, 16),
+    "one_tile": (128, 64),
+    "ragged": (144, 80),
+    "several_warps": (16, 2320),
+    "sixteen_warps": (16, 9008),
+    "tall": (400, 48),
+    "qwen05b": (32 * 1024, 896),
+    "qwen05b_d_up_gate": (32 * 1024, 9728),
+    "qwen15b": (32 * 1024, 1536),
+    "qwen15b_mlp": (32 * 1024, 8960),
+    "qwen15b_weight": (17920, 1536),
+}
+
+LEAST_ABS_MAX = np.float32(1e-30)  # so that a row of zeros has a finite factor
+
+
+def _scales(largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales, and what x is multiplied by: 0 where there is no scale."""
+    finite = np.isfinite(largest)
+    scale = np.maximum(np.where(finite, largest, 0), LEAST_ABS_MAX) / np.float32(I8_MAX)
+    factor = np.where(finite, np.float32(1) / scale, np.float32(0))
+    return np.where(finite, scale, np.float32(np.nan)), factor
+
+
+def _random(scalars: np.ndarray, salt: int, sequence: int, rows: slice, cols: int) -> np.ndarray:
+    """F32 (rows, cols) in [0, 1), 16 bits each: of sequences as they are dealt to ranks."""
+    s = step_scalars(scalars)
+    seed = mix_seed(int(s["seed"]), int(s["step"]), salt)
+    row = np.arange(rows.start, rows.stop, dtype=np.uint64)
+    number, token = row // np.uint64(sequence), row % np.uint64(sequence)
+    number = np.uint64(s["first_sequence"]) + number * np.uint64(s["sequence_stride"])
+    start = (number * np.uint64(sequence) + token) * np.uint64(cols)
+    pairs = (start[:, None] + np.arange(0, cols, 2, dtype=np.uint64)) >> np.uint64(1)
+    bits = random_bits(seed, pairs)
+    halves = np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], axis=-1)
+    return halves.reshape(len(row), cols).astype(np.float32) * np.float32(2**-16)
+
+
+def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.ndarray:
+    """int8 of x * factor, to nearest even or, with uniform in [0, 1), up by that chance."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        v = np.where(factor == 0, np.float32(0), x * factor)
+    if uniform is None:
+        return np.rint(v).astype(np.int8)
+    return np.floor(v + uniform).clip(-I8_MAX, I8_MAX).astype(np.int8)
+
+
+def quantize_int8_rows(
+    q: np.ndarray,
+    scale: np.ndarray,
+    x: np.ndarray,
+    factors: np.ndarray | None,
+    scalars: np.ndarray | None,
+    salt: int,
+    sequence: int,
+    rows: int,
+    cols: int,
+) -> None:
+    """q = y / scale, scale of each row = the largest |y| / 127, y = x [* factors]."""
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        if factors is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                y = y * factors
+        scale[block], factor = _scales(np.maximum(y.max(axis=1), -y.min(axis=1)))
+        uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
+        q[block] = _codes(y, factor[:, None], uniform)
+
+
+def quantize_int8_column_max(column_max: np.ndarray, x: np.ndarray, rows: int, cols: int) -> None:
+    """column_max = max(column_max, the largest |x| of each column), NaN wins."""
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        largest = np.maximum(y.max(axis=0), -y.min(axis=0))
+        np.maximum(column_max, np.abs(largest), out=column_max)
+
+
+def quantize_int8_columns(
+    q_t: np.ndarray,
+    scale: np.ndarray,
+    x: np.ndarray,
+    column_max: np.ndarray,
+    scalars: np.ndarray | None,
+    salt: int,
+    sequence: int,
+    rows: int,
+    cols: int,
+) -> None:
+    """q_t = the transpose of x / scale, scale of each column = column_max / 127."""
+    scale[...], factor = _scales(column_max)
+    for block in row_blocks(rows, cols):
+        y = x[block].astype(np.float32, copy=False)
+        uniform = None if scalars is None else _random(scalars, salt, sequence, block, cols)
+        q_t[:, block] = _codes(y, factor, uniform).T
+
+
+def quantize_int8_decode(
+    out: np.ndarray, q: np.ndarray, scale: np.ndarray, rows: int, cols: int
+) -> None:
+    """out = q * scale of its row."""
+    for block in row_blocks(rows, cols):
+        out[block] = q[block].astype(np.float32) * scale[block, None]

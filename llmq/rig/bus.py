@@ -1,0 +1,196 @@
+"""How fast GPUs exchange with host memory, and with each other: alone, both ways, and at once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llmq.base.errors import LlmqError
+from llmq.comm.probe import probe
+from llmq.rig.child import Job
+from llmq.runtime.affinity import stay_near
+from llmq.runtime.cuda_device import NON_BLOCKING
+from llmq.runtime.gpu_info import bus_id
+from llmq.runtime.pinned import PinnedMemory
+
+MIB = 1 << 20
+COPY = 256 * MIB  # bytes of a copy
+SECONDS = 0.5  # of a measurement, about
+GUESS = 40e9  # bytes per second, by which copies are counted off
+WAYS = {"in": (True, False), "out": (False, True), "both": (True, True)}
+PAGEABLE = "pageable"
+
+Rates = dict[str, list[float]]
+"""GB/s of each GPU that takes part, by the ways of WAYS: in the slower direction of both."""
+
+
+class End:
+    """One GPU with a buffer there and one in host memory for each direction, and two streams.
+
+    Made, used and closed in one thread, near the GPU.
+    """
+
+    def __init__(self, api: Any, gpu: int, nbytes: int = COPY):
+        """api: CuPy's CUDA runtime module."""
+        self.api, self.gpu, self.nbytes = api, gpu, nbytes
+        api.setDevice(gpu)
+        self._pinned = [PinnedMemory(api, nbytes) for _ in WAYS["both"]]
+        self.host = [pinned.storage.base for pinned in self._pinned]
+        self.device = [api.malloc(nbytes) for _ in WAYS["both"]]
+        self.streams = [api.streamCreateWithFlags(NON_BLOCKING) for _ in WAYS["both"]]
+
+    def copy(self, way: int, host: int | None = None) -> None:
+        """Enqueue one; way 0: to the GPU, 1: from it. host: an address instead of pinned memory."""
+        pair = (self.device[way], self.host[way] if host is None else host)
+        dst, src = pair if way == 0 else pair[::-1]
+        self.api.memcpyAsync(dst, src, self.nbytes, self.api.memcpyDefault, self.streams[way])
+
+    def rate(self, ways: tuple[bool, bool], start: threading.Barrier, seconds: float) -> float:
+        """GB/s of the slower direction of those that take part, by the GPU's own events."""
+        api, count = self.api, max(2, int(seconds * GUESS / self.nbytes))
+        taking_part = [way for way, takes_part in enumerate(ways) if takes_part]
+        for way in taking_part:
+            self.copy(way)
+            api.streamSynchronize(self.streams[way])
+        start.wait()
+        marks = {way: (api.eventCreate(), api.eventCreate()) for way in taking_part}
+        for way in taking_part:
+            api.eventRecord(marks[way][0], self.streams[way])
+        for _ in range(count):
+            for way in taking_part:
+                self.copy(way)
+        for way in taking_part:
+            api.eventRecord(marks[way][1], self.streams[way])
+        slowest = 0.0
+        for way in taking_part:
+            api.streamSynchronize(self.streams[way])
+            slowest = max(slowest, api.eventElapsedTime(*marks[way]) / 1e3)
+            for event in marks[way]:
+                api.eventDestroy(event)
+        return count * self.nbytes / slowest / 1e9
+
+    def pageable(self) -> list[float]:
+        """GB/s to and from ordinary host memory."""
+        api, host, rates = self.api, np.ones(self.nbytes, np.uint8), []
+        for way in range(2):
+            begin, end = api.eventCreate(), api.eventCreate()
+            self.copy(way, host.ctypes.data)
+            api.streamSynchronize(self.streams[way])
+            api.eventRecord(begin, self.streams[way])
+            self.copy(way, host.ctypes.data)
+            api.eventRecord(end, self.streams[way])
+            api.streamSynchronize(self.streams[way])
+            rates.append(self.nbytes / api.eventElapsedTime(begin, end) / 1e6)
+            for event in (begin, end):
+                api.eventDestroy(event)
+        return rates
+
+    def close(self) -> None:
+        """Free all of it."""
+        self.api.setDevice(self.gpu)
+        for way in range(2):
+            self.api.streamSynchronize(self.streams[way])
+            self.api.streamDestroy(self.streams[way])
+            self.api.free(self.device[way])
+            self._pinned[way].free()
+
+
+def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float = SECONDS) -> Rates:
+    """Rates of GPUs that copy at the same time, each driven by a thread of its own."""
+    start = threading.Barrier(len(gpus))
+    found: Rates = {name: [0.0] * len(gpus) for name in WAYS}
+    errors: list[Exception] = []
+
+    def run(index: int) -> None:
+        try:
+            with contextlib.suppress(LlmqError, RuntimeError):
+                stay_near(bus_id(gpus[index]))
+            end = End(api, gpus[index], nbytes)
+            try:
+                for name, ways in WAYS.items():
+                    found[name][index] = end.rate(ways, start, seconds)
+                    start.wait()
+                if len(gpus) == 1:
+                    found[PAGEABLE] = end.pageable()
+            finally:
+                end.close()
+        except Exception as error:  # the others would wait for ever
+            errors.append(error)
+            start.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(gpus))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return found
+
+
+def measure(job: Job, *, gpus: int, **_: Any) -> None:
+    """The part: `alone`, each GPU's rates; `at_once`, by the number of the first GPUs that copy
+    together; `pairs`, of each ordered pair of GPUs; `both_ways` of each unordered one.
+    """
+    from llmq.runtime.cuda_api import load
+
+    api = load().runtime
+    found: dict[str, Any] = {"alone": [], "at_once": {}, "pairs": [], "staged": [], "both_ways": {}}
+    for gpu in range(gpus):
+        found["alone"].append(together(api, [gpu]))
+        job.note(found)
+    found["at_once"]["1"] = {way: [found["alone"][0][way][0]] for way in WAYS}
+    for count in range(2, gpus + 1):
+        if job.left > 0:
+            found["at_once"][str(count)] = together(api, range(count))
+            job.note(found)
+    if gpus > 1:
+        found["staged"] = probe(api, range(gpus), "off").records()
+        job.note(found)
+        found["pairs"] = probe(api, range(gpus), "auto").records()
+        job.note(found)
+        direct = {(r["source"], r["reader"]) for r in found["pairs"] if r["kind"] == "peer"}
+        for a, b in sorted(direct):
+            if a < b and (b, a) in direct and job.left > 0:
+                found["both_ways"][f"{a},{b}"] = both_ways(api, a, b)
+                job.note(found)
+
+
+def both_ways(api: Any, one: int, other: int, nbytes: int = COPY, copies: int = 40) -> float:
+    """GB/s in each direction between two GPUs with access to each other, while both go on."""
+    places = {}
+    for gpu in (one, other):
+        api.setDevice(gpu)
+        stream = api.streamCreateWithFlags(NON_BLOCKING)
+        places[gpu] = (api.malloc(nbytes), api.malloc(nbytes), stream, api.eventCreate())
+    marks = []
+    for gpu, peer in ((one, other), (other, one)):
+        source, _, stream, event = places[gpu]
+        api.setDevice(gpu)
+        api.memcpyAsync(places[peer][1], source, nbytes, api.memcpyDefault, stream)
+        api.streamSynchronize(stream)
+        api.eventRecord(event, stream)
+        for _ in range(copies):
+            api.memcpyAsync(places[peer][1], source, nbytes, api.memcpyDefault, stream)
+        end = api.eventCreate()
+        api.eventRecord(end, stream)
+        marks.append((gpu, stream, event, end))
+    slowest = 0.0
+    for gpu, stream, begin, end in marks:
+        api.setDevice(gpu)
+        api.streamSynchronize(stream)
+        slowest = max(slowest, api.eventElapsedTime(begin, end))
+    for gpu, (source, target, stream, event) in places.items():
+        api.setDevice(gpu)
+        api.eventDestroy(event)
+        api.streamDestroy(stream)
+        api.free(source)
+        api.free(target)
+    for _, _, _, end in marks:
+        api.eventDestroy(end)
+    return copies * nbytes / slowest / 1e6

@@ -1,0 +1,100 @@
+"""One measurement in a process of its own, so that what fails, hangs or crashes ends nothing else.
+
+`python -m llmq.rig.child RESULT` reads a job as JSON from standard input: `part`, a name of PARTS,
+`seconds` that it may take, and its `options`. It writes JSON to the file RESULT whenever it knows
+more: `result`, and `error` where the measurement failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmq.base.files import write_file
+from llmq.bench.child import run_watched
+
+PARTS = {
+    name: f"llmq.rig.{place}"
+    for name, place in {
+        "facts": "facts:measure",
+        "host": "host:measure",
+        "bus": "bus:measure",
+        "exchanges": "exchanges:measure",
+        "load": "load:measure",
+        "ladder": "ladder:measure",
+        "steps": "steps:measure",
+    }.items()
+}
+CHILD = (sys.executable, "-m", "llmq.rig.child")
+GRACE = 15.0  # seconds that a child may take longer than it was given, to start and to end
+
+
+@dataclass
+class Job:
+    """What a measurement is given. deadline: of time.monotonic. note: keeps what is known."""
+
+    deadline: float
+    note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    @classmethod
+    def within(cls, seconds: float) -> Job:
+        """A job whose results only its caller wants."""
+        return cls(time.monotonic() + seconds)
+
+
+def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
+    """`result`, as far as it is known, and `error`, None if all went well, of a child."""
+    with tempfile.TemporaryDirectory(prefix="llmq-rig-") as folder:
+        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
+        job = json.dumps({"part": part, "seconds": seconds, "options": options})
+        status = run_watched([*CHILD, str(path)], job, alive, seconds + GRACE)
+        found = json.loads(path.read_text()) if path.exists() else {"result": {}, "error": None}
+    if status is None:
+        return found | {"error": f"it took more than {seconds + GRACE:.0f} s and was ended"}
+    if status and found["error"] is None:
+        return found | {"error": f"its process ended with status {status}"}
+    return found
+
+
+def function_of(part: str) -> Callable[..., None]:
+    """What measures it: of a Job and options; it notes its result."""
+    module, name = PARTS[part].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main() -> None:
+    """The child: see the top of this file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # our parent ends us
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    given, found = json.load(sys.stdin), {"result": {}, "error": None}
+
+    def note(result: dict[str, Any]) -> None:
+        found["result"] = result
+        write_file(Path(sys.argv[1]), json.dumps(found))
+
+    try:
+        job = Job(time.monotonic() + given["seconds"], note)
+        function_of(given["part"])(job, **given["options"])
+    except Exception as error:  # of CUDA, say: the report has it, and the traceback where
+        traceback.print_exc()
+        found["error"] = " ".join(f"{type(error).__name__}: {error}".split())
+        note(found["result"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What a machine says of itself: its GPUs' slots, limits and memory, its driver, CPUs and buses.
+
+Nothing is loaded and nothing is changed: NVML is asked, and files of /sys and /proc are read.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq import __version__
+from llmq.rig.child import Job
+from llmq.runtime.affinity import parse_cpus
+from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
+from llmq.runtime.host_memory import available_host_memory, host_memory
+from llmq.runtime.machine import choose_machine
+
+# Of a GPU, by NVML: what it is called here, and how it is asked.
+_READINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "pcie_generation": lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
+    "pcie_generation_most": lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h),
+    "pcie_width": lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h),
+    "pcie_width_most": lambda n, h: n.nvmlDeviceGetMaxPcieLinkWidth(h),
+    "persistence": lambda n, h: bool(n.nvmlDeviceGetPersistenceMode(h)),
+    "power_limit": lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
+    "power_default": lambda n, h: n.nvmlDeviceGetPowerManagementDefaultLimit(h) / 1000,
+    "clock_most": lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM),
+    "ecc": lambda n, h: bool(n.nvmlDeviceGetEccMode(h)[0]),
+    "ecc_errors": lambda n, h: n.nvmlDeviceGetTotalEccErrors(
+        h, n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC
+    ),
+    "rows_remapped": lambda n, h: n.nvmlDeviceGetRemappedRows(h)[1],
+    "rows_failed": lambda n, h: bool(n.nvmlDeviceGetRemappedRows(h)[3]),
+    "others": lambda n, h: sum(
+        process.pid != os.getpid() for process in n.nvmlDeviceGetComputeRunningProcesses(h)
+    ),
+    "display": lambda n, h: bool(n.nvmlDeviceGetDisplayActive(h)),
+}
+
+
+def measure(job: Job, **_: Any) -> None:
+    """The part: `host`, `gpus` (one record each), `problem` where no GPU can be used."""
+    machine = choose_machine("auto", 0)
+    facts: dict[str, Any] = {"host": host_facts(), "gpus": [], "problem": None}
+    if machine.kind == "host":
+        job.note(facts | {"problem": machine.note})
+        return
+    spec = machine.spec
+    facts["spec"] = {
+        "device": spec.name,
+        "capability": spec.capability,
+        "num_sms": spec.num_sms,
+        "memory": spec.memory,
+    }
+    facts["versions"] = {"llmq": __version__} | library_versions()
+    nvml = _nvml()
+    facts["driver"] = "" if nvml is None else nvml.nvmlSystemGetDriverVersion()
+    for index in range(gpu_count()):
+        place = bus_id(index)
+        facts["gpus"].append({"index": index, "bus_id": place} | gpu_facts(nvml, place))
+        job.note(facts)
+
+
+def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict:
+    """Of one GPU, by its place such as 0000:19:00.0; what nobody tells is left out."""
+    facts: dict[str, Any] = {}
+    if nvml is not None:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(place)
+        except nvml.NVMLError as error:
+            return {"nvml": str(error)}
+        facts["name"] = nvml.nvmlDeviceGetName(handle)
+        for name, get in _READINGS.items():
+            try:
+                facts[name] = get(nvml, handle)
+            except (nvml.NVMLError, AttributeError):  # not of this card, or of this release
+                continue
+    folder = devices / place.lower()
+    for name, file in (("numa", "numa_node"), ("pcie_width_slot", "max_link_width")):
+        if (text := _text(folder / file)).lstrip("-").isdigit():
+            facts[name] = int(text)
+    if cpus := _text(folder / "local_cpulist"):
+        facts["cpus_near"] = len(parse_cpus(cpus))
+    return facts
+
+
+def host_facts(root: Path = Path("/")) -> dict[str, Any]:
+    """Of the machine: its CPU, memory, NUMA nodes, and what stands between its GPUs."""
+    cpu = re.search(r"model name\s*:\s*(.+)", _text(root / "proc/cpuinfo"))
+    kernel = _text(root / "proc/cmdline").split()
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    groups = root / "sys/kernel/iommu_groups"
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_allowed": _allowed(),
+        "memory": host_memory()[1],
+        "memory_available": available_host_memory(),
+        "numa_nodes": max(len(nodes), 1),
+        "iommu": groups.is_dir() and any(groups.iterdir()),
+        "iommu_options": [word for word in kernel if "iommu" in word or "acs" in word.lower()],
+        "virtual": "hypervisor" in _text(root / "proc/cpuinfo"),
+    }
+
+
+def _allowed() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # no Linux
+        return os.cpu_count() or 1
+
+
+def _nvml() -> Any | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no module, no library, no driver: each its own class
+        return None
+    return pynvml
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,263 @@
+"""What is wrong with a rig, in words, from its measurements, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llmq.config.cards import card_of
+from llmq.runtime.device import DeviceSpec, library_workspace
+
+# Of a PCIe lane in one direction, GB/s on paper, by generation.
+LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+LEAST_BUS = 0.6  # of what the slot has on paper
+LEAST_COPY = 0.75  # of the bandwidth on the data sheet
+LEAST_PRODUCT = 0.7  # of what products sustain on this kind of card
+SLOWER = 0.95  # than the fastest GPU of the rig
+LIMITED = 0.97  # of the power limit that the card comes with
+HELD = 0.1  # share of readings in which something holds the clock down
+CROWDED = 0.75  # of one GPU's rate, what each gets while all copy
+SLOW_DISK = 0.5  # GB/s
+PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
+
+Report = dict[str, Any]
+
+
+def words_on(report: Report) -> list[str]:
+    """One sentence or two for each thing that is wrong, the gravest first."""
+    return [line for find in FINDINGS for line in find(report)]
+
+
+def damaged(report: Report) -> Iterator[str]:
+    """Copies between GPUs that arrive otherwise than they were sent."""
+    bad = [p for p in _part(report, "bus").get("pairs", []) if p["reason"] == "damaged data"]
+    pairs = ", ".join(f"{pair['source']} to {pair['reader']}" for pair in bad)
+    if bad:
+        iommu = " The IOMMU is on, which can cause this." if report["host"].get("iommu") else ""
+        yield (
+            f"Peer copies damage data (GPU {pairs}): llmq copies through host memory there, other "
+            f"programs may not.{iommu} Switch IOMMU or ACS off in the firmware, or use "
+            "NCCL_P2P_DISABLE=1 with them."
+        )
+    for backend, found in report["measured"].get("exchanges", {}).items():
+        if found.get("intact") is False:
+            yield (
+                f"What GPUs gather by {backend} is not what was sent: do not train with it; "
+                "--p2p off may help."
+            )
+
+
+def memory_errors(report: Report) -> Iterator[str]:
+    """ECC, and rows of memory that were replaced."""
+    for gpu in report["gpus"]:
+        if gpu.get("ecc_errors"):
+            yield (
+                f"GPU {gpu['index']} has had {gpu['ecc_errors']} uncorrected memory errors since "
+                "the driver was loaded: reset it or restart the machine, and watch whether they "
+                "come again."
+            )
+        if gpu.get("rows_failed"):
+            yield f"GPU {gpu['index']} cannot replace a broken row of its memory: have it replaced."
+
+
+def hot(report: Report) -> Iterator[str]:
+    """Clocks that are held down by something else than the power limit."""
+    for record in _part(report, "load").get("gpus", []):
+        settled = record["settled"]
+        held = {w: s for w, s in settled.get("reasons", {}).items() if s >= HELD}
+        too_hot = [share for word, share in held.items() if "temperature" in word]
+        if too_hot:
+            yield (
+                f"GPU {record['gpu']} throttles: temperature holds its clock down in "
+                f"{max(too_hot):.0%} of the readings, at {settled.get('hottest', 0):.0f} °C. Give "
+                "it more air, or a lower power limit."
+            )
+        if "hardware slowdown" in held or "power brake" in held:
+            yield (
+                f"GPU {record['gpu']} is slowed down by its board or its power supply "
+                f"({', '.join(sorted(held))}): check the cables and what the supply can give."
+            )
+
+
+def slower(report: Report) -> Iterator[str]:
+    """GPUs for which all others wait."""
+    records = _part(report, "load").get("gpus", [])
+    rates = {r["gpu"]: r["settled"].get("tflops") for r in records}
+    rates = {gpu: rate for gpu, rate in rates.items() if rate}
+    most = max(rates.values(), default=0.0)
+    for gpu, rate in rates.items():
+        if rate < SLOWER * most:
+            clock = next(r["settled"].get("clock") for r in records if r["gpu"] == gpu)
+            at = f" at {clock:.0f} MHz" if clock else ""
+            yield (
+                f"GPU {gpu} reaches {rate / most:.0%} of the fastest one's products under load"
+                f"{at}: all GPUs of a run wait for it."
+            )
+    names = {gpu.get("name") for gpu in report["gpus"]} - {None}
+    if len(names) > 1:
+        yield f"The GPUs differ ({', '.join(sorted(names))}): each waits for the slowest."
+
+
+def slots(report: Report) -> Iterator[str]:
+    """PCIe lanes and generations that a card could have and does not."""
+    loaded = {r["gpu"]: r["settled"] for r in _part(report, "load").get("gpus", [])}
+    alone = _part(report, "bus").get("alone", [])
+    for gpu in report["gpus"]:
+        index, now = gpu["index"], gpu | loaded.get(gpu["index"], {})
+        width, most = (
+            now.get("pcie_width"),
+            max(_numbers(gpu, "width_most", "width_slot"), default=0),
+        )
+        generation, newest = now.get("pcie_generation"), gpu.get("pcie_generation_most")
+        if width and width < most:
+            yield (
+                f"GPU {index} has {width:.0f} of the {most} PCIe lanes that it could have: put it "
+                "into a slot with more, or take out what shares them (an NVMe disk may)."
+            )
+        if index in loaded and generation and newest and generation < newest:
+            yield (
+                f"GPU {index} runs PCIe {generation:.0f} under load where {newest} is possible: "
+                f"{PCIE_RISER}."
+            )
+        if index < len(alone) and width and generation:
+            paper = LANE.get(round(generation), 0) * width
+            for way, name in (("in", "from"), ("out", "to")):
+                rate = alone[index][way][0]
+                if rate < LEAST_BUS * paper:
+                    yield (
+                        f"GPU {index} copies {rate:.1f} GB/s {name} host memory, of "
+                        f"{paper:.0f} that its slot has on paper: {PCIE_RISER}."
+                    )
+
+
+def limits(report: Report) -> Iterator[str]:
+    """Settings of the driver that cost speed or time."""
+    for gpu in report["gpus"]:
+        limit, default = gpu.get("power_limit"), gpu.get("power_default")
+        if limit and default and limit < LIMITED * default:
+            yield (
+                f"GPU {gpu['index']} is limited to {limit:.0f} W, it comes with {default:.0f} W: "
+                "it is slower, and needs less per token."
+            )
+    off = [str(gpu["index"]) for gpu in report["gpus"] if gpu.get("persistence") is False]
+    if off:
+        yield (
+            f"Persistence mode is off (GPU {', '.join(off)}): each start of a program waits for "
+            "the driver; `nvidia-smi -pm 1`, as root, switches it on."
+        )
+
+
+def busy(report: Report) -> Iterator[str]:
+    """Others that use the GPUs."""
+    for gpu in report["gpus"]:
+        if gpu.get("others"):
+            yield (
+                f"GPU {gpu['index']} was in use by {gpu['others']} other process(es) when this "
+                "began: the numbers are too low."
+            )
+
+
+def peers(report: Report) -> Iterator[str]:
+    """GPUs without a direct way to each other."""
+    pairs = _part(report, "bus").get("pairs", [])
+    closed = [p for p in pairs if p["reason"] == "no access"]
+    slow = [p for p in pairs if (p["reason"] or "").startswith("slow")]
+    if closed:
+        yield (
+            f"{len(closed)} of {len(pairs)} ways between GPUs have no peer access, as on GeForce "
+            "cards: data pass through host memory, which --memcpy-all-gather and "
+            "--mirror-weights make faster."
+        )
+    for pair in slow:
+        yield (
+            f"Peer copies from GPU {pair['source']} to GPU {pair['reader']} are {pair['reason']}, "
+            "slower than through host memory, which is used instead."
+        )
+    host = report["host"]
+    through = any("pt" in word.partition("=")[2] for word in host.get("iommu_options", []))
+    if (closed or slow) and host.get("iommu") and not through and not host.get("virtual"):
+        yield (
+            "The IOMMU translates addresses, and ACS may send peer copies through the processor: "
+            "`iommu=pt` on the kernel's command line, or both off in the firmware, may help."
+        )
+
+
+def weak(report: Report) -> Iterator[str]:
+    """Rates far below those of this kind of card."""
+    spec = report.get("spec")
+    if not spec:
+        return
+    workspace = library_workspace(spec["capability"])
+    card = card_of(DeviceSpec(**{**_spec(spec), "library_workspace": workspace}))
+    rows = _part(report, "ladder").get("rows", [])
+    copy = max((row["gb_per_s"] for row in rows if row["what"] == "copy"), default=None)
+    if copy is not None and copy < LEAST_COPY * card.bandwidth:
+        yield (
+            f"Copies within GPU memory reach {copy:,.0f} GB/s, of {card.bandwidth:,.0f} on the "
+            "data sheet: is ECC on, or does a display or another program use the card?"
+        )
+    product = max((row["tflops"] for row in rows if row["what"] == "bf16 product"), default=None)
+    usual = card.sustained[0] * card.bf16
+    if product is not None and product < LEAST_PRODUCT * usual:
+        yield (
+            f"Products in bf16 reach {product:.0f} TFLOP/s, where about {usual:.0f} are usual for "
+            f"{card.name}: see the power limit and what holds the clock down."
+        )
+
+
+def shared(report: Report) -> Iterator[str]:
+    """What GPUs take from each other, and what the host lacks."""
+    found = _part(report, "bus").get("at_once", {})
+    if len(found) > 1:
+        number = max(found, key=int)
+        one, each = min(found["1"]["both"]), min(found[number]["both"])
+        if each < CROWDED * one:
+            yield (
+                f"{number} GPUs that copy at once get {each:.1f} GB/s each way, one alone "
+                f"{one:.1f}: they share the host's memory or a switch, so offloading costs more "
+                "on all of them."
+            )
+    host = report["host"]
+    allowed, cores = host.get("cores_allowed"), host.get("cores")
+    if allowed and allowed <= max(len(report["gpus"]), 1):
+        yield (
+            f"This process may use {allowed} of {cores} CPUs: one for each GPU and one more are "
+            "what a run wants."
+        )
+    disk = _part(report, "host").get("disk", {})
+    if disk.get("write") and disk["write"] < SLOW_DISK:
+        yield (
+            f"The disk that the report is on takes {disk['write']:.2f} GB/s: a checkpoint of a 7B "
+            f"model is written in {45 / disk['write'] / 60:.0f} minutes or more."
+        )
+
+
+def unknown(report: Report) -> Iterator[str]:
+    """What could not be measured."""
+    if report.get("problem"):
+        yield f"There is no GPU to measure. {report['problem']}"
+    elif report["gpus"] and not report.get("driver"):
+        yield "NVML cannot be used: clocks, power and PCIe are not known; install nvidia-ml-py."
+    for name, part in report["parts"].items():
+        if part["error"]:
+            yield f"The measurement `{name}` is not whole: {part['error']}."
+
+
+FINDINGS: tuple[Callable[[Report], Iterator[str]], ...] = (
+    unknown, damaged, memory_errors, hot, slower, slots, limits, busy, peers, weak, shared,
+)  # fmt: skip
+
+
+def _part(report: Report, name: str) -> dict[str, Any]:
+    return report["measured"].get(name) or {}
+
+
+def _numbers(gpu: dict[str, Any], *names: str) -> Iterator[int]:
+    return (gpu[f"pcie_{name}"] for name in names if gpu.get(f"pcie_{name}"))
+
+
+def _spec(spec: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": spec["device"],
+        **{name: spec[name] for name in ("capability", "num_sms", "memory")},
+    }

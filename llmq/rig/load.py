@@ -1,0 +1,188 @@
+"""Minutes of load: what clocks settle at, what holds them down, and which GPU is the slowest."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from llmq.base.dtypes import BF16, U8
+from llmq.ops import matmul, random
+from llmq.rig.child import Job
+from llmq.runtime.device import Device
+from llmq.runtime.gpu_info import bus_id
+from llmq.runtime.machine import Machine, choose_machine, open_apart
+from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.timing import Marks
+
+ROWS = (8192, 4096, 2048, 128)  # of a product, the largest that fits
+COPY = 16  # times the bytes of a matrix that are copied at a time
+PRODUCTS = 4  # to a copy
+ALONE = 0.2  # of the time GPU 0 works alone, where there are several
+EVERY = 1.0  # seconds between readings
+SETTLED = 1 / 3  # of the readings, the last ones
+# Bits of NVML's reasons for a lower clock, and their words in the report.
+REASONS = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+
+
+class Sensor:
+    """Power in W, temperature in °C, clock in MHz, reasons and PCIe link of one GPU, from NVML."""
+
+    def __init__(self, gpu: int):
+        self._nvml = self._handle = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu))
+            self._nvml = pynvml
+        except Exception:  # no module, no library, no driver, no GPU: each its own class
+            return
+
+    def read(self) -> dict[str, Any]:
+        """What it tells; nothing without NVML."""
+        n, h = self._nvml, self._handle
+        if n is None:
+            return {}
+        found = {}
+        for name, get in {
+            "power": lambda: n.nvmlDeviceGetPowerUsage(h) / 1000,
+            "temperature": lambda: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
+            "clock": lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
+            "reasons": lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(h),
+            "pcie_generation": lambda: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
+            "pcie_width": lambda: n.nvmlDeviceGetCurrPcieLinkWidth(h),
+        }.items():
+            try:
+                found[name] = get()
+            except n.NVMLError:  # not of this card
+                continue
+        return found
+
+
+class Load:
+    """What one GPU does over and over: products, and copies of its memory."""
+
+    def __init__(self, dev: Device, rows: int):
+        self.dev, self.rows = dev, rows
+        self.a, self.b, self.out = (
+            dev.alloc(name, (rows, rows), BF16, "Activations") for name in ("a", "b", "out")
+        )
+        size = COPY * rows * rows
+        self.copied = [dev.alloc(name, (size,), U8, "Activations") for name in ("target", "source")]
+        for seed, operand in enumerate((self.a, self.b)):
+            random.normal(dev, operand, 1.0, seed)
+
+    def enqueue(self, mark: Callable[[], object]) -> None:
+        """All of it once. mark: called before, between products and copy, and behind."""
+        mark()
+        for _ in range(PRODUCTS):
+            matmul.matmul(self.dev, self.out, self.a, self.b, trans_b=True)
+        mark()
+        self.dev.copy(*self.copied)
+        mark()
+
+    def run(self) -> tuple[float, float]:
+        """Once; TFLOP/s of the products, GB/s of the copy."""
+        marks = Marks(self.dev)
+        self.enqueue(marks.mark)
+        self.dev.synchronize()
+        products, copy = marks.milliseconds(0, 1), marks.milliseconds(1, 2)
+        marks.close()
+        flops = PRODUCTS * 2 * self.rows**3
+        return flops / products / 1e9, 2 * self.copied[0].nbytes / copy / 1e6
+
+
+def _loaded(
+    machine: Machine, gpu: int, rows: int, seconds: float, series: dict[str, list[Any]]
+) -> None:
+    """Load one GPU for so long, in this thread; adds to its series every second."""
+    plan = PlanDevice(machine.spec)
+    Load(plan, rows).enqueue(lambda: None)
+    with closing(open_apart(machine, gpu, plan.sizes())) as dev:
+        load, sensor = Load(dev, rows), Sensor(gpu) if machine.kind == "cuda" else None
+        load.run()
+        start = last = time.monotonic()
+        rates: list[tuple[float, float]] = []
+        while time.monotonic() - start < seconds:
+            rates.append(load.run())
+            if time.monotonic() - last >= EVERY or not series["seconds"]:
+                last = time.monotonic()
+                reading = {} if sensor is None else sensor.read()
+                reading |= {"seconds": last - start}
+                reading |= {"tflops": statistics.median(rate for rate, _ in rates)}
+                reading |= {"gb_per_s": statistics.median(rate for _, rate in rates)}
+                for name, value in reading.items():
+                    series.setdefault(name, []).append(value)
+                rates = []
+
+
+def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
+    """The part: of each GPU its `series`, one reading a second, and what they settle at; `alone`,
+    TFLOP/s of GPU 0 with the others idle; `slowest`, of that the share that the slowest one has.
+    """
+    machine = choose_machine(device, gpus)
+    budget = machine.spec.memory // 4
+    rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])
+    seconds, alone = job.left, None
+    errors: list[Exception] = []
+
+    def together(count: int, seconds: float) -> list[dict[str, list[Any]]]:
+        """Each in a thread, which moves to the CPUs near its GPU."""
+        each: list[dict[str, list[Any]]] = [{"seconds": []} for _ in range(count)]
+
+        def run(gpu: int) -> None:
+            try:
+                _loaded(machine, gpu, rows, seconds, each[gpu])
+            except Exception as error:  # the others go on
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(gpu,)) for gpu in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return each
+
+    if gpus > 1:
+        alone = settled(together(1, ALONE * seconds)[0]).get("tflops")
+    each = together(gpus, max(job.left, EVERY))
+    records = [{"gpu": gpu, "series": s, "settled": settled(s)} for gpu, s in enumerate(each)]
+    rates = [record["settled"].get("tflops") for record in records]
+    slowest = min(filter(None, rates), default=None)
+    job.note(
+        {
+            "rows": rows,
+            "gpus": records,
+            "alone": alone,
+            "slowest": None if alone is None or slowest is None else min(slowest / alone, 1.0),
+            "errors": [str(error) for error in errors],
+        }
+    )
+    if errors:
+        raise errors[0]
+
+
+def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
+    """What a series ends at: medians of its last third, the hottest, and every reason there."""
+    found: dict[str, Any] = {}
+    for name, values in series.items():
+        last = values[-max(1, round(SETTLED * len(values))) :] if values else []
+        if name == "reasons":
+            held = [word for bit, word in REASONS.items() if any(value & bit for value in last)]
+            shares = {w: sum(bool(v & b) for v in last) / len(last) for b, w in REASONS.items()}
+            found["reasons"] = {word: shares[word] for word in held}
+        elif last and name != "seconds":
+            found[name] = statistics.median(last)
+    if series.get("temperature"):
+        found["hottest"] = max(series["temperature"])
+    return found

@@ -1,0 +1,231 @@
+"""The report of `llmq rig` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+GIB = 1 << 30
+
+Report = dict[str, Any]
+
+
+def markdown(report: Report) -> str:
+    """All of it: what is wrong first, then a table for each part that has one."""
+    blocks = [_heading(report), _words(report)]
+    for title, part in (
+        ("Machine", _machine),
+        ("GPUs", _gpus),
+        ("To and from host memory, GB/s of each GPU", _bus),
+        ("Between GPUs, GB/s", _pairs),
+        ("Collectives, GB/s that each GPU receives", _exchanges),
+        ("Under load", _load),
+        ("By size", _ladder),
+        ("Steps of models of a few layers", _steps),
+        ("Rows of llm.q's table, with what --fit finds", _rows),
+        ("Time", _time),
+    ):
+        table = part(report)
+        if table:
+            blocks.append(f"## {title}\n\n{table}")
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """ "" where it has no rows."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    if not lines:
+        return ""
+    return "\n".join(["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *lines])
+
+
+def _number(value: Any, form: str = "{:.1f}") -> str:
+    return "" if value is None else form.format(value)
+
+
+def _heading(report: Report) -> str:
+    gpus = report["gpus"]
+    name = report["spec"]["device"] if gpus else "A machine without a GPU"
+    title = f"# {name}" + (f" x {len(gpus)}" if len(gpus) > 1 else "")
+    driver = f", driver {report['driver']}" if report.get("driver") else ""
+    versions = "; ".join(f"{k} {v}" for k, v in report.get("versions", {}).items())
+    line = f"`llmq rig`, {report['date']}, {report['seconds']:.0f} s{driver}"
+    return "\n\n".join(filter(None, (title, line, versions or f"llmq {report['llmq']}")))
+
+
+def _words(report: Report) -> str:
+    lines = [f"- {line}" for line in report["words"]] or ["Nothing is wrong."]
+    return "## What is wrong\n\n" + "\n".join(lines)
+
+
+def _machine(report: Report) -> str:
+    host, found = report["host"], report["measured"].get("host") or {}
+    disk = found.get("disk", {})
+    options = " ".join(host.get("iommu_options", []))
+    rows = [
+        ("CPU", f"{host.get('cpu')}, {host.get('cores_allowed')} of {host.get('cores')} logical"),
+        ("memory", f"{host.get('memory', 0) / GIB:.0f} GiB, {host.get('numa_nodes')} NUMA node(s)"),
+        ("system", f"{host.get('system')}{', virtual' if host.get('virtual') else ''}"),
+        ("IOMMU", f"{'on' if host.get('iommu') else 'off'} {options}".strip()),
+        ("memory copies", f"{_number(found.get('memory'))} GB/s"),
+        ("products of NumPy, F32", f"{_number(found.get('product'), '{:.0f}')} GFLOP/s"),
+        ("disk", f"{_number(disk.get('write'), '{:.2f}')} GB/s written, "
+                 f"{_number(disk.get('read'), '{:.2f}')} read"),
+    ]  # fmt: skip
+    return _table(("", ""), rows) if host else ""
+
+
+def _gpus(report: Report) -> str:
+    loaded = {r["gpu"]: r["settled"] for r in _part(report, "load").get("gpus", [])}
+    rows = []
+    for gpu in report["gpus"]:
+        now = gpu | loaded.get(gpu["index"], {})
+        most = max((gpu.get("pcie_width_most") or 0, gpu.get("pcie_width_slot") or 0))
+        rows.append(
+            (
+                gpu["index"],
+                gpu.get("name", ""),
+                f"{_number(now.get('pcie_generation'), '{:.0f}')} of "
+                f"{gpu.get('pcie_generation_most', '?')}",
+                f"x{_number(now.get('pcie_width'), '{:.0f}')} of x{most or '?'}",
+                {True: "on", False: "off"}.get(gpu.get("ecc"), "none"),
+                {True: "on", False: "off"}.get(gpu.get("persistence"), "?"),
+                f"{_number(gpu.get('power_limit'), '{:.0f}')} of "
+                f"{_number(gpu.get('power_default'), '{:.0f}')} W",
+                gpu.get("numa", ""),
+            )
+        )
+    head = ("GPU", "name", "PCIe", "lanes", "ECC", "persistence", "power limit", "NUMA")
+    return _table(head, rows)
+
+
+def _bus(report: Report) -> str:
+    found = _part(report, "bus")
+    rows = [
+        (f"GPU {n} alone", *(_number(r[way][0]) for way in ("in", "out", "both")),
+         ", ".join(map(_number, r.get("pageable", []))))
+        for n, r in enumerate(found.get("alone", []))
+    ]  # fmt: skip
+    rows += [
+        (f"{n} at once, the slowest", *(_number(min(r[w])) for w in ("in", "out", "both")), "")
+        for n, r in found.get("at_once", {}).items()
+        if n != "1"
+    ]
+    head = ("", "to the GPU", "from it", "each way, both at once", "not pinned: to, from")
+    return _table(head, rows)
+
+
+def _pairs(report: Report) -> str:
+    found = _part(report, "bus")
+    staged = {(r["source"], r["reader"]): r["gb_per_s"] for r in found.get("staged", [])}
+    both = found.get("both_ways", {})
+    rows = []
+    for pair in found.get("pairs", []):
+        ends = (pair["source"], pair["reader"])
+        direct = pair["gb_per_s"] if pair["kind"] == "peer" else None
+        together = both.get(",".join(map(str, sorted(ends))))
+        rows.append(
+            (
+                f"{ends[0]} to {ends[1]}",
+                _number(direct) or pair["reason"],
+                _number(together),
+                _number(staged.get(ends)),
+            )
+        )
+    head = ("", "peer access", "each way, both at once", "through host memory, one half")
+    return _table(head, rows)
+
+
+def _exchanges(report: Report) -> str:
+    rows = []
+    for backend, found in report["measured"].get("exchanges", {}).items():
+        for operation, points in found.get("operations", {}).items():
+            for received, alone, beside in points:
+                rates = (_number(received / seconds / 1e9) for seconds in (alone, beside))
+                rows.append((backend, operation, f"{received / (1 << 20):.1f}", *rates))
+    head = ("backend", "operation", "MiB received", "alone", "beside kernels")
+    table = _table(head, rows)
+    slow = [
+        f"{backend} {found['slowdown']:.2f}"
+        for backend, found in report["measured"].get("exchanges", {}).items()
+        if found.get("slowdown")
+    ]
+    if slow:
+        table += f"\n\nKernels take so many times as long meanwhile: {', '.join(slow)}."
+    return table
+
+
+def _load(report: Report) -> str:
+    rows = []
+    for record in _part(report, "load").get("gpus", []):
+        s = record["settled"]
+        reasons = ", ".join(f"{word} {share:.0%}" for word, share in s.get("reasons", {}).items())
+        rows.append(
+            (
+                record["gpu"],
+                _number(s.get("tflops"), "{:.0f}"),
+                _number(s.get("gb_per_s"), "{:,.0f}"),
+                _number(s.get("power"), "{:.0f}"),
+                _number(s.get("hottest"), "{:.0f}"),
+                _number(s.get("clock"), "{:.0f}"),
+                reasons,
+            )
+        )
+    head = ("GPU", "bf16 TFLOP/s", "copy GB/s", "W", "°C at most", "MHz", "held down by")
+    return _table(head, rows)
+
+
+def _ladder(report: Report) -> str:
+    rows = _part(report, "ladder").get("rows", [])
+    sizes: dict[str, list[str]] = {}
+    for row in rows:
+        rate = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['gb_per_s']:,.0f} GB/s"
+        sizes.setdefault(row["what"], []).append(f"{row['size']}: {rate}")
+    return _table(("", "TFLOP/s by size"), ((k, ", ".join(v)) for k, v in sizes.items()))
+
+
+def _steps(report: Report) -> str:
+    rows = [
+        (
+            found["options"]["model"],
+            f"{found['options']['batch-size']} x {found['options']['seq-len']}",
+            _flags(found["options"]),
+            _number(found["tokens_per_second"], "{:,.0f}"),
+            _number(found["idle"], "{:.1%}"),
+        )
+        for found in report["measured"].get("steps", [])
+    ]
+    return _table(("model", "micro-batch", "flags", "tokens/s", "idle"), rows)
+
+
+def _rows(report: Report) -> str:
+    rows = [
+        (
+            row["options"]["model"],
+            f"{row['options'].get('batch-size', 4)} x {row['options'].get('grad-accumulation', 4)}",
+            _flags(row["options"]),
+            f"{row['measured']:,.0f}",
+            f"{row['predicted']:,.0f}",
+            f"{100 * (row['predicted'] / row['measured'] - 1):+.1f} %",
+            _number(1000 * (row["joules_per_token"] or 0), "{:.2f}"),
+        )
+        for row in report["measured"].get("rows", [])
+    ]
+    head = ("model", "batch", "flags", "tokens/s", "predicted", "difference", "mJ/token")
+    return _table(head, rows)
+
+
+def _flags(options: dict[str, Any]) -> str:
+    hidden = {"model", "batch-size", "grad-accumulation", "from-scratch", "seq-len", "num-layers"}
+    hidden |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype", "gpus"}
+    shown = ((k, v) for k, v in options.items() if k not in hidden and v is not False)
+    return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in shown)
+
+
+def _time(report: Report) -> str:
+    rows = ((k, f"{p['seconds']:.0f} s", p["error"] or "") for k, p in report["parts"].items())
+    return _table(("part", "took", ""), rows)
+
+
+def _part(report: Report, name: str) -> dict[str, Any]:
+    return report["measured"].get(name) or {}

@@ -1,0 +1,260 @@
+"""`llmq rig`: measure a machine in minutes, say what is wrong with it, and keep what plans need."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from llmq import __version__
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.files import check_writable, disk_errors, write_file
+from llmq.config.card_file import CardFile, checked, record_of, this_host, write_card_file
+from llmq.rig import rows, steps
+from llmq.rig.child import GRACE, run_part
+from llmq.rig.exchanges import BACKENDS
+from llmq.rig.findings import words_on
+from llmq.rig.launches import merged
+from llmq.rig.markdown import markdown
+from llmq.rig.picture import draw
+
+FP8_CAPABILITY = 89
+LAST = 10.0  # seconds that the report takes
+SHORTEST = 5.0  # seconds that every part gets while there is time
+# Of the time, at most; rows of llm.q's table have what is left.
+SHARES = {
+    "facts": 0.03,
+    "host": 0.03,
+    "bus": 0.06,
+    "exchanges": 0.13,
+    "load": 0.2,
+    "ladder": 0.1,
+    "steps": 0.3,
+}
+LABELS = {
+    "facts": "what the machine says of itself",
+    "host": "host memory, CPU, disk",
+    "bus": "links to the host and between GPUs",
+    "exchanges": "collectives",
+    "load": "two minutes of load",
+    "ladder": "products, attention and copies by size",
+    "steps": "launches of real steps",
+    "rows": "rows of llm.q's table",
+}
+
+Measure = Callable[[str, float, dict[str, Any]], dict[str, Any]]
+"""As run_part: a part's name, seconds and options; `result` and `error`."""
+Clock = Callable[[], float]
+
+
+class Rig:
+    """One run of the command: the parts take turns, each as long as its share, and no longer than
+    what is left.
+    """
+
+    def __init__(self, seconds: float, measure: Measure, clock: Clock):
+        self.seconds, self._measure, self._clock = seconds, measure, clock
+        self._start = clock()
+        self.report: dict[str, Any] = {
+            "llmq": __version__,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "host": {},
+            "gpus": [],
+            "problem": None,
+            "parts": {},
+            "measured": {},
+        }
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return self._clock() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds of measurements: the report, and a part that does not end in time, need some."""
+        return self.seconds - self.elapsed - LAST - GRACE
+
+    def part(
+        self, name: str, options: dict[str, Any], share: float | None = None, label: str = ""
+    ) -> dict[str, Any]:
+        """The result of a measurement, {} if there is none; why not is in the report."""
+        share = SHARES[name] if share is None else share
+        seconds = min(max(share * self.seconds, SHORTEST), self.left)
+        title = f"{name} {label}".strip()
+        if seconds < SHORTEST:
+            self.note(title, "there was no time left", 0.0)
+            return {}
+        self.say(f"{LABELS[name]}{label and f': {label}'}")
+        start = self._clock()
+        try:
+            found = self._measure(name, seconds, options)
+        except (LlmqError, OSError, ValueError) as error:
+            found = {"result": {}, "error": str(error)}
+        self.note(title, found["error"], self._clock() - start)
+        return found["result"]
+
+    def note(self, title: str, error: str | None, seconds: float) -> None:
+        """Of a part, for the report."""
+        self.report["parts"][title] = {"seconds": seconds, "error": error}
+        if error:
+            self.say(f"  {title}: {error}")
+
+    def say(self, line: str) -> None:
+        """Progress."""
+        print(f"[{self.elapsed:4.0f} s] {line}", flush=True)
+
+
+def run_rig(
+    out: Path = Path("rig"),
+    minutes: float = 10.0,
+    measure: Measure = run_part,
+    clock: Clock = time.monotonic,
+) -> dict[str, Any]:
+    """Measure, print what is wrong, write out.md, out.json, out.png and the card file.
+
+    minutes: what it takes at most. Without a GPU the host is measured, and there is no card file.
+    """
+    check_writable("--out", out.parent)
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    rig = Rig(60 * minutes, measure, clock)
+    report = rig.report
+    report |= rig.part("facts", {})
+    gpus = len(report["gpus"])
+    measured = report["measured"]
+    measured["host"] = rig.part("host", {"disk": str(out.parent.resolve())})
+    if gpus:
+        _measure_gpus(rig, gpus)
+        _keep(rig, out)
+    report["seconds"] = rig.elapsed
+    _write_json(report, out)  # whatever becomes of the rest
+    report["words"] = words_on(report)
+    _write(report, out)
+    print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
+    print(f"\nwrote {out}.md, {out}.json and {out}.png after {rig.elapsed:.0f} s")
+    return report
+
+
+def _measure_gpus(rig: Rig, gpus: int) -> None:
+    """All that is measured of GPUs, but for whole models. What is hot first makes clocks settle."""
+    measured, spec = rig.report["measured"], rig.report["spec"]
+    fp8 = spec["capability"] >= FP8_CAPABILITY
+    measured["bus"] = rig.part("bus", {"gpus": gpus})
+    measured["exchanges"] = {}
+    share = SHARES["exchanges"] / len(BACKENDS)
+    for backend in BACKENDS if gpus > 1 else ():
+        options = {"backend": backend, "gpus": gpus}
+        measured["exchanges"][backend] = rig.part("exchanges", options, share, backend)
+    measured["load"] = rig.part("load", {"gpus": gpus})
+    measured["ladder"] = rig.part("ladder", {})
+    measured["steps"] = []
+    share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
+    end = rig.elapsed + share * rig.seconds
+    for options in steps.runs(fp8):
+        if rig.elapsed < end:
+            share = min(end - rig.elapsed, SHARES["steps"] * rig.seconds / 4) / rig.seconds
+            found = rig.part("steps", {"options": options}, share, _title(options))
+            measured["steps"] += [found] if found else []
+
+
+def _title(options: dict[str, Any]) -> str:
+    flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
+    flags += [
+        f"{name} {options[name]}"
+        for name in ("fp8-fast-accumulation", "head-dtype", "fp8-recipe", "batch-size")
+        if options.get(name, "delayed") != "delayed"
+    ]
+    return ", ".join(flags)
+
+
+def card_file_of(report: dict[str, Any]) -> CardFile:
+    """What plans need of a report. Raises ConfigError where too little was measured."""
+    measured, spec = report["measured"], report["spec"]
+    tables = [found.get("launches", {}) for found in measured["steps"]]
+    bus = measured["bus"].get("at_once", {})
+    exchange, beside, beside_bus = {}, {}, False
+    for backend, found in measured["exchanges"].items():
+        if found:
+            operations = found["operations"].items()
+            exchange[backend] = {
+                name: [[[received], seconds] for received, _, seconds in points]
+                for name, points in operations
+            }
+            beside[backend] = found["slowdown"]
+            beside_bus |= found["beside_bus"]
+    gpus = len(report["gpus"])
+    launches = merged([measured["ladder"].get("launches", {}), *tables])
+    if not launches:
+        raise ConfigError("no launch was measured, so there is no card file")
+    return checked(
+        CardFile(
+            **spec,
+            gpus=gpus,
+            host=this_host(),
+            date=report["date"],
+            version=report["llmq"],
+            driver=report.get("driver", ""),
+            launches=launches,
+            bus={n: [min(rates[way]) for way in ("in", "out", "both")] for n, rates in bus.items()},
+            exchange={str(gpus): exchange} if exchange else {},
+            beside={str(gpus): beside} if beside else {},
+            beside_bus=beside_bus,
+            slowest=measured["load"].get("slowest") or 1.0,
+        )
+    )
+
+
+def _keep(rig: Rig, out: Path) -> None:
+    """Write the card file, and train rows of llm.q's table with what plans find by it."""
+    report = rig.report
+    report["measured"]["rows"] = []
+    try:
+        file = card_file_of(report)
+        report["card_file"] = record_of(file)
+        _write_json(report, out)  # which the rows are planned by
+        rig.say(f"card file: {write_card_file(file)}")
+    except (LlmqError, OSError, KeyError) as error:
+        rig.note("card file", " ".join(str(error).split()), 0.0)
+        return
+    fp8 = file.capability >= FP8_CAPABILITY
+    for options in rows.rows(fp8, file.gpus):
+        start = rig.elapsed
+        row = _title({name: options[name] for name in ("model", "matmul-dtype")})
+        title = f"rows {row}"
+        if rig.left < rows.START + rows.REPEATS * rows.STEP:
+            break
+        rig.say(f"{LABELS['rows']}: {row}")
+        try:
+            found = rows.fastest(options, Path(f"{out}.json"))
+            if found is None:
+                rig.note(title, "it does not fit", rig.elapsed - start)
+                continue
+            limit = min(rows.START + 2 * rows.SECONDS, rig.left)
+            if limit < rows.START:
+                break
+            record = rows.trained(found, Path(f"{out}.json"), limit)
+        except Exception as error:  # the report is worth more than this row
+            if not isinstance(error, LlmqError):
+                traceback.print_exc()
+            record = {"status": "failed", "message": " ".join(str(error).split())}
+        failed = record["status"] != "ok"
+        rig.note(title, record["message"] if failed else None, rig.elapsed - start)
+        report["measured"]["rows"] += [] if failed else [record]
+        if not failed:
+            rates = (record["measured"], record["predicted"])
+            rig.say("  {:,.0f} tokens/s, predicted {:,.0f}".format(*rates))
+
+
+def _write_json(report: dict[str, Any], out: Path) -> None:
+    write_file(Path(f"{out}.json"), json.dumps(report, indent=1) + "\n")
+
+
+def _write(report: dict[str, Any], out: Path) -> None:
+    _write_json(report, out)
+    write_file(Path(f"{out}.md"), markdown(report))
+    draw(report, Path(f"{out}.png"))

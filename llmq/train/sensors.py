@@ -1,0 +1,257 @@
+"""The thread that reads the sensors of all GPUs of a process once a second, or of its CPUs.
+
+The run takes what was found from plain attributes: it holds no lock and waits for nothing. A driver
+that does not answer stops this thread only.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from llmq.runtime.device import Device
+from llmq.runtime.gpu_info import bus_id, cuda_uuid
+from llmq.runtime.host_usage import HostUsage
+from llmq.runtime.nvml import (
+    NO_REASON,
+    UNSUPPORTED,
+    NvmlGpu,
+    find_gpu,
+    load_nvml,
+    reason,
+    xid_text,
+)
+
+INTERVAL = 1.0  # seconds between two rounds of readings
+PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer
+_CAPS = ("power cap", "thermal cap", "other cap")
+
+# Of a window's samples the mean and the largest value, in fields NAME and NAME_max, ...
+_MEANS = (
+    "clock",
+    "fan",
+    "power",
+    "temperature",
+    "gpu_util",
+    "mem_util",
+    "pcie_rx",
+    "pcie_tx",
+    "util",
+    "memory_used",
+)
+_NO_MAX = ("fan",)
+# ... and of free memory the mean and the least.
+_LEAST = ("dram_free",)
+
+
+class Source(Protocol):
+    """What can be read: an NvmlGpu or a HostUsage."""
+
+    def read(self) -> dict[str, Any]:
+        """Readings of this moment."""
+
+
+class Window:
+    """The samples since the last record: their means and extremes. Those that are UNSUPPORTED do
+    not count; where all are, so is the mean."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._most: dict[str, int] = {}
+        self._reasons: Counter[str] = Counter()  # samples by reason
+        self._kinds: Counter[str] = Counter()  # ... and by kind of reason
+        self._xids: list[int] = []
+        self._samples = 0
+
+    def add(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Take one more sample. Returns the fields of a record of the window, in the units of the
+        sample: the means, `_max` or `_min`, and what does not vary as it was last."""
+        self._samples += 1
+        found = {name: value for name, value in sample.items() if name not in ("reasons", "xid")}
+        for name in (*_MEANS, *_LEAST):
+            if name in sample:
+                found |= self._number(name, sample[name])
+        if "reasons" in sample:
+            found |= self._held_down(sample["reasons"])
+        if "xid" in sample:
+            self._xids = [*self._xids, *sample["xid"]]
+            found["xid"] = self._xids
+        return found | {"samples": self._samples}
+
+    def _number(self, name: str, value: int) -> dict[str, int]:
+        extreme, better = f"{name}_max", max
+        if name in _LEAST:
+            extreme, better = f"{name}_min", min
+        if value != UNSUPPORTED:
+            self._sums[name] += value
+            self._counts[name] += 1
+            self._most[name] = better(self._most.get(name, value), value)
+        count = self._counts[name]
+        mean = round(self._sums[name] / count) if count else UNSUPPORTED
+        most = {} if name in _NO_MAX else {extreme: self._most.get(name, UNSUPPORTED)}
+        return {name: mean, **most}
+
+    def _held_down(self, bits: int) -> dict[str, Any]:
+        """throttle: what llm.q would say of most samples. throttled: percent of the samples in
+        which the clock was held down while the GPU worked. reasons: of each the percentage.
+        """
+        if bits != UNSUPPORTED:
+            found = reason(bits)
+            self._kinds["no cap" if found is None else found.kind] += 1
+            if found is not None:
+                self._reasons[found.text] += 1
+        told = self._kinds.total()
+        if not told:
+            return {"throttle": NO_REASON, "throttled": UNSUPPORTED, "reasons": {}}
+        capped = sum(self._kinds[kind] for kind in _CAPS)
+        shares = {name: round(100 * n / told) for name, n in self._reasons.most_common()}
+        throttle = max(self._kinds, key=lambda kind: (self._kinds[kind], kind in _CAPS))
+        return {"throttle": throttle, "throttled": round(100 * capped / told), "reasons": shares}
+
+
+class Sensor:
+    """One source and what was read of it. `newest` and `summary` are replaced, never changed.
+
+    name: of the source, in messages; card: of its GPU. index: of the GPU among those that CUDA
+    sees; None: of none. newest: the last sample, summary: of the window, see Window; {} as long as
+    there is none. at: when the last sample was taken, as time.monotonic().
+    """
+
+    def __init__(self, source: Source, name: str, index: int | None = None):
+        self.source, self.name, self.index = source, name, index
+        self.newest: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.at = time.monotonic()
+        self.card: str = getattr(source, "name", "")
+        self._window, self._taken = Window(), False
+        self._uncorrected = 0  # memory errors that are known
+        self._told_lost = False
+
+    def poll(self, news: deque[str]) -> None:
+        """Take a sample, and tell what must be known. Only the thread calls it."""
+        sample = self.source.read()
+        if self._taken:
+            self._window, self._taken = Window(), False
+        if not self.newest:  # what was before the run began is not its business
+            self._uncorrected = max(sample.get("ecc_uncorrected", 0), 0)
+        self.summary = self._window.add(sample)
+        self.newest, self.at = sample, time.monotonic()
+        news.extend(self.faults(sample))
+
+    def faults(self, sample: dict[str, Any]) -> list[str]:
+        """Lines about new errors in a sample."""
+        lines = [f"{self.name}: {xid_text(xid)}" for xid in sample.get("xid", [])]
+        count = sample.get("ecc_uncorrected", UNSUPPORTED)
+        if count > self._uncorrected:
+            more = count - self._uncorrected
+            lines.append(f"{self.name}: {more} uncorrectable memory errors (ECC)")
+            self._uncorrected = count
+        lost = getattr(self.source, "lost", None)
+        if lost is not None and not self._told_lost:
+            lines.append(f"{self.name} does not answer any more: {lost}")
+            self._told_lost = True
+        return lines
+
+    def take(self) -> dict[str, Any]:
+        """The summary since the last time; the next sample begins a new window. A window without a
+        sample is that before.
+        """
+        summary = self.summary
+        self._taken = True
+        return summary if self.index is None else {"id": self.index, **summary}
+
+
+class Sensors:
+    """The sensors of a process's GPUs, by rank, or that of its CPUs; None where nothing is told.
+
+    news: lines about errors that were found, for whoever takes them out.
+    """
+
+    def __init__(self, sensors: Sequence[Sensor | None], interval: float | None = INTERVAL):
+        """interval: seconds between rounds of readings; None: nothing is read."""
+        self.sensors = list(sensors)
+        self.news: deque[str] = deque()
+        self._told: list[str] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if interval is not None and any(self.sensors):
+            self._round()
+            self._thread = threading.Thread(
+                target=self._run, args=(interval,), name="sensors", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def sources(self) -> list[Any]:
+        """By rank what can be asked at any time: the NvmlGpu, or None."""
+        gpus = [sensor and sensor.source for sensor in self.sensors]
+        return [gpu if isinstance(gpu, NvmlGpu) else None for gpu in gpus]
+
+    def take(self) -> list[dict[str, Any] | None]:
+        """As Sensor.take, by rank."""
+        return [sensor and sensor.take() for sensor in self.sensors]
+
+    def take_news(self) -> list[str]:
+        """What is new."""
+        lines = []
+        while self.news:
+            lines.append(self.news.popleft())
+        self._told += lines
+        return lines
+
+    def last_words(self) -> list[str]:
+        """All errors of GPUs that are known, also of this moment: perhaps why the run fails."""
+        for sensor in self.sensors if self._thread is not None else []:
+            if sensor is not None and isinstance(sensor.source, NvmlGpu):
+                self.news.extend(sensor.faults(sensor.source.read_errors()))
+        self.take_news()
+        return list(dict.fromkeys(self._told))
+
+    def close(self) -> None:
+        """Stop the thread; one that waits for a driver is left alone."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                return
+        for gpu in self.sources:
+            if gpu is not None:
+                gpu.close()
+
+    def _run(self, interval: float) -> None:
+        due = time.monotonic()
+        while True:
+            due = max(due + interval, time.monotonic())
+            if self._stop.wait(max(due - time.monotonic(), interval / 4)):
+                return
+            self._round()
+
+    def _round(self) -> None:
+        for sensor in self.sensors:
+            if sensor is not None:
+                sensor.poll(self.news)
+
+
+def open_sensors(devices: Sequence[Device], interval: float | None = INTERVAL) -> Sensors:
+    """Those of these devices' GPUs, after one warning without NVML; of the CPU one for all."""
+    if devices[0].kind != "cuda":
+        return Sensors([Sensor(HostUsage(), "CPU")], interval)
+    return Sensors([_sensor_of(dev) for dev in devices], interval)
+
+
+def _sensor_of(dev: Device) -> Sensor | None:
+    nvml = load_nvml()
+    if nvml is None:
+        return None
+    place = bus_id(dev.index)
+    try:
+        gpu = find_gpu(nvml, place, cuda_uuid(dev.index))
+    except nvml.NVMLError as error:
+        print(f"warning: no readings of GPU {dev.index} at {place}: {error}", file=sys.stderr)
+        return None
+    return Sensor(gpu, f"GPU {dev.rank}", dev.index)

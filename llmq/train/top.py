@@ -1,0 +1,235 @@
+"""`llmq top`: the live view of a run that another process makes, from its log and from NVML."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from llmq.base.errors import DataError
+from llmq.base.run_id import RunId
+from llmq.runtime.host_usage import HostUsage
+from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
+from llmq.train.find_log import is_written, is_written_here, silence
+from llmq.train.gauges import Panel, Row
+from llmq.train.json_log import LogReader
+from llmq.train.live import DRAWS, Progress
+from llmq.train.sensing import row_of
+from llmq.train.sensors import INTERVAL, Sensor, Sensors
+from llmq.train.watch import DONE
+
+LOOKS = 1.0  # seconds between looks at the log
+FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
+PAUSE = 60.0  # seconds without a record, after which a run that holds no lock has ended
+SHOWN_NEWS = 2  # errors of GPUs
+_ENDS = (*DONE, "Stopped by ")
+
+
+class Follower:
+    """What a log has told of its run so far.
+
+    name: of the run. ended: it says that it has. models, gpus, cpus: the newest records of that
+    kind by rank.
+    """
+
+    def __init__(self, log: Path):
+        self.log = log
+        self._reader = LogReader(log)
+        self._begin({})
+
+    def _begin(self, record: dict[str, Any]) -> None:
+        run = RunId.of(record.get("run"))
+        self.name = self.log.stem if run is None else run.name
+        self.progress = Progress(record.get("resumed_at", 0), 1)
+        self.ended = False
+        self.models: dict[int, dict[str, Any]] = {}
+        self.gpus: dict[int, dict[str, Any]] = {}
+        self.cpus: dict[int, dict[str, Any]] = {}
+        self._scores: dict[str, float] = {}
+
+    def look(self) -> None:
+        """Take what is new. DataError where the log is none."""
+        for record in self._reader.new_records():
+            try:
+                self._take(record)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise DataError(
+                    f"'{self.log}' is not a log of llmq train: its record of {record['log']} at "
+                    f"step {record['step']} is not as it should be ({error!r})"
+                ) from error
+
+    def _take(self, record: dict[str, Any]) -> None:
+        match record["log"]:
+            case "cmd":
+                self._begin(record)
+            case "option" if record["name"] == "steps":
+                self.progress.total = max(int(record["value"]), 1)
+            case "gpu-model":
+                self.models[int(record["rank"])] = record
+            case "gpu":
+                self.gpus[int(record.get("rank", 0))] = record
+            case "cpu":
+                self.cpus[int(record["rank"])] = record
+            case "eval":
+                name = record.get("name")
+                self._scores[f"{name}/loss" if name else "eval"] = _number(record["loss"])
+                self.progress.update(scores=self._scores)
+            case "info" if str(record.get("message")).startswith(_ENDS):
+                self.ended = True
+            case "step":
+                self.progress.update(
+                    step=record["step"] + 1,
+                    ms=float(record["duration_ms"]),
+                    tokens=record["step_tokens"],
+                    **{name: _number(record[name]) for name in ("loss", "norm", "lr")},
+                )
+
+    def waits(self, rank: int) -> float | None:
+        """The part of a step in which a rank waits for others; None where it is not known."""
+        waited = self.gpus.get(rank, {}).get("communication")
+        return None if waited is None or not self.progress.ms else waited / self.progress.ms
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _nvml() -> Any | None:
+    with suppress(Exception):  # no module, no library, no driver: each its own class
+        return open_nvml()
+    return None
+
+
+def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
+    """The GPU of a `gpu-model` record of this log, if this machine has it."""
+    uuid, place = model.get("uuid"), model.get("bus_id")
+    if nvml is None or place is None:
+        return None
+    with suppress(nvml.NVMLError):
+        gpu = find_gpu(nvml, place, uuid or "")
+        # A run that reads no sensors does not know the id.
+        if gpu.uuid == uuid if uuid else is_written_here(log):
+            return gpu
+        gpu.close()
+    return None
+
+
+class Top:
+    """What is shown: of a log's run, or of the machine alone."""
+
+    def __init__(self, log: Path | None):
+        self.run = None if log is None else Follower(log)
+        self._machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
+        self._nvml, self._known = _nvml(), {}
+        self._sensors, self._news = Sensors([]), []
+        self.look()
+
+    def look(self) -> None:
+        """Read what is new in the log, and open the sensors of GPUs that it names."""
+        self._news = [*self._news, *self._sensors.take_news()][-SHOWN_NEWS:]
+        if self.run is not None:
+            self.run.look()
+        models = {} if self.run is None else dict(self.run.models)
+        if models == self._known and self._sensors.sensors:
+            return
+        self._known = models
+        self._sensors.close()
+        self._sensors = Sensors(self._of_run(models) or self._of_machine())
+
+    def _of_run(self, models: dict[int, dict[str, Any]]) -> list[Sensor | None]:
+        """By rank; None of a GPU that is elsewhere."""
+        found: list[Sensor | None] = [None] * (max(models, default=-1) + 1)
+        for rank, model in models.items():
+            gpu = _here(self._nvml, model, self.run.log)
+            found[rank] = gpu and Sensor(gpu, f"GPU {rank}")
+        return found
+
+    def _of_machine(self) -> list[Sensor | None]:
+        gpus = [] if self.run is not None or self._nvml is None else all_gpus(self._nvml)
+        found = [Sensor(gpu, f"GPU {index}") for index, gpu in enumerate(gpus)]
+        return found or [Sensor(HostUsage(), "CPU")]
+
+    def rows(self) -> list[Row]:
+        """Of this machine what is so now, of others what the log said last."""
+        run, rows = self.run, []
+        for rank, sensor in enumerate(self._sensors.sensors):
+            waits = None if run is None else run.waits(rank)
+            if sensor is not None:
+                rows.append(row_of(sensor, rank, waits))
+            elif rank in self._known:
+                rows.append(self._row_of_log(rank, waits))
+        if run is not None and not self._known:
+            for record in run.cpus.values():
+                machine = record.get("machine", self._machine)
+                if machine != self._machine:
+                    rows.append(Row(label="CPU", sample=record, machine=machine))
+        return rows
+
+    def _row_of_log(self, rank: int, waits: float | None) -> Row:
+        model, sample = self._known[rank], self.run.gpus.get(rank)
+        return Row(
+            label=str(rank),
+            sample=sample or {},
+            name=model.get("name", ""),
+            machine=model.get("machine", ""),
+            waits=waits,
+            note="" if sample else "no readings here, and none in the log yet",
+        )
+
+    def render(self) -> RenderableType:
+        """All of it, and below it the newest errors of GPUs."""
+        return Group(self._view(), *(Text(line, "bold red") for line in self._news))
+
+    def _view(self) -> RenderableType:
+        if self.run is None:
+            return Panel(self.rows)
+        state = "" if self.goes_on else " has ended"
+        title = f"{self.run.name}{state}  {self.run.log}"
+        progress = self.run.progress.render()
+        panel = [Panel(self.rows)] if self.goes_on else []
+        return Group(Text(title, no_wrap=True, overflow="ellipsis"), progress, *panel)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there will be something new."""
+        if self.run is None:
+            return True
+        log = self.run.log
+        # Some file systems have no locks.
+        return not self.run.ended and (is_written(log) or silence(log) < PAUSE)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._sensors.close()
+
+
+def run_top(log: Path | None, *, once: bool = False) -> None:
+    """Show a log's run and its GPUs, or those of this machine, until it ends or Ctrl-C.
+
+    once: show it once, as without a terminal. DataError where the log cannot be read or is none.
+    """
+    console = Console()
+    top = Top(log)
+    try:
+        if once or not console.is_terminal or console.is_dumb_terminal or not top.goes_on:
+            if top.goes_on:
+                time.sleep(FIRST_LOOK)
+            console.print(top.render())
+            return
+        with Live(top.render(), console=console, refresh_per_second=DRAWS) as live:
+            while top.goes_on:
+                time.sleep(LOOKS)
+                top.look()
+                live.update(top.render())
+    except KeyboardInterrupt:
+        pass  # how one leaves it
+    finally:
+        top.close()

@@ -1,0 +1,164 @@
+"""Comparing two reports: what is faster, and what only seems to be."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from llmq.bench.compare import _T, Change, change, comparison
+from llmq.bench.report import describe
+from llmq.commands.cli import _run
+from tests.sweeps import MACHINE, ok
+
+SAME = [1.00, 1.01, 0.99]
+
+
+def test_a_change_is_of_means_of_logarithms():
+    found = change([2.0, 2.02, 1.98], [1.0, 1.01, 0.99])
+    assert found.part == pytest.approx(1.0)  # twice as fast
+    assert found.low < 1.0 < found.high and found.verdict == "faster"
+    assert change([1.0, 1.01, 0.99], [2.0, 2.02, 1.98]).verdict == "slower"
+    assert change(SAME, SAME).verdict == "no difference to be seen"
+    assert change([1.0], SAME) == Change(change([1.0], SAME).part, None, None)
+    assert change([1.0], SAME).verdict == "one repeat: unknown"
+    assert change([1.0, 1.0], [0.5, 0.5]) == Change(1.0, 1.0, 1.0)  # no spread at all
+
+
+def test_interval_is_welchs():
+    """Against the formula, by hand: 3 and 5 repeats with different spreads."""
+    one, other = [1.00, 1.03, 0.98], [0.95, 0.951, 0.949, 0.952, 0.948]
+    logs = [np.log(one), np.log(other)]
+    errors = [np.var(x, ddof=1) / len(x) for x in logs]
+    freedom = sum(errors) ** 2 / (errors[0] ** 2 / 2 + errors[1] ** 2 / 4)
+    assert 2 < freedom < 3, "rounded down"
+    half = 4.3027 * math.sqrt(sum(errors))
+    gain = logs[0].mean() - logs[1].mean()
+    found = change(one, other)
+    np.testing.assert_allclose(
+        [found.part, found.low, found.high],
+        [math.expm1(gain), math.expm1(gain - half), math.expm1(gain + half)],
+        rtol=1e-9,  # summed in another order
+    )
+
+
+def test_quantiles_are_students():
+    """By the distribution's own integral, and falling to the normal one's."""
+    for freedom in (1, 2, 5, 30):
+        x = np.linspace(-_T[freedom - 1], _T[freedom - 1], 200_001)
+        density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+        norm = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2)
+        inside = np.trapezoid(density, x) * norm / math.sqrt(freedom * math.pi)
+        assert inside == pytest.approx(0.95, abs=2e-5)  # four digits of the quantile
+    assert list(_T) == sorted(_T, reverse=True) and _T[-1] > 1.96
+
+
+def test_the_interval_holds_what_it_promises():
+    """Of pairs without a difference at most about one in twenty is called one."""
+    rng = np.random.default_rng(0)
+    pairs = np.exp(0.01 * rng.standard_normal((600, 2, 3)))
+    wrong = sum(change(*pair).verdict != "no difference to be seen" for pair in pairs)
+    assert wrong < 0.07 * 600
+
+
+def report(runs, machine=MACHINE):
+    """runs: (options, seconds of the repeats or a status)."""
+    found = []
+    for options, seconds in runs:
+        options = {"from-scratch": True, "device": "cpu"} | options
+        run = describe(options) | {"options": options, "invocation": 0, "peers": {}, "floor": None}
+        if isinstance(seconds, str):
+            run |= {"status": seconds, "message": "why"}
+        else:
+            outcome = ok(options, 64 / sorted(seconds)[len(seconds) // 2])
+            outcome["result"]["step_seconds"] = seconds
+            run |= outcome
+        found.append(run)
+    invocation = {"date": "d", "command": "c", "steps": 1, "repeats": 3}
+    return {"machine": machine, "invocations": [invocation], "runs": found, "left": 0}
+
+
+def test_reports_are_compared_row_by_row(tmp_path, capsys):
+    tiny = {"model": "tiny", "lr": 1}
+    one = report(
+        [
+            (tiny | {"batch-size": 1}, [1.0, 1.01, 0.99]),
+            (tiny | {"batch-size": 2}, [1.0, 1.01, 0.99]),
+            (tiny | {"batch-size": 3}, [1.0, 1.2, 0.9]),
+            (tiny | {"batch-size": 4}, "hung"),
+            (tiny | {"batch-size": 5}, [1.0] * 3),
+            (tiny | {"batch-size": 7}, [1.0]),
+        ]
+    )
+    other = report(
+        [
+            # Another order, and other spellings of the same options.
+            (tiny | {"batch-size": "3", "watchdog": 9}, [1.05, 1.2, 0.8]),
+            (tiny | {"batch-size": "2"}, [1.25, 1.26, 1.24]),
+            (tiny | {"batch-size": "1"}, [0.5, 0.505, 0.495]),
+            (tiny | {"batch-size": 4}, [1.0] * 3),
+            (tiny | {"batch-size": 6}, [1.0] * 3),
+            (tiny | {"batch-size": 7}, [1.0]),
+        ],
+        MACHINE | {"versions": {"llmq": "0.2", "NumPy": "2"}},
+    )
+    paths = [tmp_path / f"{name}.json" for name in "ab"]
+    for path, content in zip(paths, (one, other), strict=True):
+        path.write_text(json.dumps(content))
+    assert _run(["bench", "--compare", *map(str, paths)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    a, b = paths
+    assert lines[:4] == [f"From {a} to {b}", "", "They differ in:", "- llmq 0.1, 0.2"]
+    assert "All runs: --lr=1" in lines
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0].startswith("| run | tok/s before | tok/s after | change | 95 % of it between |")
+    assert [(line.split(" | ")[0], line.split(" | ")[-1]) for line in table[2:]] == [
+        ("| tiny bf16 1 x 4", "faster |"),
+        ("| tiny bf16 2 x 4", "slower |"),
+        ("| tiny bf16 3 x 4", "no difference to be seen |"),
+        ("| tiny bf16 7 x 4", "one repeat: unknown |"),
+    ]
+    assert table[2].startswith("| tiny bf16 1 x 4 | 64 | 128 | +100.0% | +9")
+    assert "| +0.0% |  | one repeat" in table[5]
+    assert lines[-5].startswith("1 faster, 1 slower, 1 with no difference to be seen, 1 one repeat")
+    assert lines[-3:] == [
+        f"- tiny bf16 4 x 4: hung in {a}",
+        f"- tiny bf16 5 x 4: only in {a}",
+        f"- tiny bf16 6 x 4: only in {b}",
+    ]
+
+
+def test_reports_without_a_common_run():
+    tiny = {"model": "tiny"}
+    lines = comparison(report([(tiny, SAME)]), report([]), ("a", "b"))
+    assert "No run was measured in both." in lines and lines[-1].endswith(": only in a")
+    cards = [MACHINE | {"gpu": {"driver": "1", "uuid": uuid}} for uuid in "xy"]
+    lines = comparison(*(report([(tiny, SAME)], card) for card in cards), ("a", "b"))
+    assert "- another card of the same kind" in lines
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a report of llmq bench"),
+        ("[]", "is not a report of llmq bench"),
+        ('{"machine": null, "invocations": [], "runs": [{}]}', "is not a report of llmq bench"),
+        (None, "is not a report of llmq bench"),
+    ],
+)
+def test_what_is_no_report(tmp_path, capsys, content, message):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    assert _run(["bench", "--compare", str(path), str(path)]) == 2
+    printed, err = capsys.readouterr()
+    assert printed == "" and err.startswith("error: --compare: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("extra", ["--resume", "--model=tiny", "--config=a", "--out=b"])
+def test_a_comparison_makes_no_runs(capsys, extra):
+    assert _run(["bench", "--compare", "a.json", "b.json", extra]) == 2
+    assert "--compare: reads two reports and makes no runs" in capsys.readouterr().err

@@ -1,0 +1,397 @@
+"""Card files: what plans make of them, and of those that are damaged or of other machines."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from llmq.base.dtypes import BF16, F32
+from llmq.base.errors import ConfigError
+from llmq.commands.cli import _run
+from llmq.config import rig_cards
+from llmq.config.card_file import path_of, read_card_file, record_of, write_card_file
+from llmq.config.cards import find_card, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.config.rig_cards import card_of_file, rig_card
+from llmq.ops import attention, matmul
+from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
+from llmq.plan.estimate import Planner
+from llmq.plan.measured import Measured
+from llmq.plan.plan import make_plan
+from llmq.plan.target import target
+from llmq.rig import steps
+from llmq.rig.child import Job
+from llmq.runtime.machine import choose_machine
+from llmq.runtime.plan_device import Mark, PlanDevice, Work
+from tests.rigs import H100, card_file
+
+CARD = find_card("h100")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    rig_cards._warn_once.cache_clear()
+    return tmp_path / "cards"
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    lines = []
+    monkeypatch.setattr(rig_cards, "warn", lines.extend)
+    return lines
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_read():
+    file = card_file()
+    path = write_card_file(file)
+    assert path == path_of(H100, 2) and path.name.startswith("H100-80GB-HBM3_x2_")
+    again = read_card_file(path)
+    assert record_of(again) == record_of(file)
+    card = rig_card(CARD, 1)
+    assert record_of(card.measured) == record_of(file)
+    assert card.source.endswith("by `llmq rig`, 2026-11-22")
+    assert card_of_file(again).name == H100 and card_of_file(again).source.startswith("rates meas")
+    assert rig_card(find_card("4090"), 1).measured is None
+
+
+def test_the_smallest_measured_set_of_gpus_that_is_enough():
+    for gpus in (1, 4):
+        write_card_file(card_file(gpus=gpus))
+    assert [rig_card(CARD, n).measured.gpus for n in (1, 2, 4, 8)] == [1, 4, 4, 4]
+
+
+DAMAGES = {
+    "is cut off": lambda text: text[:200],
+    "has other digits": lambda text: text.replace("0.0015", "0.0025"),
+    "is of a later format": lambda text: text.replace('"format": 1', '"format": 99'),
+    "is empty": lambda text: "",
+    "is something else": lambda text: "[1, 2]",
+    "is nested for ever": lambda text: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_one_warning_and_is_left_alone(damage, warnings, capsys):
+    path = write_card_file(card_file())
+    path.write_text(damage(path.read_text()))
+    assert rig_card(CARD, 1) is CARD and rig_card(CARD, 2) is CARD
+    (line,) = warnings
+    assert str(path) in line and "it is ignored" in line
+    args = ["plan", "--model", "tiny", "--from-scratch", "--card-file", str(path)]
+    assert _run(args) == 2
+    assert capsys.readouterr().err.startswith("error: --card-file: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slowest": -1.0},
+        {"slowest": float("nan")},
+        {"memory": 0},
+        {"launches": {"copy/": []}},
+        {"launches": {"copy/": [[[1], 1.0], [[1, 2], 1.0]]}},
+        {"bus": {"1": [1.0, 2.0]}},
+        {"bus": {"one": [1.0, 2.0, 3.0]}},
+        {"beside": {"1": {"nccl": True}}},
+        {"driver": None},
+    ],
+    ids=str,
+)
+def test_rates_that_are_none_are_refused(changes):
+    path = path_of(H100, 2)
+    path.parent.mkdir()
+    path.write_text(json.dumps(record_of(card_file(**changes))))
+    with pytest.raises(ConfigError, match="no card file of llmq rig, or damaged"):
+        read_card_file(path)
+
+
+def test_a_file_of_another_rig_is_one_warning(warnings):
+    path = write_card_file(card_file())
+    path.write_text(json.dumps(record_of(card_file(gpus=4))))
+    assert rig_card(CARD, 1).measured is None
+    assert len(warnings) == 1 and "holds another rig (4 NVIDIA H100" in warnings[0]
+
+
+def test_another_machine_that_shares_the_folder_is_not_asked(warnings):
+    write_card_file(card_file(host="another"))
+    assert rig_card(CARD, 1) is CARD and not warnings
+
+
+def test_a_sibling_with_other_memory_is_not_asked():
+    write_card_file(card_file(memory=40 << 30))
+    assert rig_card(CARD, 1) is CARD
+
+
+# -- predictions ---------------------------------------------------------------------------------
+
+
+def traced(call):
+    """The only launch of a call on a plan device."""
+    dev = PlanDevice(spec_of(CARD))
+
+    def alloc(name, shape, dtype=BF16):
+        return dev.alloc(name, shape, dtype, "Activations")
+
+    dev.graph(("call",), call(dev, alloc))
+    return [item for item in dev.graphs[-1][1] if not isinstance(item, Mark)][-1]
+
+
+def product(M, N, K):
+    """dX = dY @ W^T in the layout that the made-up file has."""
+
+    def call(dev, alloc):
+        out, a, b = alloc("out", (M, N)), alloc("a", (M, K)), alloc("b", (K, N))
+        return lambda: matmul.matmul(dev, out, a, b, trans_b=False)
+
+    return traced(call)
+
+
+def moved(nbytes, stream="main", **carried):
+    return Work(stream, "", "", "copy", (), 0, nbytes, **carried)
+
+
+FILE = card_file(
+    launches={
+        "matmul/bf16/0/0/0/bf16": [[[32768, 1024, 1024], 1e-4], [[32768, 4096, 4096], 1.6e-3]],
+        "copy/": [[[1 << 20], 4e-6], [[1 << 30], 4e-4]],
+        "swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]],
+    }
+)
+
+
+def test_products_take_what_was_measured_and_between_sizes_their_rate():
+    rates = Rates(card_of_file(FILE))
+    assert rates.compute(product(32768, 1024, 1024)) == 1e-4
+    assert rates.compute(product(32768, 4096, 4096)) == 1.6e-3
+
+    def flops(M, N, K):  # with the half of the last wave that is idle
+        return 2 * M * N * K + 128 * 256 * min(K, 2048) * 132
+
+    per_flop = (1e-4 / flops(32768, 1024, 1024), 1.6e-3 / flops(32768, 4096, 4096))
+    between = (32768, 2048, 2048)  # where both are as far
+    assert rates.compute(product(*between)) == pytest.approx(flops(*between) * sum(per_flop) / 2)
+    # Nearer to one is more like it.
+    near = (32768, 1536, 1024)
+    assert rates.compute(product(*near)) == pytest.approx(flops(*near) * per_flop[0], rel=0.02)
+
+
+def test_a_product_of_another_layout_is_like_one_that_was_measured():
+    def call(dev, alloc):
+        out, a, b = alloc("out", (1024, 1024)), alloc("a", (32768, 1024)), alloc("b", (32768, 1024))
+        return lambda: matmul.matmul(dev, out, a, b, trans_a=True)
+
+    work = traced(call)
+    assert Rates(card_of_file(FILE)).compute(work) == pytest.approx(
+        Measured(FILE).seconds(kind_of(work), work.flops, work.device_bytes)
+    )
+
+
+def kind_of(work):
+    from llmq.runtime.launch_kind import launch_kind
+
+    return launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+
+
+def test_kernels_are_on_lines_between_sizes():
+    rates = Rates(card_of_file(FILE))
+    assert rates.compute(moved(1 << 20)) == 4e-6
+    middle = ((1 << 20) + (1 << 30)) // 2
+    assert rates.compute(moved(middle)) == pytest.approx((4e-6 + 4e-4) / 2, rel=1e-6)
+    assert rates.compute(moved(1 << 31)) == pytest.approx(8e-4)
+    assert rates.compute(moved(0)) == 4e-6  # the least that was measured
+    # What was not measured is like what was: here the middle one of two rates of large launches.
+    other = Work("main", "", "x.cu", "x", (), 0, 1 << 28)
+    rate = ((1 << 30) / 4e-4 + (1 << 28) / 1e-4) / 2
+    assert rates.compute(other) == pytest.approx(4e-6 + (1 << 28) / rate)
+
+
+def test_what_has_no_like_is_left_to_the_data_sheet():
+    file = card_file(launches={"copy/": [[[64], 4e-6]]})
+    sheet, rig = Rates(CARD), Rates(card_of_file(file))
+    for work in (product(64, 64, 64), Work("main", "", "x.cu", "x", (), 0, 1 << 28)):
+        assert rig.compute(work) == sheet.compute(work)
+
+
+def attended(seq_len, dtype=BF16, window=None):
+    def call(dev, alloc):
+        qkv, out = (
+            alloc("qkv", (16, seq_len, 18, 64), dtype),
+            alloc("out", (16, seq_len, 14, 64), dtype),
+        )
+        lse = alloc("lse", (16, 14, seq_len), F32)
+        sight, backend = attention.Sight(window=window), "cudnn" if dtype == BF16 else "native"
+        return lambda: attention.forward(dev, out, lse, qkv, 14, 2, sight, backend=backend)
+
+    return traced(call)
+
+
+def test_attention_is_the_models_times_what_was_measured():
+    work = attended(1024)
+    sheet = Rates(CARD)
+    kind = kind_of(work)
+    twice = 2 * sheet._attention(work)
+    file = card_file(launches={kind.name: [[list(kind.sizes), twice]]})
+    rig = Rates(card_of_file(file))
+    assert rig.compute(work) == pytest.approx(twice)
+    for other in (attended(4096), attended(1024, window=128)):
+        assert rig.compute(other) == pytest.approx(2 * sheet._attention(other))
+    assert rig.compute(attended(64, F32)) == sheet.compute(attended(64, F32))
+
+
+def test_the_rigs_own_bus_and_what_gpus_share():
+    load = moved(0, "copy", loaded=10**9)
+    both = [load, moved(0, "store", stored=10**9)]
+    for gpus, (into, out, each) in (("1", FILE.bus["1"]), ("2", FILE.bus["2"])):
+        rates = Rates(card_of_file(FILE), int(gpus))
+        assert replay([load], rates).wall == pytest.approx(1 / into)
+        assert replay([moved(0, "store", stored=10**9)], rates).wall == pytest.approx(1 / out)
+        assert replay(both, rates).wall == pytest.approx(1 / each)
+    # More of them than there are: of what they share only the sheet is known.
+    assert replay([load], Rates(card_of_file(FILE), 4)).wall == replay([load], Rates(CARD, 4)).wall
+
+
+def exchanged(received):
+    return Work("comm", "", "", "all_gather", (), 0, 0, received=received, sent=received)
+
+
+def test_exchanges_take_what_was_measured():
+    card = card_of_file(FILE)
+    nccl = Rates(card, 2, nccl=True)
+    assert replay([exchanged(1 << 28)], nccl).wall == pytest.approx(2e-3)
+    assert replay([exchanged(1 << 29)], nccl).wall == pytest.approx(4e-3)
+    assert replay([exchanged(1 << 10)], nccl).wall == pytest.approx(2e-5)
+    without = Rates(card, 2, nccl=True, peer_access=False)
+    assert replay([exchanged(1 << 28)], without).wall == pytest.approx(2e-2)
+    # Beside the bus, but not through the host.
+    load = moved(0, "copy", loaded=10**7)
+    assert replay([exchanged(1 << 28), load], nccl).wall == pytest.approx(2e-3)
+    assert replay([exchanged(1 << 28), load], without).wall > 2e-2 + 1e-4
+    # Of copies nothing was measured.
+    sheet = Rates(CARD, 2)
+    assert (
+        replay([exchanged(1 << 28)], Rates(card, 2)).wall
+        == replay([exchanged(1 << 28)], sheet).wall
+    )
+
+
+def test_kernels_beside_exchanges_take_longer_and_gpus_wait_for_the_slowest():
+    card = card_of_file(FILE)
+    rates, kernel = Rates(card, 2, nccl=True), moved(1 << 30)
+    one = 4e-4 / 0.9
+    assert replay([kernel], rates).wall == pytest.approx(one)
+    assert replay([kernel], Rates(card, 1)).wall == pytest.approx(4e-4)
+    beside = replay([exchanged(1 << 28), kernel], rates)
+    assert beside.busy["memory_bound"] == pytest.approx(1.1 * one)
+    short = replay([exchanged(1 << 20), kernel], rates)
+    assert short.busy["memory_bound"] == pytest.approx(one + 0.1 * 2e-5)
+
+
+def test_a_step_of_measured_launches_is_their_sum(device):
+    """What a run on the CPU launches is found again, by name and size, in the plan of the run."""
+    options = {"model": "tiny", "from-scratch": True, "seq-len": 32, "device": device, "gpus": 1}
+    options |= {"model-dtype": "bf16", "batch-size": 2, "grad-accumulation": 2, "num-layers": 2}
+    options |= {"attention": "native"}
+    notes = []
+    steps.measure(Job(0.0, notes.append), options=options, settle=0.0)
+    launches = notes[-1]["launches"]
+    file = card_file(launches=launches)
+    config = make_config(options)
+    model = preset("tiny").with_layers((0, 1))
+    spec = choose_machine(device, 1).spec
+    plan = make_plan(config, model, spec, "native")
+    works = [w for trace, _ in plan.micro_steps for w in trace if not isinstance(w, Mark)]
+    kinds = {kind_of(work) for work in works + [w for w in plan.update if isinstance(w, Work)]}
+    known = {(name, tuple(sizes)) for name, points in launches.items() for sizes, _ in points}
+    # On a GPU, what takes less time than its events take is left out.
+    least = 0 if device == "cpu" else 1 << 20
+    missing = {tuple(kind) for kind in kinds if math.prod(kind.sizes) > least} - known
+    assert not missing
+    times = {(n, tuple(s)): t for n, points in launches.items() for s, t in points}
+    rates = Rates(card_of_file(file))
+    for work in works:
+        kind = kind_of(work)
+        if not work.file.startswith("attention") and (kind.name, kind.sizes) in times:
+            assert rates.compute(work) == pytest.approx(times[kind.name, kind.sizes])
+
+
+# -- plan and --fit ------------------------------------------------------------------------------
+
+RUN = ["--model", "Qwen2.5-0.5B", "--from-scratch", "--batch-size", "8"]
+
+
+def test_plan_says_whose_rates_it_takes(capsys, tmp_path):
+    assert _run(["plan", *RUN, "--card", "h100"]) == 0
+    assert "Card's speed:    measured on this card" in capsys.readouterr().out
+    path = write_card_file(card_file())
+    assert _run(["plan", *RUN, "--card", "h100"]) == 0
+    here = capsys.readouterr().out
+    assert "rates measured on this rig by `llmq rig`, 2026-11-22" in here
+    report = tmp_path / "rig.json"
+    report.write_text(json.dumps({"card_file": json.loads(path.read_text())}))
+    path.unlink()
+    assert _run(["plan", *RUN, "--card-file", str(report)]) == 0
+    assert capsys.readouterr().out == here
+    assert _run(["plan", *RUN, "--card-file", str(report), "--card", "4090"]) == 2
+    assert "is of NVIDIA H100 80GB HBM3, and --card means" in capsys.readouterr().err
+    for args in (["--device", "cpu", "--card-file", str(report)], ["--card-file", "none.json"]):
+        assert _run(["plan", *RUN, *args]) == 2
+        assert "--card-file" in capsys.readouterr().err
+    report.write_text(json.dumps({"gpus": []}))  # of a machine without a GPU
+    assert _run(["plan", *RUN, "--card-file", str(report)]) == 2
+    assert "it has no measurements of GPUs" in capsys.readouterr().err
+
+
+def test_more_gpus_than_were_measured_is_a_warning(monkeypatch, tmp_path):
+    lines = []
+    monkeypatch.setattr("llmq.plan.target.warn", lines.extend)
+    path = tmp_path / "rig.json"
+    path.write_text(json.dumps(record_of(card_file())))
+    config = make_config({"model": "tiny", "gpus": 4})
+    rest = {"search": False, "card_file": path}
+    where = target(config, preset("tiny"), None, None, None, None, **rest)
+    assert where.card.measured.gpus == 2 and where.spec.memory == 84_929_347_584
+    assert len(lines) == 1 and "is of 2 GPUs: for 4 of them" in lines[0]
+
+
+def test_a_search_takes_them(tmp_path, capsys):
+    """Where products are slow and the bus is fast, what does not fit is sent to the host."""
+    speeds = []
+    for seconds in (1e-3, 2e-3):
+        launches = {"matmul/bf16/0/0/0/bf16": [[[32768, 1024, 1024], seconds]]}
+        path = tmp_path / f"{seconds}.json"
+        path.write_text(json.dumps(record_of(card_file(launches=launches))))
+        args = ["--fit", "--json", "--gpu-memory", "24GiB", "--card-file", str(path)]
+        assert _run(["plan", *RUN, "--grad-accumulation", "1", *args]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert "rates measured" in found["source"]
+        speeds.append(found["found"][0]["predicted"]["tokens_per_second"])
+    assert 1.5 < speeds[0] / speeds[1] < 2
+
+
+def test_exposed_communication_by_measured_links():
+    card = card_of_file(card_file(launches={"copy/": [[[1 << 30], 4e-4]]}))
+    planner = Planner(preset("Qwen2.5-0.5B"), spec_of(CARD), "cudnn", card, 2)
+    plan = planner.plan(make_config({"gpus": 2, "zero_level": 3, "batch_size": 1}))
+    assert 0 < exposed_seconds(plan, card) < step_time(plan, card).total
+
+
+def test_a_run_on_this_machine_is_planned_with_them(monkeypatch):
+    """Advice and --auto ask for the machine's own rates."""
+    from llmq.plan import run_plan
+    from llmq.runtime.machine import Machine
+
+    write_card_file(card_file())
+    asked = []
+    monkeypatch.setattr(run_plan, "Planner", lambda *args, **rest: asked.append(args[3]) or 1 / 0)
+    monkeypatch.setattr(run_plan, "attention_backend", lambda *args: "cudnn")
+    machine = Machine(kind="cuda", spec=spec_of(CARD), note=None)
+    with pytest.raises(ZeroDivisionError):
+        run_plan.plan_run(make_config({"model": "tiny"}), preset("tiny"), machine)
+    assert asked[0].measured.gpus == 2

@@ -1,0 +1,399 @@
+"""`llmq rig`: what it says of made-up measurements, and that it keeps to its time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+
+from llmq.config.card_file import path_of, read_card_file
+from llmq.rig import child, exchanges, facts, host, ladder, load, rows, steps
+from llmq.rig.child import Job
+from llmq.rig.findings import words_on
+from llmq.rig.rig import run_rig
+from llmq.runtime.plan_device import PlanDevice
+from tests.rigs import H100, report, results
+
+# -- what is wrong, in words ---------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_a_rig_on_which_all_is_well():
+    assert words_on(report(results())) == []
+
+
+def narrow(parts):
+    parts["load"]["gpus"][1]["settled"] = parts["load"]["gpus"][1]["settled"] | {"pcie_width": 4}
+    parts["bus"]["alone"][1] = {"in": [13.0], "out": [13.0], "both": [10.0]}
+
+
+def old_generation(parts):
+    settled = parts["load"]["gpus"][0]["settled"]
+    parts["load"]["gpus"][0]["settled"] = settled | {"pcie_generation": 3}
+
+
+def riser(parts):
+    parts["bus"]["alone"][0] = {"in": [6.0], "out": [50.0], "both": [6.0]}
+
+
+def hot(parts):
+    settled = parts["load"]["gpus"][1]["settled"]
+    reasons = {"temperature (software)": 0.8, "power limit": 1.0}
+    parts["load"]["gpus"][1]["settled"] = settled | {"reasons": reasons, "hottest": 88}
+
+
+def slow(parts):
+    settled = parts["load"]["gpus"][1]["settled"]
+    parts["load"]["gpus"][1]["settled"] = settled | {"tflops": 540.0, "clock": 1200}
+
+
+def brake(parts):
+    settled = parts["load"]["gpus"][0]["settled"]
+    parts["load"]["gpus"][0]["settled"] = settled | {"reasons": {"power brake": 1.0}}
+
+
+def limited(parts):
+    parts["facts"]["gpus"][0]["power_limit"] = 450.0
+
+
+def no_persistence(parts):
+    for gpu in parts["facts"]["gpus"]:
+        gpu["persistence"] = False
+
+
+def damage(parts):
+    parts["bus"]["pairs"][1] |= {"kind": "staged", "reason": "damaged data"}
+    parts["facts"]["host"]["iommu"] = True
+
+
+def damaged_gather(parts):
+    parts["exchanges"]["intact"] = False
+
+
+def no_peers(parts):
+    for pair in parts["bus"]["pairs"]:
+        pair |= {"kind": "staged", "reason": "no access"}
+    parts["facts"]["host"] |= {"iommu": True, "iommu_options": ["intel_iommu=on"]}
+
+
+def slow_peers(parts):
+    parts["bus"]["pairs"][0] |= {"kind": "staged", "reason": "slow (3.0 GB/s)"}
+
+
+def broken_memory(parts):
+    parts["facts"]["gpus"][1]["ecc_errors"] = 3
+
+
+def in_use(parts):
+    parts["facts"]["gpus"][0]["others"] = 1
+
+
+def weak(parts):
+    for row in parts["ladder"]["rows"]:
+        row |= {name: row[name] / 2 for name in ("tflops", "gb_per_s") if name in row}
+
+
+def crowded(parts):
+    parts["bus"]["at_once"]["2"]["both"] = [20.0, 21.0]
+
+
+def slow_disk(parts):
+    parts["host"]["disk"]["write"] = 0.1
+
+
+FAULTS = [
+    (narrow, ["GPU 1 has 4 of the 16 PCIe lanes that it could have"]),
+    (old_generation, ["GPU 0 runs PCIe 3 under load where 5 is possible"]),
+    (riser, ["GPU 0 copies 6.0 GB/s from host memory, of 63 that its slot has on paper"]),
+    (hot, ["GPU 1 throttles: temperature holds its clock down in 80% of the readings, at 88 °C"]),
+    (slow, ["GPU 1 reaches 78% of the fastest one's products under load at 1200 MHz"]),
+    (brake, ["GPU 0 is slowed down by its board or its power supply (power brake)"]),
+    (limited, ["GPU 0 is limited to 450 W, it comes with 700 W"]),
+    (no_persistence, ["Persistence mode is off (GPU 0, 1)"]),
+    (damage, ["Peer copies damage data (GPU 1 to 0)"]),
+    (damaged_gather, ["What GPUs gather by nccl is not what was sent"]),
+    (no_peers, ["2 of 2 ways between GPUs have no peer access", "The IOMMU translates addresses"]),
+    (slow_peers, ["Peer copies from GPU 0 to GPU 1 are slow (3.0 GB/s)"]),
+    (broken_memory, ["GPU 1 has had 3 uncorrected memory errors"]),
+    (in_use, ["GPU 0 was in use by 1 other process(es)"]),
+    (weak, ["Copies within GPU memory reach 1,500 GB/s", "Products in bf16 reach 360 TFLOP/s"]),
+    (crowded, ["2 GPUs that copy at once get 20.0 GB/s each way, one alone 48.0"]),
+    (slow_disk, ["The disk that the report is on takes 0.10 GB/s"]),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_fault_is_told_and_no_other(fault, words):
+    parts = results()
+    fault(parts)
+    found = words_on(report(parts))
+    assert [line[: len(start)] for line, start in zip(found, words, strict=True)] == words
+
+
+# -- the whole command ---------------------------------------------------------------------------
+
+
+class StandIn:
+    """Measurements that take what they are given, on a clock of their own."""
+
+    def __init__(self, parts, takes=1.0):
+        self.parts, self.takes, self.now, self.asked = parts, takes, 0.0, []
+
+    def __call__(self, name, seconds, options):
+        self.asked.append((name, seconds, options))
+        self.now += self.takes * seconds
+        found = self.parts.get(name)
+        if found is None:
+            return {"result": {}, "error": "it broke"}
+        return {"result": found, "error": None}
+
+    def clock(self):
+        return self.now
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Rows of llm.q's table without a search and without a GPU."""
+    asked = []
+    monkeypatch.setattr(rows, "fastest", lambda options, file: options)
+
+    def train(options, file, limit):
+        asked.append((options, limit))
+        record = {"options": options, "status": "ok", "measured": 990.0, "predicted": 1000.0}
+        return record | {"joules_per_token": None, "spread": 0.01}
+
+    monkeypatch.setattr(rows, "trained", train)
+    return asked
+
+
+def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
+    stand_in = StandIn(results())
+    out = tmp_path / "deep" / "rig"
+    found = run_rig(out, 10.0, stand_in, stand_in.clock)
+    assert stand_in.now <= 600 - child.GRACE
+    names = [name for name, *_ in stand_in.asked]
+    assert list(dict.fromkeys(names)) == [*"facts host bus exchanges load ladder steps".split()]
+    assert names.count("exchanges") == 4 and names.count("steps") >= 4
+    assert all(seconds > 0 for _, seconds, _ in stand_in.asked)
+    assert trained and all(options["gpus"] == 2 for options, _ in trained)
+    assert found["words"] == []
+    text = (tmp_path / "deep" / "rig.md").read_text()
+    assert "Nothing is wrong." in text and "+1.0 %" in text and "| 0 to 1 | 390.0 | 350.0 |" in text
+    assert (tmp_path / "deep" / "rig.png").read_bytes().startswith(b"\x89PNG")
+    kept = read_card_file(path_of(H100, 2))
+    assert kept.bus == {"1": [55.0, 55.0, 48.0], "2": [53.0, 54.0, 40.0]}
+    assert kept.exchange["2"]["staged"]["all_gather"][1] == [[111 << 20], 5e-4]
+    assert kept.slowest == 0.98 and set(kept.launches) > {"swiglu_forward/bf16,bf16,-"}
+    assert read_card_file(tmp_path / "deep" / "rig.json").launches == kept.launches
+    assert "card file: " in capsys.readouterr().out
+    report = json.loads((tmp_path / "deep" / "rig.json").read_text())
+    assert report["spec"]["device"] == H100 and report["card_file"]["layout"]
+
+
+def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
+    parts = results()
+    del parts["bus"], parts["load"]
+    stand_in = StandIn(parts, takes=1.4)  # each is ended when it does not end by itself
+    found = run_rig(tmp_path / "rig", 5.0, stand_in, stand_in.clock)
+    assert stand_in.now <= 300
+    assert found["parts"]["bus"]["error"] == "it broke"
+    assert any("`load` is not whole: it broke" in line for line in found["words"])
+    assert read_card_file(path_of(H100, 2)).bus == {}
+
+
+def test_without_a_gpu_the_host_is_measured(cache, tmp_path, capsys):
+    parts = results()
+    parts["facts"] |= {"gpus": [], "problem": "no driver"}
+    stand_in = StandIn(parts)
+    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    assert [name for name, *_ in stand_in.asked] == ["facts", "host"]
+    assert found["words"] == ["There is no GPU to measure. no driver"]
+    assert "There is no GPU to measure" in capsys.readouterr().out
+    assert not cache.exists()
+
+
+def test_nothing_measured_makes_no_card_file(cache, tmp_path):
+    parts = results()
+    del parts["ladder"], parts["steps"]
+    stand_in = StandIn(parts, takes=0.1)
+    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    assert "no launch was measured" in found["parts"]["card file"]["error"]
+    assert not cache.exists()
+
+
+# -- parts, as far as they run without a GPU -----------------------------------------------------
+
+
+def job(seconds=1.0):
+    notes = []
+    return Job(time.monotonic() + seconds, notes.append), notes
+
+
+def test_a_child_notes_what_it_finds():
+    found = child.run_part("host", 0.5, {"disk": "/nowhere/at/all", "memory_mib": 1})
+    assert found["result"]["memory"] > 0 and found["result"]["product"] > 0
+    assert "FileNotFoundError" in found["error"]
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch):
+    hangs = 'import sys, time; open(sys.argv[1], \'w\').write(\'{"result": {"a": 1}, '
+    hangs += '"error": null}\'); time.sleep(60)'
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", hangs))
+    monkeypatch.setattr(child, "GRACE", 0.5)
+    start = time.monotonic()
+    found = child.run_part("host", 0.5, {})
+    assert found["result"] == {"a": 1} and "was ended" in found["error"]
+    assert time.monotonic() - start < 10
+
+
+def test_disk_and_memory_of_the_host(tmp_path):
+    work, notes = job()
+    host.measure(work, disk=str(tmp_path), disk_mib=16, memory_mib=1)
+    assert notes[-1]["disk"]["bytes"] == 16 << 20 and notes[-1]["disk"]["read"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_facts_are_read_where_they_are(tmp_path):
+    root = tmp_path
+    for name, text in {
+        "proc/cpuinfo": "processor : 0\nmodel name : A CPU\nflags : hypervisor\n",
+        "proc/cmdline": "quiet intel_iommu=on iommu=pt\n",
+        "sys/devices/system/node/node0/x": "",
+        "sys/devices/system/node/node1/x": "",
+        "sys/kernel/iommu_groups/0/x": "",
+        "gpu/0000:19:00.0/numa_node": "1\n",
+        "gpu/0000:19:00.0/max_link_width": "16\n",
+        "gpu/0000:19:00.0/local_cpulist": "0-3,8\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    found = facts.host_facts(root)
+    assert (found["cpu"], found["numa_nodes"], found["iommu"]) == ("A CPU", 2, True)
+    assert found["iommu_options"] == ["intel_iommu=on", "iommu=pt"] and found["virtual"]
+    gpu = facts.gpu_facts(None, "0000:19:00.0", root / "gpu")
+    assert gpu == {"numa": 1, "pcie_width_slot": 16, "cpus_near": 5}
+    assert facts.gpu_facts(None, "0000:20:00.0", root / "gpu") == {}
+
+
+class Nvml:
+    """A GPU that tells little, of a release that knows no modes of ECC."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_CLOCK_SM = 1
+
+    def __getattr__(self, name):
+        if name == "nvmlDeviceGetEccMode":
+            raise AttributeError(name)
+        known = {
+            "nvmlDeviceGetHandleByPciBusId": "a handle",
+            "nvmlDeviceGetName": H100,
+            "nvmlDeviceGetCurrPcieLinkWidth": 8,
+            "nvmlDeviceGetEnforcedPowerLimit": 450_000,
+        }
+
+        def ask(*_):
+            if name not in known:
+                raise self.NVMLError("not supported")
+            return known[name]
+
+        return ask
+
+
+def test_what_nvml_does_not_tell_is_left_out(tmp_path):
+    found = facts.gpu_facts(Nvml(), "0000:19:00.0", tmp_path)
+    assert found == {"name": H100, "pcie_width": 8, "power_limit": 450.0}
+
+
+def test_load_settles_at_the_end_of_its_series():
+    series = {
+        "seconds": [1, 2, 3, 4, 5, 6],
+        "tflops": [9.0, 9.0, 9.0, 8.0, 7.0, 6.0],
+        "temperature": [50, 60, 91, 70, 70, 70],
+        "reasons": [0x20, 0x4, 0x4, 0x4, 0x4, 0x44],
+    }
+    found = load.settled(series)
+    assert found["tflops"] == 6.5 and found["hottest"] == 91
+    assert found["reasons"] == {"power limit": 1.0, "temperature (hardware)": 0.5}
+    assert load.settled({"seconds": []}) == {}
+
+
+def test_load_of_several_devices(monkeypatch):
+    monkeypatch.setattr(load, "EVERY", 0.05)
+    work, notes = job(0.6)
+    load.measure(work, gpus=2, device="cpu")
+    assert len(notes[-1]["gpus"]) == 2 and 0 < notes[-1]["slowest"] <= 1
+    assert all(record["settled"]["tflops"] > 0 for record in notes[-1]["gpus"])
+
+
+def test_exchanges_alone_and_beside_kernels(monkeypatch):
+    for name, value in {"CALLS": 1, "REPLAYS": 1, "SIZES": (1,)}.items():
+        monkeypatch.setattr(exchanges, name, value)
+    work, notes = job()
+    exchanges.measure(work, backend="nccl", gpus=2, device="cpu")
+    (found,) = notes
+    assert set(found["operations"]) == {"all_gather", "all_to_all", "reduce_scatter"}
+    ((received, alone, beside),) = found["operations"]["all_gather"]
+    assert received == 1 << 19 and alone > 0 and beside > 0
+    assert found["intact"] and found["slowdown"] >= 1 and not found["beside_bus"]
+
+
+def test_a_ladder_of_sizes(monkeypatch, device):
+    length = 16 if device == "cpu" else 1024
+    small = {"TOKENS": length, "LENGTHS": (length,), "SETTLE": 0.01, "WARM": 0.0}
+    for name, value in (small | {"SIZES": (256,), "COPIES": (1,)}).items():
+        monkeypatch.setattr(ladder, name, value)
+    work, notes = job(10)
+    ladder.measure(work, device=device)
+    assert notes[-1]["refused"] == {}
+    kinds = set(notes[-1]["launches"])
+    assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds
+    named = [case.name for case in ladder.cases(steps_spec())]
+    assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < set(
+        named
+    )
+
+
+def steps_spec():
+    from llmq.config.cards import find_card, spec_of
+
+    return spec_of(find_card("h100"))
+
+
+def test_every_case_of_a_ladder_can_be_planned_and_fits():
+    spec = steps_spec()
+    for case in ladder.cases(spec):
+        plan = PlanDevice(spec)
+        case.prepare(plan)()
+        assert plan.sizes().device + plan.sizes().stack < spec.memory / 2, case.name
+
+
+def test_rows_are_shortened_and_become_flags(tmp_path):
+    from llmq.config.options_io import make_config
+    from llmq.plan.cost import StepTime
+    from llmq.plan.estimate import Estimate
+    from llmq.plan.fit import Candidate
+
+    options = next(rows.rows(True, 1))
+    config = make_config(options | {"recompute-swiglu": True})
+    need = Estimate(device=0, host=0, tokens=1, time=StepTime(parts={"blocks": 6.0}))
+    short, seconds = rows.shortened(Candidate(config=config, need=need))
+    assert (short.grad_accumulation, seconds) == (8, 1.5)
+    again = make_config(rows.flags_of(short))
+    assert again.recompute_swiglu and again.grad_accumulation == 8
+    assert (again.matmul_dtype, again.gpus, again.from_scratch) == ("e4m3", 1, True)
+
+
+def test_all_steps_are_runs_that_can_be_planned():
+    from llmq.bench.bench import describe
+
+    for options in steps.runs(True):
+        assert describe(options | {"batch-size": 1})["model"] == options["model"]

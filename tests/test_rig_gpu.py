@@ -1,0 +1,85 @@
+"""What `llmq rig` measures of GPUs: that it can be measured, and is of the size it has to be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from llmq.rig import bus, child, exchanges, facts, load, steps
+from llmq.rig.child import Job
+from llmq.runtime.gpu_info import gpu_count
+from tests.conftest import gpu_problem
+
+PROBLEM = gpu_problem()
+ONE = PROBLEM or (None if gpu_count() > 1 else "there is one GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))]
+
+
+def several(test):
+    """Marks for what needs two GPUs."""
+    return pytest.mark.multigpu(pytest.mark.skipif(ONE is not None, reason=str(ONE))(test))
+
+
+def job(seconds):
+    notes = []
+    return Job(time.monotonic() + seconds, notes.append), notes
+
+
+def test_buses_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(bus, "SECONDS", 0.05)
+    work, notes = job(10)
+    bus.measure(work, gpus=1)
+    (alone,) = notes[-1]["alone"]
+    assert all(1 < rate < 1000 for rates in alone.values() for rate in rates)
+    assert notes[-1]["at_once"] == {"1": {way: alone[way] for way in bus.WAYS}}
+
+
+@several
+def test_buses_of_several_gpus():
+    work, notes = job(20)
+    bus.measure(work, gpus=2)
+    assert {(p["source"], p["reader"]) for p in notes[-1]["pairs"]} == {(0, 1), (1, 0)}
+    assert len(notes[-1]["at_once"]["2"]["both"]) == 2
+    if all(pair["kind"] == "peer" for pair in notes[-1]["pairs"]):
+        assert notes[-1]["both_ways"]["0,1"] > 1
+
+
+def test_facts_of_a_gpu():
+    work, notes = job(10)
+    facts.measure(work)
+    assert notes[-1]["gpus"][0]["pcie_width"] >= 1 and notes[-1]["driver"]
+
+
+@several
+@pytest.mark.parametrize("backend", exchanges.BACKENDS)
+def test_exchanges_between_gpus(backend):
+    """In a process of its own: NCCL reads its settings once."""
+    found = child.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
+    assert found["error"] is None and found["result"]["intact"]
+    assert 1 <= found["result"]["slowdown"] <= 2
+
+
+def test_load_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(load, "EVERY", 0.2)
+    work, notes = job(2.0)
+    load.measure(work, gpus=1)
+    settled = notes[-1]["gpus"][0]["settled"]
+    assert settled["tflops"] > 1 and settled["gb_per_s"] > 10 and notes[-1]["slowest"] is None
+
+
+@several
+def test_load_of_several_gpus():
+    work, notes = job(4.0)
+    load.measure(work, gpus=2)
+    assert 0.3 < notes[-1]["slowest"] <= 1 and not notes[-1]["errors"]
+
+
+def test_steps_of_a_model_of_few_layers():
+    work, notes = job(30)
+    steps.measure(work, options=steps.runs(False)[-2] | {"batch-size": 4}, settle=0.5)
+    found = notes[-1]
+    products = [name for name in found["launches"] if name.startswith("matmul/bf16")]
+    assert len(products) >= 3 and found["tokens_per_second"] > 0
+    # All launches one by one take about as long as the step.
+    assert abs(found["idle"]) < 0.2

@@ -1,0 +1,447 @@
+"""Sweeps: what is planned first, what survives an interruption, what is said of failed runs."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import random
+import select
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmq.base import files
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.bench import bench, child, plan_runs, predict
+from llmq.bench.predict import Forecast
+from llmq.commands.cli import _run
+from tests.conftest import gpu_problem
+from tests.sweeps import GRID, MACHINE, TABLE, Sweeps, ok, planned
+
+FAILED = {"status": "failed", "message": "it broke", "last_words": ["Traceback", "it broke here"]}
+
+
+@pytest.fixture
+def sweeps(tmp_path, monkeypatch):
+    return Sweeps(tmp_path, monkeypatch)
+
+
+def stop(options):
+    raise KeyboardInterrupt
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def test_a_sweep_and_its_files(sweeps, capsys):
+    sweeps.make()
+    assert sweeps.made == TABLE and list(sweeps.statuses()) == TABLE
+    report = sweeps.report()
+    assert (report["left"], report["running"]) == (0, None)
+    assert {p.name for p in sweeps.out.parent.iterdir()} == {
+        *(f"out.{suffix}" for suffix in ("json", "md", "csv", "html")),
+        "sweep.yaml",
+    }
+    printed = capsys.readouterr()
+    assert printed.out == sweeps.text("md") + "\n"
+    assert "[6/6] tiny-gpt2 bf16 4 x 4" in printed.err
+
+
+def test_only_what_is_missing_is_made_after_ctrl_c(sweeps, capsys):
+    sweeps.make()
+    table = sweeps.table()
+    sweeps.out.with_name("out.json").unlink()
+    sweeps.made.clear()
+    sweeps.outcomes = {("tiny", 4): stop, ("tiny", 2): FAILED}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    assert "2 of 6 runs are in" in capsys.readouterr().err
+    report = sweeps.report()
+    assert (report["left"], report["running"]) == (4, None)
+    assert "4 runs are still to be made: `llmq bench --resume` goes on." in sweeps.text("md")
+    assert "4 runs are still to be made" in sweeps.text("html")
+    sweeps.outcomes = {}
+    sweeps.made.clear()
+    with pytest.raises(LlmqError, match=r"1 of 6 runs failed.*--resume --retry makes them again"):
+        sweeps.make(resume=True)
+    assert sweeps.made == TABLE[2:]
+    assert "2 of 6 runs are done" in capsys.readouterr().err
+    assert "  ```text\n  Traceback\n  it broke here\n  ```" in sweeps.text("md")
+    sweeps.made.clear()
+    sweeps.make(resume=True, retry=True)
+    assert sweeps.made == [("tiny", 2)]
+    assert sweeps.table() == table
+    sweeps.make(resume=True)
+    assert sweeps.made == [("tiny", 2)] and sweeps.table() == table
+
+
+def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
+    """While runs are planned a report of before stays; later the order stays as it is."""
+    sweeps.make()
+    before = sweeps.report()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "predict", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sweeps.make()
+    assert sweeps.report() == before
+    sweeps.outcomes = {TABLE[0]: stop}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    assert "0 of 6 runs are in" in capsys.readouterr().err
+    sweeps.outcomes = {}
+    sweeps.made.clear()
+    sweeps.make()  # nothing would be lost
+    assert sweeps.made == TABLE
+
+
+def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):
+    sweeps.outcomes = {("tiny", 4): stop}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    before = sweeps.report()
+    with pytest.raises(
+        ConfigError, match=r"--out: .*out\.json is of a sweep that did not end, 4 r"
+    ):
+        sweeps.make()
+    assert sweeps.report() == before
+    sweeps.out.with_name("out.json").write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match=r"--out: .* is not a report of llmq bench"):
+        sweeps.make()
+
+
+def test_a_run_that_ended_the_driver_comes_last(sweeps):
+    """It may take the machine down: the others are made before it is tried again."""
+
+    def crash(options):
+        os._exit(9)
+
+    sweeps.outcomes = {("tiny", 2): crash}
+    assert in_another_process(sweeps.make) == 9
+    assert sweeps.report()["running"]["batch-size"] == 2
+    sweeps.outcomes = {}
+    sweeps.make(resume=True)
+    assert sweeps.made == [*TABLE[2:], TABLE[1]]
+    assert list(sweeps.statuses()) == TABLE
+
+
+def test_another_file_meanwhile(sweeps, capsys):
+    """Rows are matched by their options, however they are spelled."""
+    sweeps.file.write_text(GRID.replace("[1, 2, 4]", "[1, 2]"))
+    sweeps.make()
+    sweeps.file.write_text(
+        "device: cpu\nruns:\n- {model: tiny, micro-batch: [2, 8], watchdog: 9}\n"
+    )
+    sweeps.file.write_text(sweeps.file.read_text().replace("micro-batch", "batch_size"))
+    sweeps.made.clear()
+    sweeps.make(resume=True)
+    assert sweeps.made == [("tiny", 8)]
+    assert "1 of 2 runs are done; 3 runs of the report are not in this sweep, and stay" in (
+        capsys.readouterr().err
+    )
+    strangers = [("tiny", 1), ("tiny-gpt2", 1), ("tiny-gpt2", 2)]
+    assert list(sweeps.statuses()) == [("tiny", 2), ("tiny", 8), *strangers]
+
+
+def test_other_versions_and_devices(sweeps, capsys):
+    sweeps.file.write_text(GRID.replace("[1, 2, 4]", "1"))
+    sweeps.make()
+    sweeps.file.write_text(GRID)
+    sweeps.machine = MACHINE | {"versions": {"llmq": "0.2", "NumPy": "2"}}
+    sweeps.make(resume=True)
+    warning = "warning: --resume: earlier runs are of other versions (llmq 0.1, 0.2)"
+    assert capsys.readouterr().err.count(warning) == 1
+    heading = sweeps.text("md").splitlines()[2:5]
+    assert heading[0].endswith("steps, llmq 0.1; NumPy 2")
+    assert heading[1].endswith("steps, llmq 0.2; NumPy 2")
+    sweeps.machine = MACHINE | {"device": "NVIDIA H200"}
+    before = sweeps.report()
+    with pytest.raises(
+        ConfigError, match=r"--resume: .* \(device CPU, NVIDIA H200; .*another --out"
+    ):
+        sweeps.make(resume=True)
+    assert sweeps.report() == before
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"add": True, "resume": True}, "--add: makes all runs, and --resume only"),
+        ({"retry": True}, "--retry: .*: give --resume, too"),
+    ],
+)
+def test_what_contradicts_itself(sweeps, how, message):
+    with pytest.raises(ConfigError, match=message):
+        sweeps.make(**how)
+    assert sweeps.made == []
+
+
+def test_two_drivers_do_not_share_a_report(sweeps):
+    def second(options):
+        sweeps.outcomes = {}
+        with pytest.raises(LlmqError, match=r"--out: .*out\.json' is in use by process"):
+            sweeps.make(resume=True)
+        return ok(options)
+
+    sweeps.outcomes = {("tiny", 2): second}
+    sweeps.make()
+    assert sweeps.made == TABLE
+
+
+# -- kills ---------------------------------------------------------------------------------------
+
+
+def in_another_process(work, *args) -> int:
+    """Its exit status, or the negative number of the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(*args)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(monkeypatch, moment: int) -> list[int]:
+    """From now on the moment-th operation on a file is the last one of the process, done or not;
+    returns a list that counts them."""
+    count = [0]
+
+    def counting(operation):
+        def counted(*args, **kwargs):
+            count[0] += 1
+            if count[0] == moment and moment % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = operation(*args, **kwargs)
+            if count[0] == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return counted
+
+    for name in ("open", "fsync", "replace"):
+        monkeypatch.setattr(files.os, name, counting(getattr(os, name)))
+    return count
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_twenty_moments_and_resumed_to_the_same_table(sweeps, monkeypatch, tmp_path):
+    monkeypatch.setattr(files.os, "fsync", lambda _: None)  # what is written stays after a SIGKILL
+    with monkeypatch.context() as patch:
+        count = killed_at(patch, 0)
+        sweeps.make()
+    table, rng = sweeps.table(), random.Random(20)
+    moments = sorted(rng.sample(range(1, count[0] + 1), 20))
+    finished = []
+    for moment in moments:
+        for path in tmp_path.glob("out.*"):
+            path.unlink()
+
+        def killed(moment=moment):
+            killed_at(monkeypatch, moment)
+            sweeps.make()
+
+        assert in_another_process(killed) == -signal.SIGKILL
+        there = sweeps.report()["runs"] if sweeps.out.with_name("out.json").exists() else []
+        sweeps.made.clear()
+        sweeps.make(resume=True)
+        assert len(sweeps.made) == len(TABLE) - len(there)  # nothing that is on the disk again
+        assert sweeps.table() == table
+        kept = {str(run["options"]): run | {"invocation": 0} for run in sweeps.report()["runs"]}
+        assert all(kept[str(run["options"])] == run | {"invocation": 0} for run in there)
+        finished.append(len(there))
+    assert min(finished) <= 1 and max(finished) >= 5, "kills come early and late"
+
+
+STUB = """
+import json, os, pathlib, sys, time
+sys.path[:0] = {paths!r}
+from llmq.bench import child, predict
+from llmq.commands.cli import _run
+made = ["-c", {made!r}]
+child.CHILD = (sys.executable, *made)
+predict.PLANNER = (sys.executable, "-c", "pass")
+sys.exit(_run(sys.argv[1:]))
+"""
+MADE = """
+import json, pathlib, sys
+json.load(sys.stdin)
+pathlib.Path(sys.argv[1]).write_text(json.dumps({outcome!r}))
+"""
+
+
+def test_a_driver_that_is_killed_in_earnest(monkeypatch, capsys):
+    """Of tools/kill_sweep.py, with runs that are over at once."""
+    made = MADE.format(outcome=ok({}))
+    code = STUB.format(paths=[p for p in sys.path if p], made=made)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
+    importlib.import_module("kill_sweep").check(2, 1, [sys.executable, "-c", code], GRID)
+    assert capsys.readouterr().out.splitlines()[-1] == "the same 6 runs in the same order"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
+def test_a_child_ends_with_its_parent(tmp_path):
+    """Else the GPU would stay in use beside the sweep that goes on."""
+    code = (
+        "import os, sys, time; from llmq.bench.child import end_with; end_with(int(sys.argv[1])); "
+        "os.write(int(sys.argv[2]), b'x'); time.sleep(60)"
+    )
+    reading, writing = os.pipe()
+
+    def parent():
+        os.set_inheritable(writing, True)
+        args = [sys.executable, "-c", code, str(os.getpid()), str(writing)]
+        os.spawnv(os.P_NOWAIT, sys.executable, args)
+        os.read(reading, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_another_process(parent) == -signal.SIGKILL
+    os.close(writing)
+    assert select.select([reading], [], [], 20)[0], "it goes on"
+    assert os.read(reading, 1) == b""  # the end: nobody has the other end any more
+    os.close(reading)
+    # One whose parent has gone already ends at once.
+    assert in_another_process(child.end_with, 1) == 1
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_left_out_and_the_fastest_comes_first(sweeps, capsys):
+    speeds = dict(zip(TABLE, (3, 1, 2, 6, 5, 4), strict=True))
+    sweeps.predictions = {name: planned(speed) for name, speed in speeds.items()}
+    sweeps.predictions["tiny", 1] = planned(9.0, fits=False)
+    sweeps.predictions["tiny", 2] = {"status": "failed", "message": "no idea"}
+    order = [("tiny-gpt2", 1), ("tiny-gpt2", 2), ("tiny-gpt2", 4), ("tiny", 4), ("tiny", 2)]
+    sweeps.outcomes = {("tiny-gpt2", 4): stop}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make(plan_first=True)
+    sweeps.outcomes = {}
+    sweeps.make(plan_first=True, resume=True)
+    assert sweeps.made == [*order[:2], order[2], *order[2:]]
+    assert list(sweeps.statuses()) == [("tiny", 1), *order]
+    (left_out,) = (run for run in sweeps.report()["runs"] if run["status"] == "does not fit")
+    assert left_out["planned"] == {"device": 90 << 20, "host": 1 << 20}
+    why = "does not fit: out of memory: 90 MiB are needed, 80 MiB are available (planned)"
+    assert f"- tiny bf16 1 x 4: {why}" in sweeps.text("md")
+    assert why in capsys.readouterr().err
+
+
+def test_without_plan_first_the_file_says_the_order(sweeps):
+    """And what the plan takes for too much is tried."""
+    sweeps.predictions = {name: planned(n + 1.0, fits=False) for n, name in enumerate(TABLE)}
+    sweeps.make()
+    assert sweeps.made == TABLE
+
+
+def test_the_time_that_a_run_may_take(sweeps):
+    sweeps.predictions = {("tiny", 1): planned(32.0), ("tiny", 2): planned(32.0, on_gpu=False)}
+    sweeps.make(steps=2, repeats=3)
+    steps = child.WARM_UP + 2 * 3 + child.EXTRA_STEPS
+    assert sweeps.timeouts == [bench.PATIENCE + bench.SLOWER * 2.0 * steps, 0, 0, 0, 0, 0]
+    sweeps.timeouts.clear()
+    sweeps.make(timeout=7.0)
+    assert sweeps.timeouts == [7.0] * 6
+
+
+def test_forecast():
+    forecast = Forecast(10)
+    fast, slow = planned(64.0), planned(32.0)  # steps of one and of two seconds
+    assert forecast.seconds(fast) == Forecast.START + 10
+    assert forecast.seconds({}) is None and forecast.left([fast, {}]) == ""
+    assert forecast.left([fast, slow]) == ", about 2 min left" and Forecast.START == 30
+    forecast.finished(fast, wall=25.0, step_seconds=2.0)  # twice as long, and five for the start
+    assert (forecast.seconds(fast), forecast.seconds(slow), forecast.seconds({})) == (25, 45, 25)
+    assert forecast.left([slow] * 4) == ", about 3 min left"
+    assert forecast.left([slow] * 400) == ", about 5.0 h left"
+    assert forecast.left([]) == ""
+    on_cpu = Forecast(10)
+    compared = planned(64.0, on_gpu=False)
+    assert on_cpu.seconds(compared) is None
+    on_cpu.finished(compared, wall=25.0, step_seconds=2.0)
+    assert on_cpu.seconds(planned(32.0, on_gpu=False)) == 45
+
+
+def test_time_left_is_said_and_known_again_after_an_interruption(sweeps, monkeypatch, capsys):
+    seconds = iter(range(0, 10_000, 50))  # a run takes 50 s
+    monkeypatch.setattr(bench.time, "monotonic", lambda: float(next(seconds)))
+    sweeps.predictions = {name: planned(64.0, on_gpu=False) for name in TABLE}
+    sweeps.outcomes = {("tiny", 4): stop}
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    said = capsys.readouterr().err
+    assert "[1/6] tiny bf16 1 x 4 ...\n" in said
+    assert "[2/6] tiny bf16 2 x 4, about 4 min left ...\n" in said
+    sweeps.outcomes = {}
+    sweeps.make(resume=True)
+    assert "[3/6] tiny bf16 4 x 4, about 3 min left ...\n" in capsys.readouterr().err
+
+
+def test_a_planner_that_dies_is_no_reason_to_stop(monkeypatch, capfd):
+    monkeypatch.setattr(predict, "PLANNER", (sys.executable, "-c", "raise SystemExit(3)"))
+    runs, machine = predict.predict([{}, {}])
+    assert [run["status"] for run in runs] == ["failed"] * 2 and machine is None
+    assert "warning: the runs cannot be planned: the process that does it ended with 3" in (
+        capfd.readouterr().err
+    )
+
+
+TINY = {"model": "tiny", "from-scratch": True, "device": "cpu", "model-dtype": "fp32"}
+TINY |= {"batch-size": 1, "seq-len": 16, "grad-accumulation": 1}
+
+
+def test_plans_of_runs(monkeypatch, tmp_path):
+    """What the child writes of runs that fit, do not fit, and cannot be planned."""
+    job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
+    monkeypatch.setattr(plan_runs.signal, "signal", lambda *_: None)  # Ctrl-C still ends the tests
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])
+    plan_runs.main()
+    assert (tmp_path / "alive").exists()
+    written = json.loads((tmp_path / "result.json").read_text())
+    found, none, wrong = written["runs"]
+    assert (found["status"], found["message"], found["on_gpu"]) == ("fits", None, False)
+    assert found["tokens_per_second"] == pytest.approx(16 / found["step_seconds"])
+    assert none["status"] == "does not fit" and none["device"] == found["device"]
+    assert (
+        none["message"].startswith("out of memory: ") and "1 MiB are available" in none["message"]
+    )
+    assert wrong["status"] == "failed" and "exceeds the model's 1024 positions" in wrong["message"]
+    assert written["machine"]["device"] == "CPU" and "llmq" in written["machine"]["versions"]
+
+
+def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
+    """Real children: the plan that leaves a run out is that of the run that is made."""
+    text = "device: cpu\nmodel: tiny\nmodel-dtype: fp32\ngrad-accumulation: 1\nseq-len: [8, 16]\n"
+    text += "memory-limit: [1MiB, 1GiB]\nwhere: batch-size * seq-len == 16\nbatch-size: 1\n"
+    (tmp_path / "sweep.yaml").write_text(text)
+    arguments = ["bench", "--config", str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "s")]
+    assert _run([*arguments, "--timed-steps=1", "--repeats=1", "--plan-first"]) == 0
+    printed = capsys.readouterr()
+    assert "- tiny fp32 1 x 1 --memory-limit=1MiB: does not fit: out of memory: " in printed.out
+    assert "1 MiB are available" in printed.out and "(planned)" in printed.out
+    assert "[2/2] tiny fp32 1 x 1 --memory-limit=1GiB ...\n  ok: " in printed.err
+    left_out, made = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert made["result"]["memory"]["planned"] == left_out["planned"]["device"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
+def test_a_sweep_on_a_gpu(tmp_path):
+    """Plans come before measurements, and leave the GPU as free as it was."""
+    text = "device: cuda\nmodel: tiny\nseq-len: 64\nbatch-size: [1, 4]\n"
+    (tmp_path / "sweep.yaml").write_text(text + "memory-limit: [1MiB, 4GiB]\n")
+    arguments = ["bench", "--config", str(tmp_path / "sweep.yaml"), "--out", str(tmp_path / "s")]
+    assert _run([*arguments, "--timed-steps=2", "--plan-first"]) == 0
+    runs = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert [(r["batch"], r["status"]) for r in runs] == [
+        (batch, status) for batch in (4, 1) for status in ("does not fit", "ok")
+    ]
+    for made in (run for run in runs if run["status"] == "ok"):
+        assert made["result"]["memory"]["as_planned"] and made["result"]["predicted"] > 0
+        (left_out,) = (r for r in runs if r["batch"] == made["batch"] and r["status"] != "ok")
+        assert made["result"]["memory"]["planned"] == left_out["planned"]["device"]
+    assert 'id="predicted"' in (tmp_path / "s.html").read_text()

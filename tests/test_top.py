@@ -1,0 +1,296 @@
+"""`llmq top`: a run that goes on, seen from another process."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from llmq.base.errors import DataError
+from llmq.base.locks import lock_beside, locked
+from llmq.commands.cli import _run
+from llmq.train import top as top_module
+from llmq.train.find_log import is_written, running_log
+from llmq.train.json_log import JsonLog
+from llmq.train.top import Follower, Top, run_top
+from tests.fake_nvml import FakeGpu, FakeNvml
+
+RUN = {"id": "a1b2c3d4e5f6", "name": "mine"}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(top_module, "FIRST_LOOK", 0.0)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the GPUs of this machine; without it there is no NVML."""
+    monkeypatch.setattr(top_module, "_nvml", lambda: None)
+
+    def have(*gpus):
+        nvml = FakeNvml(*gpus)
+        monkeypatch.setattr(top_module, "_nvml", lambda: nvml)
+        return nvml
+
+    return have
+
+
+def step(number, loss=3.0):
+    return {
+        "step": number,
+        "loss": loss,
+        "norm": 0.5,
+        "lr": 1e-3,
+        "duration_ms": 500,
+        "step_tokens": 1024,
+    }
+
+
+def model(rank, gpu, **more):
+    uuid = gpu.uuid.removeprefix("GPU-").replace("-", "")
+    return {"rank": rank, "name": gpu.name, "uuid": uuid, "bus_id": gpu.bus_id, **more}
+
+
+def write(path, *records, resumed_at=0):
+    """Add records, (kind, fields), to a log behind those that begin it."""
+    log = JsonLog(path, append=path.exists())
+    if records[:1] != ("only",):
+        log.write("cmd", 0, run=RUN, cmd=["llmq"], resumed_at=resumed_at)
+        log.write("option", 0, name="steps", value=100)
+    for kind, fields in records[records[:1] == ("only",) :]:
+        log.write(kind, **({"step": 0} | fields))
+    log.close()
+
+
+def shown(capsys):
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_with_gpus_here_and_elsewhere(machine, tmp_path, capsys):
+    """Those here are found by what they are, wherever CUDA_VISIBLE_DEVICES had put them."""
+    gpus = [FakeGpu(i, power=100_000 * (i + 1)) for i in range(3)]
+    machine(*gpus)
+    far = {"throttle": "power cap", "reasons": {"heat": 60}, "power": 450_000, "clock": 1500}
+    path = tmp_path / "run.json"
+    write(
+        path,
+        ("gpu-model", model(0, gpus[2])),
+        ("gpu-model", model(1, gpus[0])),
+        ("gpu-model", model(2, FakeGpu(7), machine="b")),
+        ("gpu-model", model(3, FakeGpu(6), machine="b")),
+        ("step", step(0, 5.0)),
+        ("gpu", {"rank": 0, "communication": 5.0}),
+        ("gpu", {"rank": 1, "communication": 25.0}),
+        ("gpu", {"rank": 2, "communication": 25.0, **far}),
+        ("eval", {"step": 1, "loss": 2.5}),
+        ("step", step(1)),
+    )
+    with locked(lock_beside(path), "--log-file", path):
+        run_top(path)
+    title, progress, numbers, curve, heading, *rows, waiting = shown(capsys)
+    assert title.startswith("mine  /")
+    assert progress.startswith("step 2/100") and "2,048 tok/s   0:00:49 left" in progress
+    assert numbers == "loss 3   norm 0.5   lr 0.001   eval 2.5"
+    assert len(curve) == 2 and heading.startswith("GPU use")
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    assert "300/700" in rows[0] and rows[0].endswith("1.0%")
+    assert "100/700" in rows[1] and rows[1].endswith("5.0%")
+    assert " 450 " in rows[2] and "heat" in rows[2]
+    assert rows[3] == "  3 no readings here, and none in the log yet"
+    assert waiting.endswith("the others wait for GPU 0, 4.0% of it")
+
+
+def test_without_nvml_the_log_is_what_there_is(machine, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    sample = {"gpu_util": 77, "power": 100_000, "throttle": "no cap", "reasons": {}}
+    write(path, ("gpu-model", model(0, FakeGpu())), ("gpu", {"rank": 0, **sample}))
+    with locked(lock_beside(path), "--log-file", path):
+        run_top(path, once=True)
+    assert " 77% " in shown(capsys)[-1]
+
+
+def test_an_older_log(machine, tmp_path):
+    """Without ids, and with fewer fields of GPUs."""
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    log.write("gpu-model", 0, rank=0, name="H", id=0)
+    log.write("gpu", 0, id=0, power=100_000, throttle="no cap")
+    log.write("step", **step(0))
+    log.close()
+    top = Top(path)
+    assert (top.run.name, top.rows()[0].sample["power"]) == ("run", 100_000)
+    top.close()
+
+
+def test_a_run_that_reads_no_sensors(machine, tmp_path):
+    """It knows the places of its GPUs only, which say something on its own machine."""
+    path = tmp_path / "run.json"
+    machine(FakeGpu(0), FakeGpu(1, power=123_000))
+    write(path, ("gpu-model", model(0, FakeGpu(1)) | {"uuid": ""}))
+    for there, power in ((False, None), (True, 123_000)):
+        with locked(lock_beside(path), "--log-file", path):
+            if not there:
+                lock_beside(path).write_text("llmq: process 1 on another-machine\n")
+            top = Top(path)
+            assert top.rows()[0].sample.get("power") == power
+            top.close()
+
+
+def test_a_run_on_the_cpu(machine, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    far = {"rank": 1, "machine": "b", "util": 50, "memory_used": 1 << 30, "memory_total": 1 << 31}
+    here = {"rank": 0, "machine": socket.gethostname(), "util": 1}
+    write(path, ("step", step(0)), ("cpu", here), ("cpu", far))
+    with locked(lock_beside(path), "--log-file", path):
+        run_top(path)
+    own, other = shown(capsys)[-2:]
+    assert own.startswith("CPU ") and " cores  memory " in own
+    assert other == "CPU b ████▌      50% memory 1.0/2.0 GiB"
+
+
+def test_the_machine_alone(machine, capsys):
+    machine(FakeGpu(0), FakeGpu(1, lost=True), FakeGpu(2))
+    run_top(None)
+    assert [line.split()[0] for line in shown(capsys)] == ["GPU", "0", "1"]
+
+
+def test_errors_of_gpus(machine):
+    nvml = machine(FakeGpu(0), FakeGpu(1))
+    top = Top(None)
+    nvml.gpus[0].xids, nvml.gpus[1].xids = [31, 45], [79]
+    top._sensors._round()
+    top.look()
+    shown = [str(text) for text in top.render().renderables[1:]]
+    assert shown == [
+        "GPU 0: Xid 45, what was left of a program was cleaned up",
+        "GPU 1: Xid 79, the GPU has fallen off the bus",
+    ]
+    top.close()
+
+
+def test_a_machine_without_gpus(machine, capsys):
+    run_top(None)
+    (line,) = shown(capsys)
+    assert line.startswith("CPU ") and " cores  memory " in line
+
+
+@pytest.mark.parametrize("end", ["Done. validation loss   3.1", "Stopped by SIGTERM after 1 steps"])
+def test_a_run_that_has_ended(machine, tmp_path, capsys, end):
+    path = tmp_path / "run.json"
+    write(path, ("step", step(0)), ("info", {"type": "message", "message": end}))
+    run_top(path)
+    lines = shown(capsys)
+    assert lines[0].startswith("mine has ended  /")
+    assert len(lines) == 4, "nothing of GPUs, which may work for others now"
+
+
+def test_a_run_that_was_killed(machine, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    write(path, ("step", step(0)))
+    os.utime(path, (time.time() - 100,) * 2)
+    run_top(path)
+    assert shown(capsys)[0].startswith("mine has ended  /")
+
+
+def test_a_run_that_goes_on_begins_where_it_was(tmp_path):
+    path = tmp_path / "run.json"
+    write(path, ("step", step(8)), ("info", {"type": "message", "message": "Stopped by SIGINT"}))
+    follower = Follower(path)
+    follower.look()
+    assert follower.ended
+    write(path, resumed_at=5)
+    follower.look()
+    assert not follower.ended
+    assert follower.progress._state["step"] == 5
+    write(path, "only", ("step", step(5, None)))
+    follower.look()
+    assert follower.progress._state["step"] == 6
+
+
+def test_what_is_no_log(tmp_path):
+    (tmp_path / "a.json").write_text('[\n{"a": 1}\n]\n')
+    with pytest.raises(DataError, match="not a log of llmq train"):
+        run_top(tmp_path / "a.json")
+    write(tmp_path / "b.json", ("step", {"loss": 3.0}))
+    with pytest.raises(DataError, match="record of step at step 0 is not as it should be"):
+        run_top(tmp_path / "b.json")
+
+
+# -- which log -----------------------------------------------------------------------------------
+
+
+def test_the_newest_log_that_is_being_written(tmp_path, machine, capsys):
+    assert running_log() is None
+    paths = [tmp_path / "logs" / f"{name}.json" for name in "abc"]
+    for age, path in enumerate(reversed(paths)):
+        write(path, ("step", step(0)))
+        os.utime(path, (time.time() - 1000 * age,) * 2)
+    assert running_log() is None
+    with locked(lock_beside(paths[0].resolve()), "--log-file", paths[0]):
+        assert running_log().name == "a.json"
+        with locked(lock_beside(paths[1].resolve()), "--log-file", paths[1]):
+            assert running_log().name == "b.json"
+            assert _run(["top"]) == 0
+            assert shown(capsys)[0] == "mine  logs/b.json"
+    assert running_log() is None
+
+
+def test_locks_of_others(tmp_path):
+    path = tmp_path / "run.json"
+    write(path, ("step", step(0)))
+    lock = lock_beside(path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for text, written in [
+        (f"process {ended.pid} on {socket.gethostname()}", False),
+        (f"process 1 on {socket.gethostname()}", True),
+        ("process 1 on another-machine", True),
+        ("something else", False),
+    ]:
+        lock.write_text(f"llmq: {text}\n")
+        assert is_written(path) is written
+    lock.write_text("llmq: process 1 on another-machine\n")
+    os.utime(path, (time.time() - 1000,) * 2)
+    assert not is_written(path)
+
+
+def test_on_a_terminal_it_is_drawn_until_the_run_ends(machine, tmp_path, monkeypatch):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(top_module, "Console", lambda: console)
+    monkeypatch.setattr(top_module, "LOOKS", 0.01)
+    path = tmp_path / "run.json"
+    write(path, ("step", step(0)))
+    looks = []
+    look = Top.look
+
+    def then_it_ends(self):
+        looks.append(1)
+        if len(looks) == 4:
+            write(path, "only", ("info", {"type": "message", "message": "Done. validation loss"}))
+        look(self)
+
+    monkeypatch.setattr(Top, "look", then_it_ends)
+    with locked(lock_beside(path), "--log-file", path):
+        run_top(path)
+    assert len(looks) == 4
+    assert "mine has ended" in screen.getvalue() and "\x1b[?25h" in screen.getvalue()
+
+
+def test_ctrl_c_is_how_one_leaves_it(machine, tmp_path, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"})
+    monkeypatch.setattr(top_module, "Console", lambda: console)
+    monkeypatch.setattr(top_module.time, "sleep", interrupt)
+    assert _run(["top"]) == 0

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Writes into docs/multi-machine.md how far several machines are predicted to go.
+
+    PYTHONPATH=. tools/plan_machines.py
+
+Each number is what `llmq plan --card h100 --gpus 8 --machines N --network SIZE --shard-over …` says
+with the options of a model. They, and the table, stand between two comments in that page.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from itertools import product
+from pathlib import Path
+
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan.cost import exposed_seconds, step_time
+from llmq.plan.memory import needed_bytes
+from llmq.plan.plan import fewest_attention_parts
+from llmq.plan.target import target
+
+PAGE = Path(__file__).parents[1] / "docs" / "multi-machine.md"
+BEGIN, END = "<!-- written by tools/plan_machines.py -->", "<!-- until here -->"
+BLOCK = re.compile(rf"^{re.escape(BEGIN)}\n.*?^{re.escape(END)}\n", re.MULTILINE | re.DOTALL)
+
+CARD, PER_MACHINE = "h100", 8
+MACHINES = (1, 8, 32, 128)
+NETWORKS = (25, 400)  # GB/s
+INDENTED = {"initial_indent": " " * 4, "subsequent_indent": " " * 10, "break_on_hyphens": False}
+COMMON = "--from-scratch --matmul-dtype e4m3 --seq-len 4096 --grad-accumulation 4"
+MODELS = {
+    "7B": "--model Qwen2.5-7B --batch-size 2 --zero-level 2 --recompute-block",
+    "32B": "--model Qwen2.5-32B --batch-size 1 --zero-level 3 --recompute-block "
+    "--opt-m-dtype e4m3 --opt-v-dtype bf16",
+}
+
+
+def options(text: str) -> dict[str, str | bool]:
+    """Values by flag."""
+    found = re.findall(r"--(\S+)(?: ([^-]\S*))?", text)
+    return {flag: value or True for flag, value in found} | {"gpus": PER_MACHINE}
+
+
+def cells(model: str, machines: int, over: str) -> list[str]:
+    """Memory of a GPU, then speed and exposed communication by each network."""
+    config = make_config(options(f"{MODELS[model]} {COMMON}") | {"shard_over": over})
+    sizes, found = preset(config.model), []
+    for rate in NETWORKS:
+        how = {"machines": machines, "network": rate * 10**9 if machines > 1 else None}
+        where = target(config, sizes, None, None, CARD, None, search=False, **how)
+        shared = (sizes, where.spec, where.backend, where.world_size, machines)
+        plan = where.planner(sizes).plan(fewest_attention_parts(config, *shared))
+        speed = (plan, where.card, 1.0, where.network)
+        seconds = step_time(*speed).total
+        if not found:
+            found.append(f"{needed_bytes(plan, where.spec) / 2**30:.1f}")
+        exposed = exposed_seconds(*speed) / seconds
+        found += [_short(plan.tokens / seconds), f"{100 * exposed:.1f} %"]
+    return found
+
+
+def _short(number: float) -> str:
+    """Three digits."""
+    if number >= 1e6:
+        return f"{number / 1e6:.3g}M"
+    return f"{number / 1e3:.0f}k"
+
+
+def block() -> str:
+    """What stands in the page."""
+    where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE --shard-over …"
+    text = f"{CARD.upper()}, {PER_MACHINE} per machine, fp8: `llmq plan {where}` with"
+    lines = [BEGIN, text, ""]
+    for name, text in (MODELS | {"both": COMMON}).items():
+        lines += textwrap.wrap(f"{name:4}  {text}", 96, **INDENTED)
+    lines += ["", "Predicted, not measured:", ""]
+    head = ["GPUs", "over"]
+    for name in MODELS:
+        head.append(f"{name}: GiB each")
+        head += [text for rate in NETWORKS for text in (f"{rate} GB/s: tokens/s", "exposed")]
+    lines += [_row(head), _row(["---:", ":---", *["---:"] * (len(head) - 2)])]
+    for machines, over in product(MACHINES, ("machine", "world")):
+        if machines > 1 or over == "machine":
+            row = [f"{machines * PER_MACHINE:,}", over if machines > 1 else ""]
+            for name in MODELS:
+                row += cells(name, machines, over)
+            lines.append(_row(row))
+    return "\n".join([*lines, END, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Replace the block."""
+    PAGE.write_text(BLOCK.sub(lambda _: block(), PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
