@@ -75,9 +75,11 @@ def _is_own(path: Path) -> bool:
 def check_own(path: Path) -> None:
     """Before a checkpoint is written there: FileExistsError if something else has that name.
 
-    Other ranks may be writing into it.
+    Other ranks may be writing into it. A checkpoint that is complete may be replaced.
     """
-    if os.path.lexists(path) and not _is_own(path) and os.path.lexists(path):
+    if path.is_symlink():
+        raise FileExistsError(errno.EEXIST, "it is a link")
+    if os.path.lexists(path) and not (_is_own(path) or is_complete(path)) and path.exists():
         raise FileExistsError(errno.EEXIST, "it is no folder of a checkpoint's: move it away")
 
 
