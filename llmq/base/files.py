@@ -189,9 +189,7 @@ def sync_files(directory: Path) -> None:
     sync_directory(directory)
 
 
-def _move_files(
-    source: Path, target: Path, replaces: tuple[str, ...], owner: str | None
-) -> None:
+def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
     last = replaces[0]
     names = {path.name for path in source.iterdir()}
     (target / last).unlink(missing_ok=True)

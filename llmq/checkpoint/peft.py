@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
-from llmq.base.files import staged_directory
+from llmq.base.files import check_readable, staged_directory
 from llmq.base.json_file import json_object
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
@@ -91,6 +91,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """LlmqError where it is missing or damaged, or asks for what there is not."""
     path = directory / ADAPTER_CONFIG
     try:
+        check_readable(path)
         content = json.loads(path.read_bytes())
         if content.get("peft_type") != "LORA":
             kind = content.get("peft_type")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
+from llmq.base.files import check_readable
 from llmq.base.records import json_layout, read_json, read_rows
 
 Record = Mapping[str, Any]
@@ -288,6 +289,7 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
     """The records of JSON lines, a JSON array or Parquet; any other file is one text."""
+    check_readable(path)
     name = path.name.lower()
     if name.endswith((".parquet", ".pq")):
         yield from read_rows(str(path))

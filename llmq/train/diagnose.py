@@ -164,9 +164,9 @@ def _pieces(rank: Rank, group: str) -> list[_Entry]:
     """The parameters, or their gradients, as far as the rank holds them."""
     layers = rank.step.config.num_layers
     entries = []
-    for slab, start, stop, tensor in rank.pieces(group):
-        for param, first, last in slab.pieces(start, stop):
-            part = tensor.rows(first - start, last - start)
+    for piece in rank.pieces(group):
+        for param, first, last in piece.slab.pieces(piece.start, piece.stop):
+            part = piece.tensor.rows(first - piece.start, last - piece.start)
             order = (0, param.index)
             if group == "gradients":
                 order = _place(param.block, param.key, layers)

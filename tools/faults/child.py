@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HANG_SECONDS = 60  # by the clock, of a machine that may be busy with other things
+HANG_SECONDS = 20  # by the clock, of a machine that may be busy with other things
 CPU_SECONDS = 20  # no attempt needs two
 MEMORY = 4 << 30  # bytes more than this process has
 
@@ -30,7 +30,8 @@ class Ended:
         if self.hung:
             return [("hang", f"no end after {HANG_SECONDS} s, or {CPU_SECONDS} s of CPU")]
         if "Traceback (most recent call last)" in self.text:
-            return [("traceback", self.text[self.text.rindex("Traceback") :])]
+            lines = self.text[self.text.rindex("Traceback") :].splitlines()
+            return [("traceback", " / ".join(line.strip() for line in lines[-7:]))]
         if self.status == 2 and self.text.count("error: ") == 0:
             return [("traceback", f"status 2 without a reason: {self.text[-300:]}")]
         if self.status not in (0, 2, 75, -signal.SIGKILL):
