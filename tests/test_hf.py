@@ -20,7 +20,8 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import hf
 from llmq.checkpoint.export_files import SINGLE_FILE
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
 from llmq.config.model import ModelConfig
 from llmq.config.presets import model_warnings, preset
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, copy_tokenizer_files

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from llmq.base.dtypes import F32
-from llmq.checkpoint.hf import export_model
+from llmq.checkpoint.hf_export import export_model
 from llmq.config.presets import PRESETS
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is

@@ -1,13 +1,12 @@
-"""Weights and model directories in Hugging Face's format: import and export."""
+"""Model directories in Hugging Face's format: reading their weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,44 +14,25 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.base.dtypes import BF16, F32, OPTION_DTYPES, DType
+from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
-from llmq.base.files import check_readable, staged_directory
-from llmq.base.run_id import RunId
+from llmq.base.files import check_readable
 from llmq.checkpoint.export_files import (
-    CONFIG_FILE,
     INDEX_FILE,
-    MODEL_FILES,
     SINGLE_FILE,
-    run_record,
-    save_tokenizer,
-    tokenizer_files,
-    write_json,
 )
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
-    HashingSink,
     SafetensorsFile,
-    TensorSpec,
-    write_safetensors,
 )
-from llmq.config.model import ModelConfig
-from llmq.data.identity import RUN_FILE, TokenizerId
-from llmq.data.tokenizer import Tokenizer
 from llmq.model.arch.common import HfPart
-from llmq.state.params import Param, Slab, weight_table
+from llmq.state.params import Param, Slab
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
-MAX_SHARD_BYTES = 5_000_000_000
-"""Larger exports are split into several files, so that readers need not map one huge file."""
 
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
-
-
-# ------------------------------------------------------------------------------------------------
-# Import
 
 
 class HfTensor:
@@ -307,99 +287,3 @@ def _list(names: list[str]) -> str:
     """At most three of the names, and how many more there are."""
     more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-# ------------------------------------------------------------------------------------------------
-# Export
-
-
-def export_model(
-    out_dir: Path,
-    config: ModelConfig,
-    read: Callable[[Param], np.ndarray],
-    dtype: DType,
-    tokenizer: Tokenizer | Path | None = None,
-    made: TokenizerId | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    run: RunId | None = None,
-) -> list[str]:
-    """Write a directory that transformers loads; returns the names of its files.
-
-    read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
-    before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
-    makes the same ids. made, run: what made the ids that the model was trained on, and whose model
-    it is, noted in llmq.json. Nothing appears in out_dir before everything is on the disk; of what
-    is there already, only an older export is replaced.
-    Raises LlmqError where the disk is full or refuses.
-    """
-    option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
-        write_json(staging / CONFIG_FILE, config.to_hf(option))
-        write_json(staging / "generation_config.json", _generation_config(config))
-        sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
-        origin = run_record(made=made, run=run)
-        if origin:
-            write_json(staging / RUN_FILE, origin | {"sha256": sums})
-        save_tokenizer(staging, config, tokenizer)
-        return sorted(path.name for path in staging.iterdir())
-
-
-def _generation_config(config: ModelConfig) -> dict[str, Any]:
-    config = config.without_foreign_tokens()
-    eos = config.eos_token_ids
-    ids = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(eos) if len(eos) > 1 else config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
-    return {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
-
-
-def _write_weights(
-    directory: Path,
-    config: ModelConfig,
-    read: Callable[[Param], np.ndarray],
-    dtype: DType,
-    max_shard_bytes: int,
-) -> dict[str, str]:
-    """Returns the SHA-256 of each file by its name."""
-    table = weight_table(config)
-    shards: list[list[TensorSpec]] = [[]]
-    for param in (p for slab in table for p in slab.params):
-        for part in param.hf:
-            spec = TensorSpec(part.name, dtype, stored_shape(param, part))
-            filled = sum(s.nbytes for s in shards[-1])
-            if shards[-1] and filled + spec.nbytes > max_shard_bytes:
-                shards.append([])
-            shards[-1].append(spec)
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [SINGLE_FILE]
-    else:
-        specs = [spec for shard in shards for spec in shard]
-        metadata = {
-            "total_parameters": sum(prod(s.shape) for s in specs),
-            "total_size": sum(s.nbytes for s in specs),
-        }
-        files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
-        write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
-    arrays = _hf_tensors(table, read, dtype)
-    sums = {}
-    for name, shard in zip(names, shards, strict=True):
-        with open(directory / name, "wb") as file:
-            sink = HashingSink(file)
-            write_safetensors(sink, shard, islice(arrays, len(shard)), {"format": "pt"})
-        sums[name] = sink.digest.hexdigest()
-    return sums
-
-
-def _hf_tensors(
-    table: tuple[Slab, ...], read: Callable[[Param], np.ndarray], dtype: DType
-) -> Iterator[np.ndarray]:
-    for param in (p for slab in table for p in slab.params):
-        values = read(param)
-        for part in param.hf:
-            rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
-            yield part.stored(rows)

@@ -7,7 +7,8 @@ from pathlib import Path
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import exported_files, tokenizer_files
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import open_merged
 from llmq.config.presets import resolve_model
 from llmq.data.identity import noted_tokenizer

@@ -22,7 +22,7 @@ from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
-from llmq.checkpoint.hf import export_model
+from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.peft import AdapterConfig, export_adapter
 from llmq.checkpoint.retention import Kept, newest_usable, outdated

@@ -15,7 +15,8 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.hf import HfWeights, export_model
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
 from llmq.config.adapters import adapters_of
 from llmq.config.command_line import flag
