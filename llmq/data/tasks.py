@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import check_readable
 from llmq.base.records import json_layout, read_json, read_rows
+from llmq.data.record_text import whole_characters
 
 Record = Mapping[str, Any]
 
@@ -304,6 +305,9 @@ def _records(path: Path) -> Iterator[tuple[Record, str]]:
     for item in read_json(str(path), layout, 0, 0):
         try:
             record = json.loads(item.text)
+            if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
+                whole = whole_characters(json.dumps(record, ensure_ascii=False), item.text)
+                record = json.loads(whole)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{item.where}: no JSON ({error})") from None
         if not isinstance(record, dict):
