@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HANG_SECONDS = 20  # by the clock, of a machine that may be busy with other things
+HANG_SECONDS = 60  # by the clock, of a machine that may be busy with other things
 CPU_SECONDS = 20  # no attempt needs two
 MEMORY = 4 << 30  # bytes more than this process has
 

@@ -1,7 +1,7 @@
 """Runs whose numbers go wrong in six ways, under every --guard.
 
-What goes wrong goes wrong at places in the data, so that a rollback, which leaves data out, can help
-where that is why, and so that a run that is stopped and goes on meets the same.
+What goes wrong goes wrong at places in the data: so a rollback, which leaves data out, can help
+where that is why, and a run that is stopped and goes on meets the same.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _spoil(array: np.ndarray, value: float) -> None:
 class Divergence:
     """Each attempt goes on from 40 good steps into trouble."""
 
-    name, title = "divergence", "Divergences"
+    name, title, quick = "divergence", "Divergences", 3
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """The good part, which all begin with."""
@@ -124,7 +124,7 @@ class Divergence:
             )
             problems += after.problems
             if after.status and options["guard"] != "off":
-                problems.append(("lost", f"it does not go on: {after.text[-300:]}"))
+                problems.append(("lost", f"it does not go on: {after.text[-2500:]}"))
             return problems
         finally:
             shutil.rmtree(root)

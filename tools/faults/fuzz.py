@@ -43,7 +43,7 @@ _PLANNED = ("train", "plan")  # they allocate nothing
 TEXTS = [
     "", " ", "x", "0", "1", "-1", "2", "3", "7", "64", "1e3", "0.5", "-0.5", "nan", "inf", "-inf",
     "1e400", "10" * 20, "0x10", "1_000", "٣", "8GiB", "12.5GiB", "-1GiB", "none", "auto", "all",
-    "true", "no", "out", "ckpt", "data", "data/new", "model", "tok", "text.txt", "o.yaml", "chat.jsonl",
+    "true", "no", "out", "ckpt", "data", "data/new", "model", "tok", "text.txt", "o.yaml",
     "log.json", "nowhere", "nowhere/at/all", "/dev/null", "/dev/full", "/dev/zero", "/proc/x",
     "/proc/self/mem", "data/*", "[", "**", "~", "~nobody", "a" * 300, "é漢\u202e", "\udcff", "\t\n",
     "--", "-", "=", "a=b", "{}", "%s", "$HOME", "../beyond", "ckpt/step_00000006", "fp32", "bf16",
@@ -83,7 +83,7 @@ def odd_arguments(kind: str, rng: random.Random) -> list[str]:
 class Options:
     """Each attempt is one command line."""
 
-    name, title = "options", "Odd options"
+    name, title, quick = "options", "Odd options", 24
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make what the commands read."""

@@ -93,7 +93,7 @@ def _lost(root: Path, committed: int) -> Problems:
 class Kills(_AtCalls):
     """Three of four die at a call, the others at any moment."""
 
-    name, title = "kills", "Kills"
+    name, title, quick = "kills", "Kills", 8
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One death."""
@@ -110,7 +110,7 @@ class Kills(_AtCalls):
 class WriteErrors(_AtCalls):
     """One call fails, or all from one on for a while."""
 
-    name, title = "errors", "Write errors"
+    name, title, quick = "errors", "Write errors", 8
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One error, or several in a row."""

@@ -13,6 +13,7 @@ was bad can be tried again: `--only`. Outcomes have categories:
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -35,10 +36,11 @@ class Outcome:
 
 
 class Machine(Protocol):
-    """name: on the command line. title: in the table."""
+    """name: on the command line. title: in the table. quick: faults that the tests try."""
 
     name: str
     title: str
+    quick: int
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Once, in an empty folder."""
@@ -69,7 +71,8 @@ class Tally:
     def record(self) -> dict[str, object]:
         """As JSON."""
         fields = {"title": self.title, "seed": self.seed, "seconds": round(self.seconds)}
-        return fields | {"tried": self.tried, "bad": self.bad, "worst": self.worst}
+        bad = {kind: dict(counts) for kind, counts in self.bad.items()}
+        return fields | {"tried": dict(self.tried), "bad": bad, "worst": self.worst}
 
 
 def attempts(
@@ -78,15 +81,10 @@ def attempts(
     seconds: float,
     tries: int | None,
     only: list[int],
-    first: int = 0,
 ) -> Iterator[tuple[int, Outcome]]:
     """Faults until the time is over or the number is reached."""
-    end, number = time.monotonic() + seconds, first
-    numbers = iter(only)
-    while only or (number - first < tries if tries is not None else time.monotonic() < end):
-        if only:
-            number = next(numbers, None)
-            if number is None:
-                return
+    end = time.monotonic() + seconds
+    for number in only or itertools.count():
+        if not only and (time.monotonic() >= end if tries is None else number >= tries):
+            return
         yield number, machine.attempt(random.Random(f"{seed} {machine.name} {number}"))
-        number += 1

@@ -108,7 +108,8 @@ KINDS = [
     Kind("records, packed", "packed.jsonl.gz", _tokenize("packed.jsonl.gz", "--tokenizer", "tok")),
     Kind("conversations", "chat.jsonl", _CHAT),
     Kind("chat template", "chat.jinja", [*_CHAT, "--chat-template", "chat.jinja"]),
-    Kind("task", "task.jsonl", ["eval", "out", "--task", "hellaswag=task.jsonl", "--device", "cpu"]),
+    Kind("task", "task.jsonl",
+         ["eval", "out", "--task", "hellaswag=task.jsonl", "--device", "cpu"]),
     Kind("tuned products", "tuned.json", _tuned, sealed=True),
     Kind("adapter", "adapter/*", _sample("out", "--adapter", "adapter")),
 ]  # fmt: skip
@@ -153,7 +154,7 @@ def write_inputs(root: Path) -> None:
 
 
 def write_runs(root: Path) -> None:
-    """What llmq writes: a run with all its files, token files that know their tokenizer, adapters."""
+    """What llmq writes: a run with all its files, token files of a tokenizer, adapters."""
     tokens = ["--tokenizer", "tok", "--eval-fraction", "0.3", "--workers", "1"]
     must(root, ["tokenize", "records.jsonl", *tokens, "--out", "data/new"])
     must(root, ["tokenize", "text.txt", *tokens, "--out", "data/named"])
@@ -174,7 +175,7 @@ def write_runs(root: Path) -> None:
 class Mutations:
     """Each attempt damages one file and has it read."""
 
-    name, title = "mutations", "Damaged files"
+    name, title, quick = "mutations", "Damaged files", 40
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make one file of each kind, and read each of them whole."""

@@ -11,8 +11,9 @@ from typing import Any
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2, 0.5, 1e308, float("inf"), float("nan"), 10**12, 2**63, 10**30,
-    -(2**40), "", "x", "0", "-1", "nan", "../../x", "/etc/passwd", "\0", "\ud800", "é漢", "a" * 5000,
-    "{{", "(" * 200, [], {}, [[]], [None], {"": ""}, [1, 2, 3], {"a": {"b": []}}, list(range(3000)),
+    -(2**40), "", "x", "0", "-1", "nan", "../../x", "/etc/passwd", "\0", "\ud800", "é漢",
+    "a" * 5000, "{{", "(" * 200, [], {}, [[]], [None], {"": ""}, [1, 2, 3], {"a": {"b": []}},
+    list(range(3000)),
 ]  # fmt: skip
 _SPECIAL = ("empty", "folder", "pipe", "loop", "zeros", "nothing", "text", "random")
 

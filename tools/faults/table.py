@@ -1,4 +1,4 @@
-"""Tallies as JSON, which later runs add to, and as a table."""
+"""Tallies as JSON, to which later runs add, and as a table."""
 
 from __future__ import annotations
 
@@ -7,13 +7,35 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools.faults.machine import CATEGORIES, Tally
+from tools.faults.machine import CATEGORIES
+
+_HEAD = """\
+# Faults
+
+`python -m tools.faults --report benchmarks/faults` has written this table; docs/checkpoints.md says
+what must hold. Each machine tries one fault at a time, in a process of its own, on a model of a few
+thousand weights on the CPU. bad counts the faults with a problem of any kind:
+
+| kind | what it is |
+| --- | --- |
+| traceback | an end that is no single line, or a status that is none of llmq's |
+| hang | no end in a minute, or in 20 s of processor time |
+| lost | a checkpoint or model that was complete is gone, or the next command does not go on |
+| touched | a file of somebody else is gone or changed |
+| changed | another result without a word |
+| left | what is ours stays behind after a command that ended well |
+
+"""
 
 
-def merge(path: Path, tally: Tally) -> None:
-    """Add a tally to a file; one of the same machine and seed is replaced only by adding up."""
-    records = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*records, tally.record()], indent=1) + "\n")
+def add_to_report(path: Path, record: dict[str, Any]) -> None:
+    """Add a tally to path.json, in place of one of the same machine and seed; write path.md."""
+    kept = path.with_suffix(".json")
+    known = json.loads(kept.read_text())["faults"] if kept.exists() else []
+    same = ("title", "seed")
+    known = [r for r in known if any(r[name] != record[name] for name in same)]
+    kept.write_text(json.dumps({"faults": [*known, record]}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(_HEAD + table([*known, record]))
 
 
 def table(records: list[dict[str, Any]]) -> str:
