@@ -74,8 +74,8 @@ class Judging:
             self._history.load(history)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LlmqError(
-                f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it ({error}); "
-                "use another checkpoint"
+                f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
+                f"({error}); use another checkpoint"
             ) from error
         self.reporter.total_steps = self.trainer.total_steps
         self.keeping.went_to(self.trainer.steps_done)

@@ -26,11 +26,22 @@ from llmq.train.trainer import Trainer
 from tests.runs import T, write_tokens
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems
-from tools.faults.place import command, copy, fresh_place, hashed, inside, must, touched, train
+from tools.faults.place import (
+    command,
+    copy,
+    fresh_place,
+    hashed,
+    inside,
+    must,
+    run_llmq,
+    touched,
+    train,
+)
 
 BEGIN, END = 40, 70  # steps: of the good part, and of the whole run
 CHUNKS = 4 * END
 KINDS = ("rate, for good", "rate, for a while", "one step", "gradients", "weights", "noise")
+CONTINUES = 3  # of a run that somebody starts again
 GUARDS = ("off", "warn", "skip", "rollback")
 _RUN = {
     "learning_rate": 3e-3, "batch_size": 1, "train_file": "data/long.bin", "ckpt_interval": 5,
@@ -118,16 +129,22 @@ class Divergence:
             problems = ended.problems + touched(root) + self._state(root, ended)
             if stop is not None:
                 problems += self._again(trouble, args, stop, root, ended)
-            more = {"steps": END + 5, "guard": "warn", "guard_recovery": None}
-            after = run(
-                inside(root, lambda: command(*train(**_RUN | options | more, **{"continue": ""})))
-            )
-            problems += after.problems
-            if after.status and options["guard"] != "off":
-                problems.append(("lost", f"it does not go on: {after.text[-2500:]}"))
+            if options["guard"] != "off":
+                problems += self._goes_on(root, options)
             return problems
         finally:
             shutil.rmtree(root)
+
+    def _goes_on(self, root: Path, options: dict[str, object]) -> Problems:
+        """Without the trouble --continue comes to an end: what turns out to be spoiled is known to
+        be bad the next time."""
+        more = {"steps": END + 5, "guard": "warn", "guard_recovery": None}
+        args = train(**_RUN | options | more, **{"continue": ""})
+        for _ in range(CONTINUES):
+            ended = run_llmq(root, args)
+            if ended.problems or not ended.status:
+                return ended.problems
+        return [("lost", f"it does not go on: {ended.text[-300:]}")]
 
     def _place(self, trouble: Trouble, name: str) -> Path:
         root = copy(self.template, self.folder / name)
