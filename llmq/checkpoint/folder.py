@@ -79,7 +79,8 @@ def check_own(path: Path) -> None:
     """
     if path.is_symlink():
         raise FileExistsError(errno.EEXIST, "it is a link")
-    if os.path.lexists(path) and not (_is_own(path) or is_complete(path)) and path.exists():
+    replaced = _UNFINISHED.fullmatch(path.name) is None and is_complete(path)
+    if not replaced and path.exists() and not _is_own(path) and path.exists():
         raise FileExistsError(errno.EEXIST, "it is no folder of a checkpoint's: move it away")
 
 
