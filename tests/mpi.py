@@ -19,7 +19,9 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMPI_MCA_btl": "self,sm",
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # the same of Open MPI 4
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_btl": "^tcp",  # shared memory, which releases of Open MPI call otherwise
     "OPENBLAS_NUM_THREADS": "1",
 }
 SECONDS = 100  # after which a test that hangs has failed

@@ -190,6 +190,15 @@ def test_too_little_host_memory():
     assert message.startswith("out of memory: ") and "; out of host memory: " in message
 
 
+def test_too_little_host_memory_for_saves_in_the_background():
+    """What makes room without costing a step anything is to write checkpoints as before."""
+    model = preset("Qwen2.5-0.5B")
+    config = options(batch_size=1, offload_opt_m=True, ckpt_background=True)
+    message = refused(config, model, Limits(device=20 * GIB, host=4 * GIB))
+    assert message.startswith("out of host memory: ") and "(largest: Checkpoint " in message
+    assert entries(message)[0][0] == ["--no-ckpt-background"]
+
+
 def test_host_memory_is_that_of_all_ranks():
     model, config = preset("Qwen2.5-0.5B"), options(batch_size=1, offload_opt_m=True, gpus=4)
     plan = make_plan(config, model, SPEC, "native", 4)

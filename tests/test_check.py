@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from llmq.checkpoint.verify import _digest, hash_share, problem_of
 from llmq.commands.cli import _run
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl
@@ -49,6 +51,26 @@ def test_what_is_whole(capsys):
     assert lines[5] == f"'out': Qwen3ForCausalLM, {finite}"
     assert "'data/eval.bin': 113 tokens, no checksums" in lines
     assert not any("DAMAGED" in line for line in lines)
+
+
+def test_what_was_hashed_is_not_read_again(tmp_path):
+    """Of two processes that see one disk each hashes a half of the files."""
+    path = shutil.copytree("ckpt/step_00000002", tmp_path / "step_00000002")
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+
+    def read(call):
+        before = _digest.cache_info().misses
+        assert call() is None
+        return _digest.cache_info().misses - before
+
+    assert len(names) == 3
+    halves = [read(lambda i=i: hash_share(path, i, 2)) for i in (0, 1)]
+    assert sorted(halves) == [1, 2] and read(lambda: problem_of(path)) == 0
+    (path / names[0]).write_bytes(b"x" * (path / names[0]).stat().st_size)
+    assert read(lambda: hash_share(path, 0, 1)) == 1
+    assert names[0] in problem_of(path)
+    (path / "checkpoint.json").write_text("{}")
+    assert read(lambda: hash_share(path, 0, 1)) == 0, "the others tell what is wrong"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_plan_has_the_flags_of_train():
     for line in flag_list():
         command, _, spellings = line.partition(" ")
         flags.get(command, set()).add(spellings)
-    assert flags["train"] - flags["plan"] == {"--dry-run", "--auto"}
+    assert flags["train"] - flags["plan"] == {"--dry-run", "--auto", "--restarts"}
     own = {"--gpu-memory", "--host-memory", "--card", "--fit", "--placement", "--json"}
     assert flags["plan"] - flags["train"] == own | {"--card-file", "--machines", "--network"}
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llmq.config.options_io import make_config
+from llmq.train.model_of_run import model_of_run
+from llmq.train.trainer import Trainer
 from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, hf_model, random_batch, trainer_for
@@ -261,6 +264,40 @@ def test_checkpoint_resumes_bit_for_bit(tmp_path):
     with trainer_for(tmp_path, **options) as trainer:
         trainer.load(saved)
         assert [trainer.step(batch).loss for batch in batches[3:]] == losses
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("host", ["nothing", "pinned", "write-combined"])
+def test_a_copy_beside_a_step_is_of_its_beginning(tmp_path, host, graphs):
+    """Two steps are enqueued before anybody waits; the second one finds its graphs."""
+    hf_model("qwen2").save_pretrained(tmp_path)
+    given = {"model": tmp_path, "device": "cuda", "model-dtype": "bf16", "opt-v-dtype": "e4m3"}
+    given |= {"ckpt-background": True, "use-cuda-graphs": graphs, "seq-len": T, "batch-size": 2}
+    given |= {"grad-accumulation": 2, "eval-file": "none", "learning-rate": 1e-2, "steps": 9}
+    if host != "nothing":
+        given |= dict.fromkeys(("offload-opt-m", "offload-opt-v", "offload-master"), True)
+        given |= {"master-dtype": "fp32", "write-combined": host == "write-combined"}
+    config = make_config(given)
+    rng = np.random.default_rng(2)
+    with Trainer.from_config(config, *model_of_run(config)) as trainer:
+        trainer.load_weights()
+        batches = [random_batch(rng, T=T) for _ in range(2)]
+        for _ in range(3):
+            trainer.step(batches)
+        rank = trainer.ranks.first
+        state = rank.step.stored_state()
+        expected = [trainer.dev.download(piece.tensor) for of in state.values() for piece in of]
+        rank.step.snapshot.take()
+        tickets = [trainer.enqueue_step(batches) for _ in range(2)]
+        copies = [piece.tensor for of in rank.step.snapshot.copy.values() for piece in of]
+        trainer.result(tickets[-1])
+        assert rank.step.snapshot.is_done(), "the first update has waited for it"
+        for found, want in zip(copies, expected, strict=True):
+            assert np.array_equal(found.numpy().view(np.uint8), want.view(np.uint8)), found
+        now = [trainer.dev.download(piece.tensor) for of in state.values() for piece in of]
+        changed = [np.array_equal(a, b) for a, b in zip(now, expected, strict=True)]
+        assert not all(changed)
+        assert trainer.usage == trainer.plan.usage
 
 
 def test_the_host_never_waits_inside_a_step(tmp_path):

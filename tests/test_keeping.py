@@ -12,7 +12,7 @@ import pytest
 
 from llmq.base.signals import OutOfTime
 from llmq.config.options_io import make_config
-from llmq.train import keeping, requests
+from llmq.train import cleaning, requests
 from llmq.train.requests import Requests
 from tests.runs import make_workplace, records, signal_after, train
 
@@ -72,7 +72,7 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
             content[-3] ^= 4
             file.write_bytes(content)
 
-    monkeypatch.setattr(keeping, "forget_pages", damage)
+    monkeypatch.setattr(cleaning, "forget_pages", damage)
     options = SHORT | {"ckpt_interval": 2, "ckpt_keep_n": 1}
     assert train(**options, steps=9) == 0
     out = capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
     assert "WARNING: the checkpoint of step 8 could not be read back, older ones stay: " in out
     assert kept() == [2, 4, 6, 8]
     calls.clear()
-    monkeypatch.setattr(keeping, "forget_pages", lambda path: calls.append(path.name))
+    monkeypatch.setattr(cleaning, "forget_pages", lambda path: calls.append(path.name))
     assert train(**options, steps=13, **{"continue": ""}) == 0
     out, err = capsys.readouterr()
     assert "Loading checkpoint 6" in out and "passed over checkpoint 'ckpt/step_00000008'" in err
@@ -159,6 +159,10 @@ def test_the_end_leaves_time_for_a_checkpoint(monkeypatch):
     clock.now += 2
     assert quick.for_end()
     assert not Requests(make_config({}), 10**15).for_end()
+    for background in (False, True):  # where one may be under way there is time for two
+        of = Requests(make_config({"max-hours": 1, "ckpt-background": background}), 100 * 10**8)
+        clock.now += 3600 - 2 * 150 - 2 + 1
+        assert of.for_end() == background
 
 
 def test_max_hours_ends_with_a_checkpoint(capsys):

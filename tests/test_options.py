@@ -146,6 +146,7 @@ def test_defaults_of_known_flags():
         "watchdog": 300,
         "shard-over": "machine",
         "measure-scaling": False,
+        "ckpt-background": False,
         "download": False,
         "seed": 42,
         "tensorboard": None,

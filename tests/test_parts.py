@@ -70,7 +70,7 @@ def test_who_sees_whose_files():
 
 def test_machines_that_share_no_disk(capfd):
     stopped = {"process": 1, "step": 4, "what": "terminate"}
-    on_ab = {"machines": ["a", "b"], **OPTIONS}
+    on_ab = {"machines": ["a", "b"], "ckpt_background": True, **OPTIONS}
     turned = [["--gpus=1"], ["--gpus=2"]]
     _, out, err = run(
         2,
@@ -129,23 +129,26 @@ def test_machines_that_share_no_disk(capfd):
 
 
 def test_a_disk_of_one_machine_that_refuses():
-    """Files that cannot be written, and a checkpoint that can be made visible on the other only."""
+    """Files that cannot be written, and a checkpoint that can be made visible on the other only;
+    also where threads write."""
     options = OPTIONS | {"gpus": 1, "steps": 3, "save_training_state": False}
     options |= {"debug_time_breakdown": ""}
-    cases = {"full": "disk full", "nameless": "no names"}
+    cases = {"full": ("disk full", False), "nameless": ("no names", False)}
+    cases |= {"full-behind": ("disk full", True), "nameless-behind": ("no names", True)}
     _, out, _ = run(
         2,
         *(
             case(
                 {"process": 1, "step": 1, "what": what}, machines=["a", "b"], **options,
                 checkpoint_dir=f"{name}/ckpt", out_dir=f"{name}/out", log_file=f"{name}/log.json",
+                ckpt_background=background,
             )
-            for name, what in cases.items()
+            for name, (what, background) in cases.items()
         ),
     )  # fmt: skip
-    assert out.count("status of process 0: 0") == 2, out
+    assert out.count("status of process 0: 0") == 4, out
     warnings = [line for line in out if line.startswith("WARNING: no checkpoint of step 2: proc")]
-    assert len(warnings) == 2 and all("on machine 'b'" in line for line in warnings), out
+    assert len(warnings) == 4 and all("on machine 'b'" in line for line in warnings), out
     for name in cases:
         assert listing(f"a/{name}") == listing(f"b/{name}") == []
         assert records("cmd", f"a/{name}/log.json")[0]["machines"] == ["a", "b"]

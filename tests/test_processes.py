@@ -130,7 +130,8 @@ def test_an_interrupted_run_goes_on_in_another_number_of_processes():
 
 
 def test_several_processes_agree_on_rollbacks_and_checkpoints():
-    """A signal of one process, the first one's clock, and a guard that goes back."""
+    """A signal of one process, the first one's clock, and a guard that goes back; checkpoints that
+    are written in the background are the same, too."""
     guarded = ROLLBACK | {"steps": 30, "ckpt_interval": 5, "ckpt_keep_n": 3}
     bad = {"process": None, "step": 24, "what": "explode"}
     asked = {"steps": 4, "batch_size": 1, "ckpt_interval": 0, "eval_file": "none"}
@@ -138,7 +139,7 @@ def test_several_processes_agree_on_rollbacks_and_checkpoints():
         2,
         case({"process": 1, "step": 1, "what": "save"}, gpus=1, **asked, **places("asked")),
         case(gpus=1, max_hours=0.0001, **asked, **places("late")),
-        case(bad, gpus=1, **guarded, **places("two")),
+        case(bad, gpus=1, **guarded, **places("two"), ckpt_background=True),
     )
     ends = [int(line.split()[-1]) for line in out if line.startswith("status of process 0")]
     assert ends == [0, OutOfTime.STATUS, 0] and "error" not in err, err
@@ -184,14 +185,17 @@ def test_a_full_disk_and_damaged_data_of_one_process():
     _, out, err = run(
         2,
         case(full, **options, **places("full")),
-        case(damaged, **options, **places("damaged")),
+        case(damaged, **options, **places("damaged"), ckpt_background=True),
+        case(full, **options, **places("behind"), ckpt_background=True),
     )
     warnings = [line for line in out if line.startswith("WARNING: no checkpoint of step 2")]
-    assert len(warnings) == 1, out
-    assert len([line for line in err.splitlines() if line.startswith("error")]) == 2, err
+    assert len(warnings) == 2, out
+    assert len([line for line in err.splitlines() if line.startswith("error")]) == 3, err
     assert "process 1 on machine" in err and "'data/train-0.bin' is damaged" in err
     assert len(records("step", "full.json")) == 5, "the run goes on"
+    assert len(records("step", "behind.json")) == 5
     assert list(Path("full-ckpt").glob("step_*")) == []
+    assert list(Path("behind-ckpt").glob("step_*")) == []
     assert sorted(os.listdir("damaged-ckpt")) == ["step_00000002", "step_00000003"]
 
 

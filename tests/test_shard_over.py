@@ -78,7 +78,7 @@ def test_checkpoints_of_machines():
     succeed(
         2,
         case(gpus=2, **rest, **places("whole")),
-        case(gpus=2, **first, **places("parts")),
+        case(gpus=2, **first, **places("parts"), ckpt_interval=2, ckpt_background=True),
         case(gpus=2, **rest, **places("parts"), **{"continue": ""}),
         case(gpus=2, **first, **places("moved")),
         names="ab",
@@ -113,7 +113,7 @@ def test_replicas_on_disks_of_their_own():
     _, out, err = run(
         2,
         case(**on_ab, **places("whole")),
-        case(**on_ab | {"steps": 2}, **places("parts")),
+        case(**on_ab | {"steps": 2}, **places("parts"), ckpt_interval=1, ckpt_background=True),
         case(**on_ab, **places("parts"), **{"continue": ""}),
     )
     assert out.count("status of process 0: 0") == 3, err

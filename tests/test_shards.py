@@ -87,7 +87,7 @@ class Holder:
     def write(self, directory):
         writer = CheckpointWriter(directory, 7, self.rank, self.world)
         groups = self.state.items()
-        return writer, [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return writer, [write_group(self.dev.download, writer, *g, self.beat) for g in groups]
 
     def check(self):
         for group, pieces in self.state.items():

@@ -168,6 +168,31 @@ def test_weights_that_are_made_anew_while_steps_are_enqueued(name):
     assert_same_run(got, run(world, accum, again, of=MODEL, **options))
 
 
+def copied(session: Session) -> list:
+    """Steps beside which the state is copied, for a checkpoint that is written meanwhile."""
+    step, dev = session.step, session.dev
+    results = [step.result(session.train(i)) for i in range(2)]
+    pieces = [piece for of_group in step.stored_state().values() for piece in of_group]
+    expected = [dev.download(piece.tensor).tobytes() for piece in pieces]
+    step.snapshot.take()
+    tickets = [session.train(i) for i in (2, 3)]
+    results += [step.result(ticket) for ticket in tickets]
+    copies = [piece for of_group in step.snapshot.copy.values() for piece in of_group]
+    dev.synchronize()
+    assert [piece.tensor.numpy().tobytes() for piece in copies] == expected
+    assert [dev.download(piece.tensor).tobytes() for piece in pieces] != expected
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", "one rank, quants", "copies, everything, fp8", "nccl, codes"]
+)
+def test_updates_wait_for_a_copy_of_the_state(name, monkeypatch):
+    monkeypatch.setattr("llmq.state.snapshot.COPIED", 4096)
+    world, accum, options = CASES[name]
+    on_streams(world, accum, options | {"ckpt_background": True}, program=copied, pause=1e-4)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_steps_of_more_micro_steps_than_slots(monkeypatch, world):
     """The host waits before it writes what the device has not taken yet."""

@@ -8,10 +8,13 @@ from typing import TextIO
 
 
 class LlmqError(Exception):
-    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits 2.
+    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits with
+    STATUS.
 
     details: further lines, where what to do is a list; str() of the error has them too.
     """
+
+    STATUS = 2
 
     def __init__(self, headline: str = "", details: Sequence[str] = ()):
         super().__init__(headline)
@@ -31,6 +34,12 @@ class DataError(LlmqError):
 
 class DiskError(LlmqError):
     """What was to be written could not be; nothing of it is left, and what was there stays."""
+
+
+class MachineError(LlmqError):
+    """A GPU, its driver or another process does not do what it should: later it may."""
+
+    STATUS = 71  # EX_OSERR of sysexits.h
 
 
 class DiskFull(DiskError):

@@ -1,6 +1,8 @@
 """Signals that ask a run to end, and how they end what is going on."""
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,15 +51,21 @@ class SaveSignal:
         self._asked = True
 
 
+SUPERVISED = "LLMQ_SUPERVISED"  # in the environment of a run whose parent passes signals on
+PASSED_ON = 1.0  # seconds in which the parent's signal follows the one that all processes got
+
+
 class FirstSignal:
     """Keeps the first ending signal, for whoever looks; a second one acts as usual.
 
-    But not SIGHUP: when a terminal goes, its shell and the system send one each.
+    But not SIGHUP: when a terminal goes, its shell and the system send one each. Nor does what a
+    parent passes on, which may have come from somebody who sends it to all processes.
     signum: of the signal, None as long as there was none.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._since = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> None:
@@ -69,7 +77,15 @@ class FirstSignal:
             signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: object) -> None:
-        self.signum = signum
+        if self.signum is None:
+            self.signum, self._since = signum, time.monotonic()
+            if SUPERVISED not in os.environ:
+                self._act_as_usual()
+        elif time.monotonic() - self._since > PASSED_ON:
+            self._act_as_usual()
+            os.kill(os.getpid(), signum)
+
+    def _act_as_usual(self) -> None:
         self.__exit__()
         if signal.SIGHUP in self._before:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -15,7 +15,6 @@ one for each 128 of its elements. Until it is complete the directory is called s
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -33,7 +32,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.base.run_id import RunId
-from llmq.checkpoint.folder import check_own
+from llmq.checkpoint.folder import check_own, checkpoint_path, discard, unfinished
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -111,9 +110,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
-        self.path = directory / f"step_{step:08d}"
+        self.path = checkpoint_path(directory, step)
         self.step, self.rank, self.world = step, rank, world
-        self.temporary = self.path.with_name(self.path.name + ".tmp")
+        self.temporary = unfinished(directory, step)
         with disk_errors(self.temporary):
             make_directory(directory)
             check_own(self.temporary)  # what is there would be deleted
@@ -132,8 +131,8 @@ class CheckpointWriter:
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
-        is in memory at a time. LlmqError if the disk is full or refuses; a single rank's unfinished
-        checkpoint is gone then, of several ranks one calls `discard` when none writes any more.
+        is in memory at a time. Threads may write several groups at once. DiskError if the disk is
+        full or refuses: then somebody calls `discard`, when no rank writes any more.
         """
         pieces = []
         for param, start, stop in ranges:
@@ -153,14 +152,9 @@ class CheckpointWriter:
             raise ValueError(f"CheckpointWriter.write: {group}: a parameter is given twice")
         name = f"{group}.shard_{self.rank:03d}_of_{self.world:03d}.safetensors"
         metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
-        try:
-            with replacing(self.temporary / name) as file:
-                sink = HashingSink(file)
-                write_safetensors(sink, specs, arrays, metadata)
-        except BaseException:
-            if self.world == 1:  # else a peer might miss the directory before this is known
-                self.discard()
-            raise
+        with replacing(self.temporary / name) as file:
+            sink = HashingSink(file)
+            write_safetensors(sink, specs, arrays, metadata)
         return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
 
     def document(
@@ -219,7 +213,7 @@ class CheckpointWriter:
 
     def discard(self) -> None:
         """Give up: remove what was written by any rank."""
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        discard(self.path.parent, self.step)
 
 
 class Content(NamedTuple):

@@ -51,6 +51,15 @@ class Disks:
         index = self.group.index
         return self.of[index] == index if self.apart else index == 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which one this process is of those that see its disk, and how many they are."""
+        index = self.group.index
+        if not self.apart:
+            return index, self.group.count
+        beside = [process for process, of in enumerate(self.of) if of == self.of[index]]
+        return beside.index(index), len(beside)
+
     def each(self, fn: Callable[[], T]) -> list[T]:
         """What fn returns on each disk, in order, by its first process.
 

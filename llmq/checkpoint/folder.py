@@ -21,6 +21,21 @@ _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
 
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step_{step:08d}"
+
+
+def unfinished(directory: Path, step: int) -> Path:
+    """Where it lies until it is complete."""
+    return checkpoint_path(directory, step).with_suffix(".tmp")
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove an unfinished checkpoint, which nobody may be writing."""
+    shutil.rmtree(unfinished(directory, step), ignore_errors=True)
+
+
 def entries(directory: Path) -> list[Path]:
     """What is in a directory, sorted; nothing where there is none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -50,15 +51,18 @@ class Manifest:
         made: tuple[str | None, TokenizerId | None],
         base: BaseId | None = None,
     ) -> Manifest:
-        """Of a run with these options. made: tokenizer and its identity. base: of adapters."""
+        """Of a run with these options, which may go on: nothing of it is shared.
+
+        made: tokenizer and its identity. base: of adapters.
+        """
         options = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in asdict(config).items()
         }
         return cls(
             model=model,
-            loader=loader,
-            state=state,
+            loader=copy.deepcopy(loader),
+            state=copy.deepcopy(state),
             options=options,
             tokenizer=made[0],
             run=run,

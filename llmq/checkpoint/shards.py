@@ -20,7 +20,7 @@ from llmq.checkpoint.checkpoint import (
 )
 from llmq.runtime.device import Device
 from llmq.state.params import Param
-from llmq.state.pieces import Piece
+from llmq.state.pieces import Piece, State
 
 Part = tuple[int, np.ndarray]
 """Values of a parameter from an index on."""
@@ -36,11 +36,16 @@ def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Te
 
 
 def write_group(
-    dev: Device, writer: CheckpointWriter, group: str, pieces: Sequence[Piece], beat: Beat
+    fetch: Callable[[Tensor], np.ndarray],
+    writer: CheckpointWriter,
+    group: str,
+    pieces: Sequence[Piece],
+    beat: Beat,
 ) -> FileEntry:
     """Write what is a rank's own of a group into its file of a checkpoint, in one format.
 
-    The widest: weights that are not trained may lie in another one than masters.
+    The widest: weights that are not trained may lie in another one than masters. fetch: gives the
+    content of a part of a piece.
     """
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
@@ -51,7 +56,7 @@ def write_group(
 
     def read(param: Param, start: int, stop: int) -> np.ndarray:
         beat()
-        values = dev.download(_values(group, homes[param.name], param, start, stop))
+        values = fetch(_values(group, homes[param.name], param, start, stop))
         return values.astype(dtype.numpy, copy=False)
 
     return writer.write(group, dtype, ranges, read)
@@ -73,7 +78,7 @@ def read_group(
             dev.upload(target, values.astype(target.dtype.numpy, copy=False))
 
 
-def check_formats(reader: CheckpointReader, state: dict[str, list[Piece]]) -> None:
+def check_formats(reader: CheckpointReader, state: State) -> None:
     """ConfigError where moments would have to be converted to or from 8 bits."""
     for scales, group in SCALES.items():
         if (scales in reader.groups) != (scales in state):

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,11 +91,27 @@ def problem_of(path: Path, group: Processes | None = None) -> str | None:
             i for i, other in enumerate(parts) if other is not None and other.view == part.view
         ]
         if problem is None:
-            entries = [e for i, e in enumerate(document["files"]) if part.here >> i & 1]
-            problem = damage(path, entries[alike.index(group.index) :: len(alike)])
+            problem = damage(path, _share(document, part, alike.index(group.index), len(alike)))
     elif not any(parts):
         return f"'{path}' is not a complete checkpoint: it has no {MANIFEST}"
     return _first(group, group.gather(problem))
+
+
+def hash_share(path: Path, index: int, count: int) -> None:
+    """Hash what `problem_of` asks the index-th of so many processes for, which all see one disk.
+
+    In any thread, without the others; then `problem_of` reads none of these files once more. It
+    also tells what is wrong.
+    """
+    with suppress(LlmqError):
+        document = read_manifest(path / MANIFEST)
+        damage(path, _share(document, part_of(path, document), index, count))
+
+
+def _share(document: dict[str, Any], part: Part, index: int, count: int) -> list[dict[str, Any]]:
+    """Of the files that are here, those that one of several processes hashes."""
+    here = [entry for i, entry in enumerate(document["files"]) if part.here >> i & 1]
+    return here[index::count]
 
 
 def _look(path: Path) -> tuple[dict[str, Any] | None, Part | None, str | None]:

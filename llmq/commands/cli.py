@@ -100,7 +100,7 @@ def _command(prog_name: str) -> Any:
 
 
 def _run(args: list[str], prog_name: str = "llmq") -> int:
-    """Run a command and return the exit status: 2 after an error that the user can fix.
+    """Run a command and return the exit status: LlmqError.STATUS after what the user can fix.
 
     prog_name: the console script, by which completion finds it.
     """
@@ -127,7 +127,7 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
             raise
         details = error.details if isinstance(error, LlmqError) else ()
         print(f"error: {one_line(error)}", *details, sep="\n", file=sys.stderr)
-        return 2
+        return error.STATUS if isinstance(error, LlmqError) else LlmqError.STATUS
     return status if isinstance(status, int) else 0
 
 

@@ -20,6 +20,7 @@ from llmq.commands.common import (
 )
 from llmq.commands.several import joined
 from llmq.config.command_line import command_line
+from llmq.config.options_io import config_of, layers_of
 from llmq.runtime.processes import Processes, refuse_several
 
 
@@ -40,14 +41,47 @@ def train(
         ),
     ] = False,
     reserve: Reserve = None,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Start the run again from its newest good checkpoint, up to so many times, when a "
+            "GPU, the driver or the process has crashed.",
+        ),
+    ] = 0,
 ) -> None:
     """Train a model, or continue to."""
+    if restarts > 0:
+        raise typer.Exit(_restarted(given, config_file, dry_run, restarts))
     if auto:
         refuse_several("--auto", "let `llmq plan --fit` choose the options beforehand")
     if dry_run:
         refuse_several("--dry-run", "use `llmq plan`")
     with joined() as processes:
         _train(processes, given, config_file, save, dry_run, auto, reserve)
+
+
+def _restarted(
+    given: dict[str, Any], config_file: Path | None, dry_run: bool, restarts: int
+) -> int:
+    """--restarts: the status with which the last attempt has ended."""
+    from llmq.train.restarts import supervise
+
+    refuse_several("--restarts", "let the job's script start it again, with --continue")
+    if dry_run:
+        raise ConfigError("--restarts: a plan is not started again: leave out --dry-run")
+    if config_file is not None and config_file.exists() and not config_file.is_file():
+        raise ConfigError(f"--restarts: '{config_file}' cannot be read again: give a file")
+    layers = layers_of(given, config_file)
+    values, inherited = layers[0] | layers[1], {}
+    if values.get("continue_from") is not None:
+        from llmq.train.resume import inherited_options
+
+        inherited = inherited_options(values)
+    config = config_of(layers, inherited)
+    arguments = sys.argv[1:] if sys.argv[1:2] == ["train"] else ["train", *sys.argv[1:]]
+    return supervise([sys.executable, "-m", "llmq", *arguments], config, restarts)
 
 
 def _train(

@@ -45,6 +45,14 @@ Layers = tuple[dict[str, Any], dict[str, Any]]
 """What a file says and what is given, by field name; what is given wins."""
 
 
+def check_scripted(config: TrainConfig) -> None:
+    """ConfigError for what `llmq train` does and llmq.Trainer leaves to its caller."""
+    if config.continue_from is not None:
+        raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
+    if config.ckpt_background:
+        raise ConfigError("--ckpt-background: has no effect here, where save() writes at once")
+
+
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
 

@@ -31,6 +31,11 @@ class SafetyFields(Fields):
     ckpt_every_minutes: float = option(
         _GROUP, 0.0, "Minutes without a checkpoint after which one is written, too; 0: any", min=0
     )
+    ckpt_background: bool = switch(
+        _GROUP,
+        "Write checkpoints while training goes on, from a copy of the state in host memory, which "
+        "takes as much of it as a checkpoint of the disk",
+    )
     max_hours: float = option(
         _GROUP,
         0.0,

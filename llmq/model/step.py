@@ -37,8 +37,9 @@ from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import AdamW
-from llmq.state.pieces import Piece
+from llmq.state.pieces import Piece, State
 from llmq.state.placement import Placement, table_of
+from llmq.state.snapshot import Snapshot
 from llmq.state.weights import Weights
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
@@ -136,6 +137,8 @@ class Step:
         self.model = Model(
             dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
         )
+        background = options.ckpt_background
+        self.snapshot = Snapshot(dev, self.stored_state()) if background else None
 
     def _open_inbox(self) -> int:
         """Where the device finds what one micro-step reads; returns its words.
@@ -230,6 +233,8 @@ class Step:
 
     def update(self) -> int:
         """Enqueue the optimizer; returns the ticket of the step's result."""
+        if self.snapshot is not None:
+            self.snapshot.hold()
         self.dev.graph(("update",), self._update)
         self.weights.updated()
         self._goes_on = True
@@ -277,7 +282,7 @@ class Step:
         self._last_read = max(self._last_read, ticket)
         return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
 
-    def state(self) -> dict[str, list[Piece]]:
+    def state(self) -> State:
         """Weights and moments of this rank, by group."""
         optimizer = self.optimizer
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
@@ -293,7 +298,7 @@ class Step:
             for group, tensors in groups.items()
         }
 
-    def stored_state(self) -> dict[str, list[Piece]]:
+    def stored_state(self) -> State:
         """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
         if self.options.lora_rank:

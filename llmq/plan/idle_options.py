@@ -24,19 +24,7 @@ _NEEDING = {
 
 def option_warnings(config: TrainConfig) -> list[str]:
     """One line for every option that has no effect beside the others."""
-    lines = []
-    if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
-        lines.append(
-            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
-            "deleted"
-        )
-    writes = config.ckpt_interval > 0 or config.save_training_state
-    writes |= config.ckpt_every_minutes > 0 or config.max_hours > 0
-    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
-        lines.append(
-            f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
-            "--save-training-state: no checkpoints are written"
-        )
+    lines = _of_checkpoints(config)
     if config.guard != "rollback" and config.guard_recovery != _DEFAULTS.guard_recovery:
         given = flag("guard_recovery", config.guard_recovery)
         lines.append(f"{given} has no effect without --guard rollback")
@@ -79,6 +67,30 @@ def option_warnings(config: TrainConfig) -> list[str]:
         return lines
     on_cpu = [f"{flag} has no effect with --device cpu" for flag in _idle_on_cpu(config)]
     return on_cpu + _but_on_cpu(config, lines)
+
+
+def _of_checkpoints(config: TrainConfig) -> list[str]:
+    lines = []
+    if config.ckpt_major > 0 and config.ckpt_keep_n <= 0:
+        lines.append(
+            f"--ckpt-major has no effect with --ckpt-keep-n {config.ckpt_keep_n}: nothing is "
+            "deleted"
+        )
+    writes = config.ckpt_interval > 0 or config.save_training_state
+    writes |= config.ckpt_every_minutes > 0 or config.max_hours > 0
+    if 0 < config.ckpt_keep_n != _DEFAULTS.ckpt_keep_n and not writes:
+        lines.append(
+            f"--ckpt-keep-n {config.ckpt_keep_n} has no effect without --ckpt-interval and "
+            "--save-training-state: no checkpoints are written"
+        )
+    goes_on = config.ckpt_interval > 0 or config.ckpt_every_minutes > 0
+    goes_on |= config.keep_best is not None or config.save_training_state
+    if config.ckpt_background and not goes_on:
+        lines.append(
+            "--ckpt-background has no effect but for checkpoints that are asked for: neither "
+            "--ckpt-interval nor --ckpt-every-minutes writes any"
+        )
+    return lines
 
 
 def idle_with_model(config: TrainConfig, model: ModelConfig) -> list[str]:

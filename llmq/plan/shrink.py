@@ -98,7 +98,10 @@ REARRANGING: tuple[Saver, ...] = (
 # What can be in host memory.
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
 # These need less of it, and more of the device's.
-STAYING: tuple[Saver, ...] = tuple(_not(name) for name in (*PLACES, "offload_quants"))
+STAYING: tuple[Saver, ...] = (
+    _not("ckpt_background"),  # which needs nothing of the device
+    *(_not(name) for name in (*PLACES, "offload_quants")),
+)
 # What else leaves least on the device, whatever it costs.
 LIGHTEST: Changes = {
     "recompute_block": True,

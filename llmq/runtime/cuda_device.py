@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, MachineError
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
@@ -23,7 +23,8 @@ from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 
-STREAMS = ("main", "comm", "exchange", "copy", "store", "stage")
+STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
+NOT_READY = 600  # cudaErrorNotReady
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 
@@ -93,7 +94,7 @@ class CudaDevice(Device):
             self._runtime.setDevice(self.index)
             free, _ = self._runtime.memGetInfo()
         except self._runtime.CUDARuntimeError as error:
-            raise LlmqError(
+            raise MachineError(
                 f"{gpu} cannot be opened ({error}); see nvidia-smi for what else uses it"
             ) from error
         if need > free:
@@ -214,6 +215,13 @@ class CudaDevice(Device):
 
     def _wait(self, event: CudaEvent) -> None:
         self._graphs.wait(event, self._stream)
+
+    def has_passed(self, event: CudaEvent) -> bool:
+        self._runtime.setDevice(self.index)  # else the thread would open GPU 0
+        status = self._runtime.eventQuery(event.handle)
+        if status not in (0, NOT_READY):
+            raise RuntimeError(f"looking after copies: CUDA error {status}; {LATE}")
+        return status == 0
 
     @property
     def capturing(self) -> bool:

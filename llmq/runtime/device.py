@@ -222,7 +222,8 @@ class Device(ABC):
         """Make a stream the current one within the `with` block.
 
         "main": compute. "comm": collectives, "exchange": those of gradients where they run beside
-        gathers. "copy": host to device. "store": device to host. "stage": what peers get.
+        gathers. "copy": host to device. "store": device to host. "stage": what peers get. "save":
+        state on its way to a checkpoint, in no graph, which would wait for it.
         """
         before = self.stream_name
         self._switch(stream)
@@ -266,6 +267,10 @@ class Device(ABC):
         finally:
             self.clock = clock
         clock.stop()
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether the work before the event's last record is done; on any thread, at once."""
+        return True
 
     def _record(self, event: Event) -> None:  # noqa: B027 - without streams all is in order
         """Enqueue the event's record on the current stream."""

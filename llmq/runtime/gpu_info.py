@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import MachineError
 from llmq.runtime.nvml import open_nvml
 
 
@@ -57,7 +57,7 @@ def cuda_uuid(index: int) -> str:
 def gpu_info(index: int) -> GpuInfo:
     """GPU `index`, which must be usable and the calling thread's current one.
 
-    Raises LlmqError where others leave it no memory for us to begin with.
+    Raises MachineError where others leave it no memory for us to begin with.
     """
     from cupy.cuda import runtime
 
@@ -65,7 +65,7 @@ def gpu_info(index: int) -> GpuInfo:
     try:
         free, memory = runtime.memGetInfo()
     except runtime.CUDARuntimeError as error:
-        raise LlmqError(
+        raise MachineError(
             f"GPU {index} cannot be opened ({error}); see nvidia-smi for what else uses it"
         ) from error
     return GpuInfo(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, MachineError
 from llmq.runtime.world import World
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
@@ -251,7 +251,7 @@ class RankPool:
             for rank in range(self.world_size):
                 print(f"{self._name(rank)}: {self.doing(rank)}", file=sys.stderr, flush=True)
             self._fail(
-                LlmqError(
+                MachineError(
                     f"no rank has made progress for {idle:.0f} seconds; what they wait for is "
                     "above; raise --watchdog if this is not a hang, 0 switches it off"
                 )
@@ -335,4 +335,4 @@ def _end_process(threads: list[threading.Thread]) -> None:
     if any(thread.is_alive() for thread in threads):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(2)
+        os._exit(MachineError.STATUS)

@@ -24,13 +24,28 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> Piece:
-        """This rank's shard of a slab."""
+        """This rank's shard of a slab. The first replica, which plans are made of, writes most."""
         start, stop = dev.shard * slab.shard_size, (dev.shard + 1) * slab.shard_size
-        rows = slab.shard_size // ELEMENT_ALIGN
-        edges = [rows * i // dev.replicas * ELEMENT_ALIGN for i in (dev.replica, dev.replica + 1)]
-        return cls(slab, start, stop, tensor, (start + edges[0], start + edges[1]))
+        most = -(-slab.shard_size // (dev.replicas * ELEMENT_ALIGN)) * ELEMENT_ALIGN
+        first, last = (min(start + i * most, stop) for i in (dev.replica, dev.replica + 1))
+        return cls(slab, start, stop, tensor, (first, last))
 
     @property
     def written(self) -> tuple[int, int]:
         """The elements [first, last) that this rank writes down."""
         return self.own or (self.start, self.stop)
+
+    @property
+    def written_piece(self) -> Piece:
+        """That part of it, and of its tensor; where it is nothing, a part that is not written,
+        since no tensor is empty."""
+        first, last = self.written
+        start = first if first < last else self.start
+        stop = last if first < last else self.start + ELEMENT_ALIGN
+        per_value = (self.stop - self.start) // self.tensor.size
+        rows = ((edge - self.start) // per_value for edge in (start, stop))
+        return Piece(self.slab, start, stop, self.tensor.rows(*rows), (first, last))
+
+
+State = dict[str, list[Piece]]
+"""What a rank holds of the groups of a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -56,14 +57,12 @@ from llmq.train.places import (
 )
 from llmq.train.requests import Requests
 from llmq.train.resume import fork_lines
-from llmq.train.scaling import Scaling, time_alone
+from llmq.train.scaling import SKIPPED, Scaling, time_alone
 from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
 from llmq.train.views import PlainView
 from llmq.train.watcher import Watcher, start_watchers
-
-WARM_UP = 3  # first steps, which launch and capture: --measure-scaling does not count them
 
 
 def run_training(
@@ -142,6 +141,7 @@ def _run_locked(
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.first:
                     run.save()
+                    run.keeping.finish()
                 raise
         except Exception as error:
             run.sensing.explain(error)
@@ -180,7 +180,8 @@ class _Run:
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
         self.guard = Guard(self.config)
         history = History(reporter, self.evaluations, self.guard)
-        self.keeping = Keeping(trainer, reporter, best, self.guard, history)
+        wrote = self.ending.requests.write_took
+        self.keeping = Keeping(trainer, reporter, best, self.guard, history, wrote)
         self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
         self.final_seconds = final_seconds
         world, every = trainer.machine.world, self.config.log_gpu_util
@@ -195,7 +196,8 @@ class _Run:
         self.watchers: list[Watcher] = []
 
     def close(self) -> None:
-        """Stop the sensors and close the reports."""
+        """End what is being written, stop the sensors and close the reports."""
+        self.keeping.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
         self.sensing.close()
         self.reporter.close()
         for watcher in self.watchers:
@@ -244,7 +246,7 @@ class _Run:
             if self.ending.ends:
                 self._leave()
         if self.scaling is not None:
-            self._report_scaling()
+            self.scaling.report_end(self.reporter, trainer.steps_done)
         if self.config.save_training_state:  # before the long evaluation at the end
             self.save()
         self.ending.agree()
@@ -261,14 +263,8 @@ class _Run:
 
     def _roll_back(self) -> None:
         self._pause()
+        self.keeping.finish()
         self.judging.roll_back()
-
-    def _report_scaling(self) -> None:
-        """At the end of a run that is shorter than what is compared."""
-        if self.scaling.missing:
-            self.reporter.scaling(self.trainer.steps_done, *self.scaling.report())
-        elif self.scaling.empty:
-            warn([f"--measure-scaling has no effect on fewer than {WARM_UP + 1} steps"])
 
     def _between_steps(self) -> None:
         """Next epoch, evaluations, checkpoint, if it is time for them.
@@ -281,6 +277,7 @@ class _Run:
         if evaluate and self.evaluations.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         self._judge()
+        self.keeping.look()
         due = interval > 0 and step % interval == 0
         due |= self.keeping.late and self.guard.in_row == 0
         asked = self.ending.agree(asks=True)
@@ -338,7 +335,7 @@ class _Run:
             chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
             self.reporter.fast_products(p.step, chosen)
         self.sensing.after_step(p.step, result, ms)
-        if self.scaling is not None and p.step >= self.first + WARM_UP and self.scaling.add(ms):
+        if self.scaling is not None and p.step >= self.first + SKIPPED and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())
         for watcher in self.watchers:
             watcher.report(self.reporter, p.step)
@@ -379,6 +376,7 @@ class _Run:
         self.ending.agree()
         if self.ending.ends:
             self._leave()
+        self.keeping.finish()  # whatever becomes of the export
         self.reporter.message(self.evaluations.summary(), step)
         self.judging.check_model(self.evaluations.not_finite)
         with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):

@@ -87,7 +87,7 @@ class Rank:
     def write(self, writer: CheckpointWriter) -> list[FileEntry]:
         """Write this rank's files of a checkpoint."""
         groups = self.step.stored_state().items()
-        return [write_group(self.dev, writer, *group, self.beat) for group in groups]
+        return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
 
     def lacks(self, reader: CheckpointReader) -> set[str]:
         """Names of the files of a checkpoint that this rank reads and that are on other disks."""

@@ -30,6 +30,7 @@ from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.snapshot import Snapshot
 from llmq.train.rank import Rank
 from llmq.train.rounds import Rounds
 
@@ -257,6 +258,11 @@ class Ranks:
             raise
         files = [entry for each in of_processes for entries in each for entry in entries]
         return writers[self.world.base], files
+
+    @property
+    def snapshots(self) -> dict[int, Snapshot]:
+        """Copies of the state of this process's ranks, with --ckpt-background."""
+        return {rank.dev.rank: rank.step.snapshot for rank in self._ranks}
 
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint's manifest holds: the same on all ranks."""

@@ -53,7 +53,8 @@ class Requests:
         """Whether --max-hours leaves time for no more than a checkpoint. Once so, always so."""
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
-            needed = MARGIN * (self._save_seconds + 2 * self._step_seconds) + SPARE_SECONDS
+            saves = 2 if self._config.ckpt_background else 1  # one may be under way
+            needed = MARGIN * (saves * self._save_seconds + 2 * self._step_seconds) + SPARE_SECONDS
             self._over = left < needed
         return self._over
 
@@ -62,8 +63,12 @@ class Requests:
         self._step_seconds = seconds
 
     def save_took(self, seconds: float) -> None:
-        """A checkpoint was written or tried to."""
+        """A checkpoint was written or tried to, or was begun in the background."""
         self._attempt = time.monotonic()
+        self.write_took(seconds)
+
+    def write_took(self, seconds: float) -> None:
+        """One that was begun in the background is written."""
         self._save_seconds = max(self._save_seconds, seconds)
 
 

@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 
 from llmq.base.batch import Batch
+from llmq.base.errors import warn
 from llmq.comm.collectives import silenced
 from llmq.runtime.device import Device
 from llmq.train.batches import random_batch
+from llmq.train.metrics import Reporter
 from llmq.train.rank import Rank
 from llmq.train.trainer import Trainer
 
 WARM_UP = 2  # steps: launched one by one, captured
 TIMED = 5
 COMPARED = 20  # steps of training whose times are compared
+SKIPPED = 3  # first ones, which launch and capture: they are not counted
 
 
 @contextmanager
@@ -92,14 +95,16 @@ class Scaling:
         return len(self._times) == COMPARED
 
     @property
-    def empty(self) -> bool:
-        """Whether there are no times at all."""
-        return not self._times
-
-    @property
     def missing(self) -> bool:
         """Whether there are some times, and fewer than there should be."""
         return 0 < len(self._times) < COMPARED
+
+    def report_end(self, reporter: Reporter, step: int) -> None:
+        """At the end of a run: report what there is, if that is less than what is compared."""
+        if not self._times:
+            warn([f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps"])
+        elif self.missing:
+            reporter.scaling(step, *self.report())
 
     def report(self) -> tuple[str, dict[str, float]]:
         """A line, and the fields of the `scaling` record: milliseconds, and their ratio."""

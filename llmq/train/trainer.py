@@ -23,7 +23,7 @@ from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
+from llmq.config.options_io import check_scripted, make_config
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
@@ -74,8 +74,7 @@ class Trainer:
     def __init__(self, **options: Any):
         refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
         config = make_config(options)
-        if config.continue_from is not None:
-            raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
+        check_scripted(config)
         model, model_dir = model_of_run(config)
         config = with_adapter(config, model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
@@ -290,13 +289,16 @@ class Trainer:
         """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
+        world = self.machine.world
+        return commit_together(writer, self.manifest(), files, self.disks, world)
+
+    def manifest(self) -> Manifest:
+        """What a checkpoint of this moment says of itself; all processes call it."""
         loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
         own = {"validated_at": self.validated_at, "history": self.history}
-        made = (self.tokenizer, self.tokenizer_id)
         state = self.ranks.extra_state() | own
-        base = self._origin.base
-        manifest = Manifest.of(self.model, self.config, loader, state, self.run, made, base)
-        return commit_together(writer, manifest, files, self.disks, self.machine.world)
+        shared = (self.run, (self.tokenizer, self.tokenizer_id), self._origin.base)
+        return Manifest.of(self.model, self.config, loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
         """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
@@ -372,9 +374,6 @@ class Trainer:
         choice = Choice(**how)
         return continue_text(self.ranks, shape, self.model, self.tokenizer, prompt, choice)
 
-    def _read_weight(self, param: Param) -> np.ndarray:
-        return self.ranks.read_param("weights", param)
-
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""
         params = [p for slab in self._step.grads.slabs.values() for p in slab.params]
@@ -382,7 +381,8 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Host copies of all master weights by name, padding included; codes have no masters."""
-        return {p.name: self._read_weight(p) for p in self._step.weights.params()}
+        params = self._step.weights.params()
+        return {p.name: self.ranks.read_param("weights", p) for p in params}
 
     def close(self) -> None:
         """Stop the threads and free the devices."""

@@ -122,13 +122,18 @@ class StreamNccl:
 
     def all_gather(self, dst: Tensor, src: Tensor) -> None:
         def work() -> None:
-            for rank in range(len(self._ranks)):
+            for rank in written:
                 target = self._part(dst, rank)
                 source = self._part(dst, rank) if in_place else src
                 self._peer(self._dev.rank, target)[:] = self._peer(rank, source)
 
         in_place = same_memory(self._part(dst, self._dev.rank), src)
-        self._enqueue(f"all_gather {dst.name}", [src], [dst], self._all, work)
+        # In place the own part is what NCCL sends, and peers may read it until the call ends: so it
+        # keeps its bytes (NVLS writes the same ones once more), and is no race for who reads it
+        # meanwhile, as a copy for a checkpoint does.
+        written = [rank for rank in self._all if not (in_place and rank == self._dev.rank)]
+        parts = [self._part(dst, rank) for rank in written]
+        self._enqueue(f"all_gather {dst.name}", [src], parts, self._all, work)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         own, numpy = self._part(buffer, self._dev.rank), buffer.dtype.numpy

@@ -1,0 +1,70 @@
+"""Which checkpoints a run deletes, after it has read the newest one back from the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.base.run_id import RunId
+from llmq.checkpoint.disks import Disks
+from llmq.checkpoint.retention import forget_pages, outdated
+from llmq.checkpoint.store import clean_old, kept_checkpoints
+from llmq.checkpoint.verify import hash_share, problem_of
+from llmq.config.options import TrainConfig
+
+
+class Cleaned(NamedTuple):
+    """problem: why the newest could not be read back. removed: how many others were deleted. read:
+    whether it was read back."""
+
+    problem: str | None
+    removed: int
+    read: bool
+
+
+class Cleaning(NamedTuple):
+    """What is to be deleted beside the checkpoint of step saved_at.
+
+    config, run: of the checkpoints. unread: the one of saved_at, if it was not read back yet.
+    spared: steps whose checkpoints stay.
+    """
+
+    config: TrainConfig
+    run: RunId
+    saved_at: int
+    unread: Path | None
+    spared: list[int]
+
+    @property
+    def _keep(self) -> tuple[int, int, int]:
+        return self.config.ckpt_keep_n, self.config.ckpt_major, self.saved_at
+
+    @property
+    def _besides(self) -> dict[str, Any]:
+        interval = self.config.ckpt_interval if self.config.guard == "rollback" else 0
+        return {"spared": self.spared, "interval": interval}
+
+    def reads_back(self, disks: Disks) -> bool:
+        """Whether the newest has to be read back, because others would go. All processes of disks
+        call it."""
+        if self.config.ckpt_keep_n <= 0 or self.unread is None:
+            return False
+        found = kept_checkpoints(self.config.checkpoint_dir, self.run, disks)
+        return bool(outdated(found, *self._keep, **self._besides))
+
+    def hash_share(self, disks: Disks) -> None:
+        """Read back what `clean` asks this process for, in any thread."""
+        forget_pages(self.unread)
+        hash_share(self.unread, *disks.place)
+
+    def clean(self, disks: Disks) -> Cleaned:
+        """Delete what is too old, if the newest is whole. All processes of disks call it."""
+        read = self.reads_back(disks)
+        if read:
+            forget_pages(self.unread)
+            problem = problem_of(self.unread, disks.group)
+            if problem is not None:
+                return Cleaned(problem, 0, read)
+        where = self.config.checkpoint_dir
+        removed = clean_old(where, *self._keep, self.run, **self._besides, disks=disks)
+        return Cleaned(None, len(removed), read)

@@ -1,0 +1,203 @@
+"""`llmq train --restarts`: a process that starts a run again when it has crashed.
+
+It computes nothing and holds no GPU, so what ends the run does not end it. Each attempt is a
+process of its own, with the command that the user gave, and goes on from the newest good checkpoint
+as soon as one was written. All of them write one log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from llmq.base.errors import LlmqError, MachineError
+from llmq.base.signals import SUPERVISED, OutOfTime, ending_signals
+from llmq.checkpoint.manifest import MANIFEST
+from llmq.checkpoint.store import checkpoints_by_name
+from llmq.config.option_types import NEWEST
+from llmq.config.options import TrainConfig
+from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_text
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; twice as long each time
+POLL = 0.05  # seconds
+DEATH = 1  # PR_SET_PDEATHSIG of prctl
+
+
+def is_crash(status: int) -> bool:
+    """Whether a run with this exit status may do better if it is started again.
+
+    status: negative for the signal that killed it. Not so are a run that is done (0), bad input
+    (2), an end that somebody asked for, and --max-hours.
+    """
+    asked = [*ending_signals(), signal.SIGHUP]
+    ends = {0, LlmqError.STATUS, OutOfTime.STATUS, *(128 + signum for signum in asked)}
+    return status not in ends and -status not in asked
+
+
+def in_words(status: int) -> str:
+    """How a process has ended."""
+    if status < 0:
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by signal {-status}"
+    hung = " (a GPU or the driver)" if status == MachineError.STATUS else ""
+    return f"ended with status {status}{hung}"
+
+
+def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int:
+    """Run the command until it ends otherwise than by a crash, or `restarts` more times at most.
+
+    command: of `llmq train`, whose last options win. config: its options, of which the places
+    matter. Ending signals and SIGUSR1 are passed on. Returns the status to exit with.
+    """
+    errors, before, pause = _GpuErrors(), _Before(config), FIRST_PAUSE
+    shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
+    more: list[str] = []
+    with _Run() as run:
+        for left in range(restarts, -1, -1):
+            known = before.made()
+            status = run.wait([*command, *shared, *more])
+            if not is_crash(status) or run.signum is not None:
+                break
+            why = "; ".join([f"the run {in_words(status)}", *errors.new()])
+            if left == 0:
+                _tell(f"error: {why}; it was started {restarts + 1} times, see --restarts")
+                break
+            more = before.arguments()
+            pause = FIRST_PAUSE if before.made() != known else pause
+            where = "its newest good checkpoint" if before.made() else "where it began"
+            times = "once more" if left == 1 else f"{left} times at most"
+            _tell(f"warning: {why}; it goes on from {where} in {pause:.0f} s ({times})")
+            if run.sleeps(pause):
+                return 128 + run.signum
+            pause = min(2 * pause, LONGEST_PAUSE)
+    return status if status >= 0 else 128 - status
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _GpuErrors:
+    """Those of all GPUs of the machine since it was made; of none where NVML cannot be used."""
+
+    def __init__(self) -> None:
+        self._gpus: list[NvmlGpu] = []
+        with suppress(Exception):  # no module, no library, no driver: each its own class
+            self._gpus = all_gpus(open_nvml())
+        self._known = [gpu.read_errors()["ecc_uncorrected"] for gpu in self._gpus]
+
+    def new(self) -> list[str]:
+        """In words, since this was last called."""
+        found = []
+        for index, gpu in enumerate(self._gpus):
+            errors, before = gpu.read_errors(), self._known[index]
+            found += [f"GPU {index}: {xid_text(xid)}" for xid in dict.fromkeys(errors["xid"])]
+            now = self._known[index] = errors["ecc_uncorrected"]
+            if UNSUPPORTED not in (now, before) and now > before:
+                found.append(f"GPU {index}: {now - before} uncorrectable memory errors (ECC)")
+            if gpu.lost is not None:
+                found.append(f"GPU {index}: {gpu.lost}")
+        return found
+
+
+class _Before:
+    """What was in the places of a run before it was first started."""
+
+    def __init__(self, config: TrainConfig):
+        self._config = config
+        self._log, self._manifests = _stamp(config.log_file), self._found()
+
+    def _found(self) -> dict[Path, tuple[int, int] | None]:
+        with suppress(LlmqError):
+            paths = checkpoints_by_name(self._config.checkpoint_dir).values()
+            return {path: _stamp(path / MANIFEST) for path in paths}
+        return {}
+
+    def made(self) -> set[Path]:
+        """Checkpoints that were written since then."""
+        now = self._found().items()
+        return {path for path, stamp in now if self._manifests.get(path) != stamp}
+
+    def arguments(self) -> list[str]:
+        """What the next attempt gets beside the command."""
+        on = ["--no-overwrite", f"--continue={NEWEST}"]  # what is in the places now is its own
+        if self.made():
+            return [*on, "--no-new-data"]
+        if self._config.continue_from is not None:
+            return []  # what it began with is there, and nothing of its own
+        # A log is begun when others' things were moved out of the way. Before that, a checkpoint
+        # that is there may be another run's.
+        return on if _stamp(self._config.log_file) != self._log else []
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+        return found.st_mtime_ns, found.st_size
+    except OSError:
+        return None
+
+
+class _Run:
+    """The process of the run, and the signals that it gets. signum: the first that asks it to end.
+
+    It has a group of its own: what a terminal or a shell sends to a group comes here, once, and is
+    passed on. If this process is killed, the run is asked to end.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[int, object] = {}
+
+    def __enter__(self) -> _Run:
+        for signum in (*ending_signals(), signal.SIGUSR1):
+            self._handlers[signum] = signal.signal(signum, self._pass)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+
+    def _pass(self, signum: int, frame: object) -> None:
+        if signum != signal.SIGUSR1:
+            self.signum = self.signum or signum
+        if self._process is not None:
+            self._process.send_signal(signum)
+
+    def wait(self, command: list[str]) -> int:
+        """Run a command to its end; its status."""
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {SUPERVISED: "1"},
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        self._process = process
+        if self.signum is not None:  # it came meanwhile
+            process.send_signal(self.signum)
+        try:
+            return process.wait()
+        finally:
+            self._process = None
+
+    def sleeps(self, seconds: float) -> bool:
+        """Whether a signal came before the time was over."""
+        end = time.monotonic() + seconds
+        while self.signum is None and time.monotonic() < end:
+            time.sleep(POLL)
+        return self.signum is not None
+
+
+def _end_with_parent() -> None:
+    """Linux sends SIGTERM when the parent has died, after which the run writes a checkpoint."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DEATH, int(signal.SIGTERM))
