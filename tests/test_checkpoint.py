@@ -678,6 +678,8 @@ def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
     for step in (50, 70):
         with pytest.raises(LlmqError, match=r"it is no folder of a checkpoint's: move it away$"):
             CheckpointWriter(tmp_path / "a", step)
+        discard(tmp_path / "a", step)
+    assert (tmp_path / "a" / "step_00000050.tmp" / "thesis.tex").exists()
     assert listing(tmp_path / "a" / "step_00000070") == ["thesis.tex"]
 
 

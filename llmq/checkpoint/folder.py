@@ -32,8 +32,10 @@ def unfinished(directory: Path, step: int) -> Path:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove an unfinished checkpoint, which nobody may be writing."""
-    shutil.rmtree(unfinished(directory, step), ignore_errors=True)
+    """Remove an unfinished checkpoint, which nobody may be writing; nothing else of its name."""
+    path = unfinished(directory, step)
+    if _is_own(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def entries(directory: Path) -> list[Path]:
