@@ -119,6 +119,12 @@ SCENARIOS = [
         ),
     ),
     Scenario(
+        "train --ckpt-background",
+        [train()],
+        train(steps=10, ckpt_background="", **_ON),
+        train(steps=10, ckpt_background="", **_ON),
+    ),
+    Scenario(
         "export",
         [train(), train(steps=8, **_ON)],
         ["export", "--checkpoint-dir", "ckpt", "--out-dir", "out", "--model-dtype", "fp32"],
