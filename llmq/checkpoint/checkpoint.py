@@ -14,7 +14,6 @@ one for each 128 of its elements. Until it is complete the directory is called s
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
@@ -33,7 +32,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.base.run_id import RunId
-from llmq.checkpoint.folder import checkpoint_path, discard, unfinished
+from llmq.checkpoint.folder import check_own, checkpoint_path, discard, unfinished
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -117,9 +116,10 @@ class CheckpointWriter:
         self.temporary = unfinished(directory, step)
         with disk_errors(self.temporary):
             make_directory(directory)
+            check_own(self.temporary)  # what is there would be deleted
             self.temporary.mkdir(exist_ok=True)
-            if self.temporary.is_symlink():  # what is there would be deleted
-                raise FileExistsError(errno.EEXIST, "it is a link")
+        with disk_errors(self.path):
+            check_own(self.path)
 
     def write(
         self,

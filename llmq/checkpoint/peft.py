@@ -12,7 +12,7 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
-from llmq.base.files import staged_directory
+from llmq.base.files import check_readable, staged_directory
 from llmq.base.json_file import json_object
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.export_files import (
@@ -97,6 +97,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """LlmqError where it is missing or damaged, or asks for what there is not."""
     path = directory / ADAPTER_CONFIG
     try:
+        check_readable(path)
         content = json.loads(path.read_bytes())
         if content.get("peft_type") != "LORA":
             kind = content.get("peft_type")
@@ -257,7 +258,7 @@ def export_adapter(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    with staged_directory(out_dir, replaces) as staging:
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]

@@ -69,8 +69,14 @@ class Judging:
     def begin(self, checkpoint: Path) -> None:
         """Go on with what is known of the run that it was loaded from."""
         history = self.trainer.history
-        self.guard.load(history.get("guard", {}))
-        self._history.load(history)
+        try:
+            self.guard.load(history.get("guard", {}))
+            self._history.load(history)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LlmqError(
+                f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
+                f"({error}); use another checkpoint"
+            ) from error
         self.reporter.total_steps = self.trainer.total_steps
         self.keeping.went_to(self.trainer.steps_done)
         # What a rollback goes back to if nothing else is there.
