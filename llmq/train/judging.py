@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.retention import newest_good
 from llmq.checkpoint.store import checkpoint_step, kept_checkpoints
@@ -123,14 +123,14 @@ class Judging:
         self.reporter.total_steps = trainer.total_steps
 
     def check_model(self, problem: str | None) -> None:
-        """Before an export: LlmqError where the model computes no finite numbers, unless --force.
+        """Before an export: ModelError where the model computes no finite numbers, unless --force.
 
         problem: what a validation has found.
         """
         config, step = self.trainer.config, self.trainer.steps_done
         problem = problem or self.guard.not_finite
         if problem is not None and not config.force:
-            raise LlmqError(
+            raise ModelError(
                 f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
                 "from a good checkpoint (--continue), or write the model all the same with --force"
             )

@@ -174,8 +174,7 @@ class Divergence:
         try:
             path = checkpoint_at(root / "ckpt")
             bad = [f.name for f in path.glob("weights*.safetensors") if not _is_finite(f)]
-            # What is spoiled behind the last step is found by the next run's first one.
-            if bad and checkpoint_step(path) < END:
+            if bad:
                 problems.append(("lost", f"--continue takes '{path.name}', which is not finite"))
             if checkpoint_step(path) < BEGIN - 20:
                 problems.append(("lost", f"--continue takes '{path.name}'"))
