@@ -84,10 +84,15 @@ def outdated(
     Damaged ones and those known to be bad are not counted: they go when keep_n newer ones are
     there. Besides stay those of the steps `spared`, the newest good one of each level (what is
     usual may have changed by divergence), and the one that will be the next; with interval also
-    the two among its multiples.
+    the newest good one of its multiples, and all multiples of which it is not known yet: whether
+    extra ones were saved in between, by a signal, decides nothing about them.
     """
     verdicts = {step: kept.verdict for step, kept in found.items()}
-    good = {step: verdict.level for step, verdict in verdicts.items() if verdict and verdict.good}
+    good = {
+        step: verdict.level
+        for step, verdict in sorted(verdicts.items())
+        if verdict and verdict.good
+    }
     # What is older has been judged, or is of steps that nobody goes on from.
     recent = range(saved - PROVEN + 1, saved + 1)
     open_ = [step for step, verdict in verdicts.items() if verdict is None and step in recent]
@@ -95,7 +100,8 @@ def outdated(
     kept |= {max(s for s in good if good[s] == level) for level in good.values()}
     kept |= _maturing(list(good), open_)
     if interval > 0:
-        kept |= _maturing(*([s for s in steps if s % interval == 0] for steps in (good, open_)))
+        multiples = [step for step in good if step % interval == 0]
+        kept |= {step for step in open_ if step % interval == 0} | set(multiples[-1:])
     order = sorted(
         (step for step in found if major <= 0 or step % major),
         key=lambda step: (step == saved, step),
@@ -116,14 +122,15 @@ def _maturing(good: list[int], open_: list[int]) -> set[int]:
     return {newest, min((step for step in open_ if step > newest), default=-1)} - {-1}
 
 
-def left_at_end(steps: list[int], keep_n: int, major: int) -> list[int]:
+def left_at_end(steps: list[int], keep_n: int, major: int, interval: int = 0) -> list[int]:
     """Of the steps at which a healthy run writes checkpoints, ascending up to its end, those whose
-    checkpoints are there then, without majors."""
+    checkpoints are there then, without majors. interval: as in outdated."""
     left: list[int] = []
     for saved in (step for step in steps if major <= 0 or step % major):
         left.append(saved)
         good = [step for step in left if step <= saved - PROVEN]
-        kept = _maturing(good, [step for step in left if step not in good])
+        open_ = [step for step in left if step not in good]
+        kept = _maturing(good, open_) | {s for s in open_ if interval > 0 and s % interval == 0}
         left = sorted({*left[-keep_n:], *left[-2:], *kept}.intersection(left))
     return left
 

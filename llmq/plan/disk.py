@@ -122,11 +122,13 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     periods = [period for period in periods if period > 0]
     major = config.ckpt_major if config.ckpt_major > 0 else 0
     of_majors = [math.lcm(period, major) for period in periods] if major else []
+    interval = config.ckpt_interval if config.guard == "rollback" else 0
     stay = keep + (best is not None)
     if config.steps < 0 and periods:
         if keep <= 0:
             return 0, math.gcd(*periods), False
-        spared = _spared(keep, periods, major, max(periods) * (keep + PROVEN) + 1, last=1)
+        end = max(periods) * (keep + PROVEN) + 1
+        spared = _spared(keep, periods, major, interval, end, last=1)
         return stay + spared, math.gcd(*of_majors) if major else None, True
     steps = max(config.steps, 1)
     last = int(config.save_training_state or best is not None)
@@ -134,11 +136,11 @@ def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     majors = last * (major > 0 and steps % major == 0) + _multiples(steps - 1, of_majors)
     gone = max(written - majors - stay, 0) if keep > 0 else 0
     if gone > 0:
-        gone = max(gone - _spared(keep, periods, major, steps, last), 0)
+        gone = max(gone - _spared(keep, periods, major, interval, steps, last), 0)
     return written - gone, None, gone > 0
 
 
-def _spared(keep: int, periods: list[int], major: int, steps: int, last: int) -> int:
+def _spared(keep: int, periods: list[int], major: int, interval: int, steps: int, last: int) -> int:
     """How many stay beside the newest ones and majors, at the end of so many steps."""
     count, found = 2 * (keep + PROVEN), {steps} if last else set()
     for period in periods:
@@ -146,7 +148,7 @@ def _spared(keep: int, periods: list[int], major: int, steps: int, last: int) ->
         found |= {period * i for i in range(max(newest - count, 0) + 1, newest + 1)}
     written = sorted(found)[-count:]
     minors = len([step for step in written if major <= 0 or step % major])
-    return max(len(left_at_end(written, keep, major)) - min(keep, minors), 0)
+    return max(len(left_at_end(written, keep, major, interval)) - min(keep, minors), 0)
 
 
 def _multiples(last: int, periods: list[int]) -> int:
