@@ -145,7 +145,7 @@ def test_reports_without_a_common_run():
         ("{", "is not a report of llmq bench"),
         ("[]", "is not a report of llmq bench"),
         ('{"machine": null, "invocations": [], "runs": [{}]}', "is not a report of llmq bench"),
-        (None, "is not a report of llmq bench"),
+        (None, "a.json cannot be read: No such file or directory"),
     ],
 )
 def test_what_is_no_report(tmp_path, capsys, content, message):

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.errors import MachineError
-from llmq.base.signals import SUPERVISED, FirstSignal
+from llmq.base.signals import SUPERVISED, FirstSignal, OutOfTime
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.train import restarts
+from llmq.train.requests import Requests
 from llmq.train.restarts import in_words, is_crash, supervise
 from tests.runs import flags, make_workplace, records, train
 
@@ -115,6 +116,19 @@ def test_it_gives_up_and_pauses_grow(monkeypatch, capfd):
     assert capfd.readouterr().err.splitlines()[-1] == (
         "error: the run was killed by SIGKILL; it was started 7 times, see --restarts"
     )
+
+
+def test_the_hours_are_those_of_all_attempts(monkeypatch, capfd):
+    """A job's time is not longer for a crash."""
+    status, calls = run(monkeypatch, CRASH, {}, **{"max-hours": 1e-9})
+    assert (status, calls) == (OutOfTime.STATUS, [[]])
+    told = "error: the run was killed by SIGKILL; --max-hours leaves no time to start it again"
+    assert capfd.readouterr().err.splitlines()[-1] == told
+    config = make_config({"max-hours": 1})
+    monkeypatch.setenv(SUPERVISED, str(time.monotonic() - 3590))
+    assert not Requests(config, 0, time.monotonic()).for_end()
+    monkeypatch.setenv(SUPERVISED, str(time.monotonic() - 3599))  # 2 seconds are for the end
+    assert Requests(config, 0, time.monotonic()).for_end()
 
 
 def when(path, then):
