@@ -148,11 +148,12 @@ def test_signals_are_passed_on(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_in_a_pause_ends_it(monkeypatch):
+def test_a_signal_in_a_pause_ends_it(monkeypatch, capfd):
     monkeypatch.setattr(restarts, "FIRST_PAUSE", 20.0)
     when(LOG, lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)))
     status, calls = run(monkeypatch, {"write": [LOG], "exit": 1})
     assert (status, len(calls)) == (128 + signal.SIGINT, 1)
+    assert capfd.readouterr().err.endswith("\nStopped by SIGINT; go on with --continue\n")
 
 
 def test_a_signal_that_comes_twice_is_one_where_a_parent_passes_it_on(monkeypatch):

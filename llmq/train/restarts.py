@@ -81,6 +81,7 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
             times = "once more" if left == 1 else f"{left} times at most"
             _tell(f"warning: {why}; it goes on from {where} in {pause:.0f} s ({times})")
             if run.sleeps(pause):
+                _tell(f"Stopped by {signal.Signals(run.signum).name}; go on with --continue")
                 return 128 + run.signum
             pause = min(2 * pause, LONGEST_PAUSE)
     return status if status >= 0 else 128 - status
