@@ -389,6 +389,19 @@ def test_a_planner_that_dies_is_no_reason_to_stop(monkeypatch, capfd):
     )
 
 
+def test_one_repeat_has_no_spread(sweeps):
+    def once(options):
+        found = ok(options)
+        found["result"]["step_seconds"] = found["result"]["step_seconds"][:1]
+        return found
+
+    sweeps.outcomes = dict.fromkeys(TABLE[1:], once)
+    sweeps.make()
+    rows = [line.split(" | ") for line in sweeps.text("md").splitlines() if line.startswith("|")]
+    at = rows[0].index("±")
+    assert [row[at] for row in rows[2:4]] == ["3.0%", ""]
+
+
 def test_a_run_that_cannot_be_planned_is_told_before_the_first_one(sweeps, capsys):
     wrong = {"status": "failed", "message": "no preset is called 'tinny'"}
     sweeps.predictions = {("tiny-gpt2", 1): wrong, ("tiny-gpt2", 4): wrong}
