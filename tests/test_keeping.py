@@ -135,7 +135,7 @@ def asked(clock, of, seconds):
 
 def test_minutes_count_from_the_last_attempt(monkeypatch):
     clock = Clock(monkeypatch)
-    of = Requests(make_config({"ckpt-every-minutes": 10}), 0)
+    of = Requests(make_config({"ckpt-every-minutes": 10}), 0, clock.now)
     assert asked(clock, of, 599) is None
     assert asked(clock, of, 1) == "--ckpt-every-minutes"
     of.save_took(30.0)
@@ -145,22 +145,26 @@ def test_minutes_count_from_the_last_attempt(monkeypatch):
 
 def test_the_end_leaves_time_for_a_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
-    of = Requests(make_config({"max-hours": 1}), 100 * 10**8)  # 100 seconds, as long as unknown
+    of = Requests(
+        make_config({"max-hours": 1}), 100 * 10**8, clock.now
+    )  # 100 seconds, as long as unknown
     clock.now += 3600 - 150 - 2
     assert not of.for_end()
     of.save_took(200.0)  # longer than thought
     assert of.for_end()
     clock.now -= 1000
     assert of.for_end(), "a run does not change its mind"
-    quick = Requests(make_config({"max-hours": 1}), 0)
+    quick = Requests(make_config({"max-hours": 1}), 0, clock.now)
     quick.step_took(60.0)
     clock.now += 3600 - 3 * 60 - 2 - 1
     assert not quick.for_end()
     clock.now += 2
     assert quick.for_end()
-    assert not Requests(make_config({}), 10**15).for_end()
+    assert not Requests(make_config({}), 10**15, clock.now).for_end()
     for background in (False, True):  # where one may be under way there is time for two
-        of = Requests(make_config({"max-hours": 1, "ckpt-background": background}), 100 * 10**8)
+        of = Requests(
+            make_config({"max-hours": 1, "ckpt-background": background}), 100 * 10**8, clock.now
+        )
         clock.now += 3600 - 2 * 150 - 2 + 1
         assert of.for_end() == background
 

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.errors import MachineError
-from llmq.base.signals import SUPERVISED, FirstSignal
+from llmq.base.signals import SUPERVISED, FirstSignal, OutOfTime
 from llmq.commands.cli import _run
 from llmq.config.options_io import make_config
 from llmq.train import restarts
+from llmq.train.requests import Requests
 from llmq.train.restarts import in_words, is_crash, supervise
 from tests.runs import flags, make_workplace, records, train
 
@@ -117,6 +118,19 @@ def test_it_gives_up_and_pauses_grow(monkeypatch, capfd):
     )
 
 
+def test_the_hours_are_those_of_all_attempts(monkeypatch, capfd):
+    """A job's time is not longer for a crash."""
+    status, calls = run(monkeypatch, CRASH, {}, **{"max-hours": 1e-9})
+    assert (status, calls) == (OutOfTime.STATUS, [[]])
+    told = "error: the run was killed by SIGKILL; --max-hours leaves no time to start it again"
+    assert capfd.readouterr().err.splitlines()[-1] == told
+    config = make_config({"max-hours": 1})
+    monkeypatch.setenv(SUPERVISED, str(time.monotonic() - 3590))
+    assert not Requests(config, 0, time.monotonic()).for_end()
+    monkeypatch.setenv(SUPERVISED, str(time.monotonic() - 3599))  # 2 seconds are for the end
+    assert Requests(config, 0, time.monotonic()).for_end()
+
+
 def when(path, then):
     def wait():
         while not Path(path).exists():
@@ -134,11 +148,12 @@ def test_signals_are_passed_on(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_in_a_pause_ends_it(monkeypatch):
+def test_a_signal_in_a_pause_ends_it(monkeypatch, capfd):
     monkeypatch.setattr(restarts, "FIRST_PAUSE", 20.0)
     when(LOG, lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)))
     status, calls = run(monkeypatch, {"write": [LOG], "exit": 1})
     assert (status, len(calls)) == (128 + signal.SIGINT, 1)
+    assert capfd.readouterr().err.endswith("\nStopped by SIGINT; go on with --continue\n")
 
 
 def test_a_signal_that_comes_twice_is_one_where_a_parent_passes_it_on(monkeypatch):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.rig import child, exchanges, facts, host, ladder, load, rows, steps
 from llmq.rig.child import Job
@@ -208,13 +210,25 @@ def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
     assert read_card_file(path_of(H100, 2)).bus == {}
 
 
+def test_why_there_is_no_gpu(monkeypatch):
+    """Without the advice that is for runs: the rig has no --device."""
+
+    def none(*_):
+        raise LlmqError("no NVIDIA driver is installed; install one, or use --device cpu")
+
+    monkeypatch.setattr(facts, "choose_machine", none)
+    noted = []
+    facts.measure(SimpleNamespace(note=noted.append))
+    assert noted[0]["problem"] == "no NVIDIA driver is installed; install one"
+
+
 def test_without_a_gpu_the_host_is_measured(cache, tmp_path, capsys):
     parts = results()
     parts["facts"] |= {"gpus": [], "problem": "no driver"}
     stand_in = StandIn(parts)
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
     assert [name for name, *_ in stand_in.asked] == ["facts", "host"]
-    assert found["words"] == ["There is no GPU to measure. no driver"]
+    assert found["words"] == ["There is no GPU to measure: no driver"]
     assert "There is no GPU to measure" in capsys.readouterr().out
     assert not cache.exists()
 

@@ -383,10 +383,36 @@ def test_time_left_is_said_and_known_again_after_an_interruption(sweeps, monkeyp
 def test_a_planner_that_dies_is_no_reason_to_stop(monkeypatch, capfd):
     monkeypatch.setattr(predict, "PLANNER", (sys.executable, "-c", "raise SystemExit(3)"))
     runs, machine = predict.predict([{}, {}])
-    assert [run["status"] for run in runs] == ["failed"] * 2 and machine is None
+    assert (runs, machine) == ([{}, {}], None)
     assert "warning: the runs cannot be planned: the process that does it ended with 3" in (
         capfd.readouterr().err
     )
+
+
+def test_one_repeat_has_no_spread(sweeps):
+    def once(options):
+        found = ok(options)
+        found["result"]["step_seconds"] = found["result"]["step_seconds"][:1]
+        return found
+
+    sweeps.outcomes = dict.fromkeys(TABLE[1:], once)
+    sweeps.make()
+    rows = [line.split(" | ") for line in sweeps.text("md").splitlines() if line.startswith("|")]
+    at = rows[0].index("±")
+    assert [row[at] for row in rows[2:4]] == ["3.0%", ""]
+
+
+def test_a_run_that_cannot_be_planned_is_told_before_the_first_one(sweeps, capsys):
+    wrong = {"status": "failed", "message": "no preset is called 'tinny'"}
+    sweeps.predictions = {("tiny-gpt2", 1): wrong, ("tiny-gpt2", 4): wrong}
+    sweeps.make()
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == [
+        "warning: 2 of 6 runs cannot be planned, and will hardly run; the first is tiny-gpt2 bf16 "
+        "1 x 4: no preset is called 'tinny'",
+        "[1/6] tiny bf16 1 x 4 ...",
+    ]
+    assert sweeps.made == TABLE, "they say themselves why"
 
 
 TINY = {"model": "tiny", "from-scratch": True, "device": "cpu", "model-dtype": "fp32"}

@@ -49,9 +49,9 @@ def test_conditions(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batch-size *", "expected a value at 'its end'"),
+        ("batch-size *", "expected a value at its end"),
         ("batch-size * <= 3", "expected a value at '<='"),
-        ("(batch-size < 3", "expected '\\)' at 'its end'"),
+        ("(batch-size < 3", "expected '\\)' at its end"),
         ("batch-size < 3)", "expected its end at '\\)'"),
         ("batch-size 3", "expected its end at '3'"),
         ("batch-size ** 3 < 9", "expected a value at '\\*'"),

@@ -191,6 +191,7 @@ def test_a_run_that_has_ended(machine, tmp_path, capsys, end):
     lines = shown(capsys)
     assert lines[0].startswith("mine has ended  /")
     assert len(lines) == 4, "nothing of GPUs, which may work for others now"
+    assert "tok/s" in lines[1] and "left" not in lines[1]
 
 
 def test_a_run_that_was_killed(machine, tmp_path, capsys):

@@ -51,7 +51,9 @@ class SaveSignal:
         self._asked = True
 
 
-SUPERVISED = "LLMQ_SUPERVISED"  # in the environment of a run whose parent passes signals on
+# In the environment of a run whose parent passes signals on: since when, of time.monotonic(), which
+# all processes of a machine share.
+SUPERVISED = "LLMQ_SUPERVISED"
 PASSED_ON = 1.0  # seconds in which the parent's signal follows the one that all processes got
 
 

@@ -105,6 +105,7 @@ class Sweep:
             self._plan()
         if self.how.resume and self.earlier is not None:
             self._leave_what_is_done(self.earlier)
+        self._warn_of_failures()
         count, todo = len(self.order), list(self.pending)
         for options in todo:
             run = describe(options) | {"options": options}
@@ -158,6 +159,16 @@ class Sweep:
         self._compare_machines(machine)
         if self.how.plan_first:
             self.order = self.pending = sorted(self.order, key=self._speed, reverse=True)
+
+    def _warn_of_failures(self) -> None:
+        """A word that is wrong in one of many runs is told before the night, not after it."""
+        wrong = [o for o in self.pending if self._prediction(o).get("status") == "failed"]
+        if wrong:
+            title = full_title(describe(wrong[0]), self.shared)
+            told = (
+                f"{len(wrong)} of {len(self.pending)} runs cannot be planned, and will hardly run"
+            )
+            warn([f"{told}; the first is {title}: {self._prediction(wrong[0])['message']}"])
 
     def _prediction(self, options: Row) -> Prediction:
         return self.predictions.get(identity(options), {})

@@ -26,7 +26,7 @@ _T = (
     2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )  # fmt: skip
 _T_LARGE = 1.96
-SAME = "no difference to be seen"
+SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Change:
     def verdict(self) -> str:
         """In words."""
         if self.low is None or self.high is None:
-            return "one repeat: unknown"
+            return UNKNOWN
         if self.low <= 0 <= self.high:
             return SAME
         return "faster" if self.part > 0 else "slower"
@@ -138,7 +138,7 @@ def _machines(one: Report, other: Report) -> str:
 
 def _summary(changes: Sequence[Change]) -> str:
     verdicts = [found.verdict for found in changes]
-    shown = {v: f"with {v}" if v == SAME else v for v in verdicts}
+    shown = {v: f"with {v}" if v in (SAME, UNKNOWN) else v for v in verdicts}
     counted = [f"{verdicts.count(v)} {told}" for v, told in shown.items()]
     mean = math.expm1(statistics.fmean(math.log1p(found.part) for found in changes))
     return f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."

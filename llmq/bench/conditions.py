@@ -92,8 +92,11 @@ class _Parser:
 
     def required(self, sign: str) -> None:
         if self.taken(sign) is None:
-            rest = self.tokens[self.place][1] if self.place < len(self.tokens) else "its end"
-            raise self.wrong(f"expected {sign!r} at {rest!r}")
+            raise self.wrong(f"expected {sign!r} at {self.here()}")
+
+    def here(self) -> str:
+        """The next token, for a message."""
+        return repr(self.tokens[self.place][1]) if self.place < len(self.tokens) else "its end"
 
     def either(self) -> Node:
         parts = [self.both()]
@@ -181,11 +184,9 @@ class _Parser:
             if items:
                 self.required("]")
             return lambda lookup: [item(lookup) for item in items]
-        kind, word = (
-            self.tokens[self.place] if self.place < len(self.tokens) else ("sign", "its end")
-        )
-        if kind == "sign":
-            raise self.wrong(f"expected a value at {word!r}")
+        if self.place == len(self.tokens) or self.tokens[self.place][0] == "sign":
+            raise self.wrong(f"expected a value at {self.here()}")
+        kind, word = self.tokens[self.place]
         self.place += 1
         if kind == "name" and word.lower() not in _WORDS:
             return self.option(word)

@@ -35,7 +35,7 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
             result = json.loads(path.read_text())
             return result["runs"], result["machine"]
     warn([f"the runs cannot be planned: the process that does it ended with {status}"])
-    return [{"status": "failed", "message": "cannot be planned"}] * len(runs), None
+    return [{}] * len(runs), None
 
 
 class Forecast:

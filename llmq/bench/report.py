@@ -89,9 +89,14 @@ def _number(name: str, form: str, scale: int = 1) -> Callable[[dict[str, Any]], 
     return cell
 
 
+def _spread(run: dict[str, Any]) -> str:
+    """One repeat has none, which is not 0."""
+    return _number("spread", "{:.1%}")(run) if len(run["result"]["step_seconds"]) > 1 else ""
+
+
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tok/s": _number("tokens_per_second", "{:,.0f}"),
-    "±": _number("spread", "{:.1%}"),
+    "±": _spread,
     "predicted": lambda run: _over(run, run["result"].get("predicted")),
     "SOL": _number("sol_percent", "{:.1f}%"),
     "TFLOP/s": _number("tflops", "{:.3g}"),

@@ -63,7 +63,9 @@ def read_report(path: Path, flag: str) -> Report:
         for run in found["runs"]:
             run["options"], run["status"], found["invocations"][run["invocation"]]
         return found
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(f"{flag}: {path} is not a report of llmq bench ({error!r})") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
+from llmq.base.errors import LlmqError
 from llmq.rig.child import Job
 from llmq.runtime.affinity import parse_cpus
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
@@ -47,10 +48,12 @@ _READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 def measure(job: Job, **_: Any) -> None:
     """The part: `host`, `gpus` (one record each), `problem` where no GPU can be used."""
-    machine = choose_machine("auto", 0)
     facts: dict[str, Any] = {"host": host_facts(), "gpus": [], "problem": None}
-    if machine.kind == "host":
-        job.note(facts | {"problem": machine.note})
+    try:
+        machine = choose_machine("cuda", 0)
+    except LlmqError as error:
+        # The rest of the advice is for runs.
+        job.note(facts | {"problem": str(error).removesuffix(", or use --device cpu")})
         return
     spec = machine.spec
     facts["spec"] = {

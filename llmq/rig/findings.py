@@ -235,7 +235,7 @@ def shared(report: Report) -> Iterator[str]:
 def unknown(report: Report) -> Iterator[str]:
     """What could not be measured."""
     if report.get("problem"):
-        yield f"There is no GPU to measure. {report['problem']}"
+        yield f"There is no GPU to measure: {report['problem']}"
     elif report["gpus"] and not report.get("driver"):
         yield "NVML cannot be used: clocks, power and PCIe are not known; install nvidia-ml-py."
     for name, part in report["parts"].items():

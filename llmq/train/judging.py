@@ -101,10 +101,11 @@ class Judging:
             bring_manifest(path, trainer.disks, config.checkpoint_dir)
         to = 0 if path is None else checkpoint_step(path)
         if not guard.may_go_back(to):
+            again = "begin again" if path is None else "go on from there"
             raise LlmqError(
                 f"--guard rollback: step {bad} was the last of too many bad ones, and {ROLLBACKS} "
-                f"returns to step {to} have not helped: look at the data, or go on from there with "
-                "a lower --learning-rate"
+                f"returns to step {to} have not helped: look at the data, or {again} with a lower "
+                "--learning-rate"
             )
         whence = "the beginning" if path is None else f"checkpoint '{path}'"
         text = f"WARNING: too many bad steps: back from step {before} to {to}, {whence}"

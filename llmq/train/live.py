@@ -86,12 +86,12 @@ class Progress:
         if "ms" in state:
             self._times.append(state["ms"])
 
-    def render(self) -> Group:
-        """Its lines: three at most."""
+    def render(self, *, goes_on: bool = True) -> Group:
+        """Its lines: three at most. Of a run that does not go on, no time is left."""
         state = self._state
         bar = ProgressBar(total=self.total, completed=state["step"], width=40)
         head = Table.grid(padding=(0, 2))
-        head.add_row(f"step {state['step']}/{self.total}", bar, self._speed())
+        head.add_row(f"step {state['step']}/{self.total}", bar, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
         if state.get("validated") is not None:
@@ -104,13 +104,14 @@ class Progress:
         """Of a step, the mean of the last ones; 0 as long as there is none."""
         return sum(self._times) / len(self._times) if self._times else 0.0
 
-    def _speed(self) -> str:
+    def _speed(self, goes_on: bool) -> str:
         """Tokens per second and the time left, from the last steps."""
         if not self._times:
             return ""
         seconds = self.ms / 1000
+        speed = f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s"
         left = time_left(seconds * (self.total - self._state["step"]))
-        return f"{self._state['tokens'] / max(seconds, 1e-9):,.0f} tok/s   {left} left"
+        return f"{speed}   {left} left" if goes_on else speed
 
 
 class LiveView:

@@ -100,7 +100,7 @@ def _run_locked(
     final_seconds: float,
 ) -> None:
     """run_training, while no other run writes to the same places."""
-    start = time.perf_counter()
+    start = time.monotonic()
     them = processes()
     where = (config, identity, model_dir, checkpoint)
     strangers = disks.here(lambda: things_in_the_way(*where, first=them.first))
@@ -123,7 +123,7 @@ def _run_locked(
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, material, best, final_seconds)
+        run = _Run(trainer, reporter, material, best, final_seconds, start)
         try:
             notes = disks.lines(config.checkpoint_dir, trainer.machine.world)
             run.announce(argv, checkpoint, notes + moved + fork_lines(identity, checkpoint))
@@ -131,7 +131,7 @@ def _run_locked(
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
             announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
-            announce_start(trainer, reporter, time.perf_counter() - start)
+            announce_start(trainer, reporter, time.monotonic() - start)
             steps = (trainer.steps_done, trainer.total_steps)
             reporter.view = view_of_run(*steps, run.sensing.panel)
             try:
@@ -173,10 +173,11 @@ class _Run:
         material: Material,
         best: Best,
         final_seconds: float,
+        start: float,
     ):
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
-        self.ending = Ending(Requests(self.config, size))
+        self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
         self.guard = Guard(self.config)
         history = History(reporter, self.evaluations, self.guard)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from llmq.base.signals import SaveSignal
+from llmq.base.signals import SUPERVISED, SaveSignal
 from llmq.config.options import TrainConfig
 from llmq.runtime.processes import processes
 
@@ -18,15 +19,19 @@ SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests:
-    """Asked between two steps, in one thread. The clock runs from when this is made.
+    """Asked between two steps, in one thread.
+
+    start: of the run, of time.monotonic(). The clock of --max-hours runs from then on, or from the
+    start of the first attempt of --restarts: the job's time is not longer for a crash.
 
     Answers depend on this machine's clock and files: they decide when a checkpoint is written and
     when a run ends, never what it computes. Several processes agree on them between two steps.
     """
 
-    def __init__(self, config: TrainConfig, checkpoint_bytes: int):
+    def __init__(self, config: TrainConfig, checkpoint_bytes: int, start: float):
         self._config = config
-        self._begin = self._attempt = time.monotonic()
+        self._attempt = time.monotonic()
+        self._begin = float(os.environ.get(SUPERVISED, start))
         self._looked = -LOOK_SECONDS
         self._save_seconds = checkpoint_bytes / BYTES_PER_SECOND
         self._step_seconds = 0.0

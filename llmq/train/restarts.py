@@ -8,6 +8,7 @@ as soon as one was written. All of them write one log.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -61,6 +62,7 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
     with _Run() as run:
+        end = run.begin + 3600 * config.max_hours if config.max_hours > 0 else math.inf
         for left in range(restarts, -1, -1):
             known = before.made()
             status = run.wait([*command, *shared, *more])
@@ -72,10 +74,14 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
                 break
             more = before.arguments()
             pause = FIRST_PAUSE if before.made() != known else pause
+            if time.monotonic() + pause >= end:
+                _tell(f"error: {why}; --max-hours leaves no time to start it again")
+                return OutOfTime.STATUS
             where = "its newest good checkpoint" if before.made() else "where it began"
             times = "once more" if left == 1 else f"{left} times at most"
             _tell(f"warning: {why}; it goes on from {where} in {pause:.0f} s ({times})")
             if run.sleeps(pause):
+                _tell(f"Stopped by {signal.Signals(run.signum).name}; go on with --continue")
                 return 128 + run.signum
             pause = min(2 * pause, LONGEST_PAUSE)
     return status if status >= 0 else 128 - status
@@ -148,12 +154,14 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 class _Run:
     """The process of the run, and the signals that it gets. signum: the first that asks it to end.
+    begin: when this was made.
 
     It has a group of its own: what a terminal or a shell sends to a group comes here, once, and is
     passed on. If this process is killed, the run is asked to end.
     """
 
     def __init__(self) -> None:
+        self.begin = time.monotonic()
         self.signum: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[int, object] = {}
@@ -177,7 +185,7 @@ class _Run:
         """Run a command to its end; its status."""
         process = subprocess.Popen(
             command,
-            env=os.environ | {SUPERVISED: "1"},
+            env=os.environ | {SUPERVISED: str(self.begin)},
             process_group=0,
             preexec_fn=_end_with_parent,
         )

@@ -191,10 +191,11 @@ class Top:
     def _view(self) -> RenderableType:
         if self.run is None:
             return Panel(self.rows)
-        state = "" if self.goes_on else " has ended"
+        goes_on = self.goes_on
+        state = "" if goes_on else " has ended"
         title = f"{self.run.name}{state}  {self.run.log}"
-        progress = self.run.progress.render()
-        panel = [Panel(self.rows)] if self.goes_on else []
+        progress = self.run.progress.render(goes_on=goes_on)
+        panel = [Panel(self.rows)] if goes_on else []
         return Group(Text(title, no_wrap=True, overflow="ellipsis"), progress, *panel)
 
     @property
