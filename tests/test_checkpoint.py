@@ -673,6 +673,14 @@ def test_clean_old_leaves_what_is_not_of_a_save(tmp_path):
     assert listing(tmp_path / "theirs" / "step_00000020") == theirs
     with pytest.raises(LlmqError, match=r"step_00000030\.tmp': it is a link$"):
         CheckpointWriter(tmp_path / "a", 30)
+    (tmp_path / "a" / "step_00000070").mkdir()
+    (tmp_path / "a" / "step_00000070" / "thesis.tex").touch()
+    for step in (50, 70):
+        with pytest.raises(LlmqError, match=r"it is no folder of a checkpoint's: move it away$"):
+            CheckpointWriter(tmp_path / "a", step)
+        discard(tmp_path / "a", step)
+    assert (tmp_path / "a" / "step_00000050.tmp" / "thesis.tex").exists()
+    assert listing(tmp_path / "a" / "step_00000070") == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])

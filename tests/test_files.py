@@ -116,6 +116,21 @@ def test_files_of_others_with_likely_names_stay(tmp_path):
     assert listing(tmp_path / "out") == [".tmp", "config.json"]
 
 
+def test_what_an_interrupted_move_leaves_has_an_owner(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    moved, real = [], os.replace
+
+    def replace(source, target):
+        moved.append(Path(target).name)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with staged_directory(tmp_path / "out", REPLACES, "owner.json") as staging:
+        for name in ("a", "config.json", "z", "owner.json"):
+            (staging / name).touch()
+    assert moved == ["owner.json", "a", "z", "config.json"]
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_stranger_in_the_place_of_unfinished_files_stays(tmp_path, kind):
     (tmp_path / "theirs").mkdir()

@@ -209,9 +209,12 @@ def test_a_validation_that_is_not_finite_keeps_the_model(monkeypatch, capsys):
     monkeypatch.setattr(
         between_steps.Evaluations, "_timed", spoiled(between_steps.Evaluations._timed)
     )
-    assert train(steps=1) == 2
+    last = {"ckpt_interval": 1, "save_training_state": True, "eval_every_n_steps": 0}
+    assert train(steps=2, **last) == 2
     assert "no model is written, because the validation loss is nan" in capsys.readouterr().err
     assert not Path("out").exists()
+    assert verdicts() == {1: None, 2: False}, "--continue takes the one before"
+    assert read_verdict(Path("ckpt/step_00000002")).level == -1
 
 
 def spoiled(real):

@@ -137,3 +137,12 @@ def test_a_place_that_takes_no_files_does_not_hang():
         with locked(lock_beside(path), "--out", path):
             entered.append(path)
     assert len(entered) == 2
+
+
+@pytest.mark.parametrize("left", [b"", b"llm", b"\0" * 27, b"llmq: pro\0\0\0"])
+def test_what_a_loss_of_power_leaves_of_a_lock_is_taken(tmp_path, left):
+    lock = lock_beside(tmp_path / "out")
+    lock.write_bytes(left)
+    with locked(lock, "--out-dir", tmp_path / "out"):
+        assert lock.read_bytes().startswith(b"llmq: process ")
+    assert not lock.exists()

@@ -93,6 +93,20 @@ def test_what_never_ends(capsys, path):
     assert train(**{"train-file": path}) == 2
 
 
+def test_pipes_in_the_place_of_a_model_s_files(capsys):
+    for name in ("config.json", "tokenizer.json", "chat.jinja"):
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+    more = ["--tokenizer=bytes", "--out=made", "--chat-template=chat.jinja"]
+    Path("talk.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    for args in (
+        ["plan", "--model=."],
+        ["tokenize", "data/eval.bin", "--tokenizer=.", "--out=made"],
+        ["tokenize", "talk.jsonl", *more],
+    ):
+        assert "is a pipe or a device" in refused(capsys, args)
+
+
 def test_names_that_leave_their_directory(tmp_path):
     index = {"weight_map": {"model.embed_tokens.weight": "../other/model.safetensors"}}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))

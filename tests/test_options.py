@@ -125,6 +125,7 @@ def test_defaults_of_known_flags():
         "lora-targets": None,
         "lora-dropout": None,
         "lora-scaling": None,
+        "lora-init": None,
         "lora-plus": 1.0,
         "base-dtype": None,
         "adapter": None,

@@ -23,6 +23,7 @@ OPTIONS |= {"save_training_state": True, "ckpt_interval": 2, "ckpt_keep_n": 2, "
 OPTIONS |= {"shard_over": "world"}  # machines of unequal size
 SPREAD = [["--gpus=2"], ["--gpus=1"]]
 AGAIN = {"continue": ""}
+GROUPS = {"shard_over": "machine"}  # each machine has all shards
 PART = re.compile(r".*\.shard_(\d+)_of_003\.safetensors")
 
 
@@ -156,3 +157,24 @@ def test_a_disk_of_one_machine_that_refuses():
         assert [(r["step"], r["gpu"]) for r in parts] == [
             (s, rank) for s in range(3) for rank in (0, 1)
         ]
+
+
+def test_what_was_split_from_the_model_lies_apart():
+    """Each machine splits the model again by what both have written."""
+    assert train(steps=0, out_dir="weights", tokenizer=None) == 0
+    shutil.copy("weights/model.safetensors", "model")
+    split = {"from_scratch": None, "lora_rank": 4, "lora_init": "pissa", "base_dtype": "nf4"}
+    _, _, err = run(
+        2,
+        case(machines=["a", "b"], own=SPREAD, **OPTIONS | split | {"steps": 2}),
+        case(machines=["a", "b"], own=SPREAD, **OPTIONS | AGAIN | split | {"steps": 3}),
+        case(machines=["c", "d"], gpus=2, **OPTIONS | split | {"steps": 2} | GROUPS),
+        case(machines=["c", "d"], gpus=2, **OPTIONS | AGAIN | split | {"steps": 3} | GROUPS),
+        case(machines=["e", "f"], gpus=2, **OPTIONS | split | {"steps": 3} | GROUPS),
+    )
+    assert errors(err) == [], err
+    assert part("c", 3) | part("d", 3) == part("e", 3) | part("f", 3)
+    assert alone("w", **split | {"steps": 3}) == 0
+    parts = [part(machine, 3) for machine in "ab"]
+    assert parts[0] | parts[1] == part("w", 3)
+    assert any(name.startswith("adapters.begun") for name in parts[1])

@@ -207,7 +207,8 @@ def test_checkpoints_of_frozen_slabs(tmp_path):
         session.train(0)
         before = {g: [dev.download(p.tensor) for p in ps] for g, ps in step.state().items()}
         writer = CheckpointWriter(tmp_path, 1)
-        files = [write_group(dev, writer, *group, lambda: None) for group in step.state().items()]
+        groups = step.state().items()
+        files = [write_group(dev.download, writer, *group, lambda: None) for group in groups]
         manifest = Manifest(model=QWEN2, loader={}, state={}, options={}, tokenizer=None)
         path = writer.commit(manifest, files)
         session.train(1)

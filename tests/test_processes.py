@@ -39,15 +39,15 @@ def places(name: str) -> dict[str, str]:
     return {"log_file": f"{name}.json", "out_dir": name, "checkpoint_dir": f"{name}-ckpt"}
 
 
-def same_bits(name: str, other: str, step: int) -> None:
-    """Checkpoint, export and log of two runs on as many ranks."""
+def same_bits(name: str, other: str, step: int, written: str = "model.safetensors") -> None:
+    """Checkpoint, export and log of two runs on as many ranks. written: the export's weights."""
     paths = [Path(f"{each}-ckpt/step_{step:08d}") for each in (name, other)]
     files = [sorted(p.name for p in path.glob("*.safetensors")) for path in paths]
     assert files[0] == files[1]
     assert digests(paths[0], files[0]) == digests(paths[1], files[0]), name
     first, second = (read_manifest(path / "checkpoint.json") for path in paths)
     assert first["data-loader"] == second["data-loader"]
-    assert digests(name, ["model.safetensors"]) == digests(other, ["model.safetensors"])
+    assert digests(name, [written]) == digests(other, [written])
     assert measured(f"{name}.json") == measured(f"{other}.json"), name
 
 
@@ -83,6 +83,29 @@ def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
     for i, row in enumerate(ROWS):
         assert train(gpus=sum(row["ranks"]), **options_of(row), **places(f"one-{i}")) == 0
         same_bits(f"one-{i}", f"two-{i}", 3)
+
+
+def test_adapters_of_several_processes():
+    """A model as codes that is divided among them; and one that adapters are split from, which
+    goes on as one process."""
+    assert train(steps=0, out_dir="weights", tokenizer=None) == 0
+    Path("weights/model.safetensors").rename("model/model.safetensors")
+    options = {"steps": 4, "save_training_state": True, "batch_size": 1, "from_scratch": None}
+    options |= {"lora_rank": 4, "eval_file": "none"}
+    codes = options | {"lora_dropout": 0.25, "base_dtype": "nf4", "zero_level": 3}
+    split = options | {"lora_init": "pissa", "train": "norms"}
+    own = [["--gpus=2"], ["--gpus=1"]]
+    status, _, err = run(
+        2,
+        case(own=own, **codes, **places("codes")),
+        case(own=own, **split | {"steps": 2}, **places("split")),
+        case(own=own, **split, **places("split"), **{"continue": ""}),
+    )
+    assert (status, err) == (0, "")
+    for name, row in (("codes", codes), ("split", split)):
+        assert train(gpus=3, **row, **places(f"one-{name}")) == 0
+        same_bits(f"one-{name}", name, 4, "adapter_model.safetensors")
+    assert list(Path("split-ckpt/step_00000004").glob("adapters.begun.shard_*"))
 
 
 def kept(name: str) -> list[tuple]:

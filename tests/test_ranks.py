@@ -328,12 +328,12 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
     def full():
         raise LlmqError("the disk is full")
 
-    def write(dev, writer, group, pieces, beat):
-        if dev.rank == 0:
+    def write(fetch, writer, group, pieces, beat):
+        if fetch.__self__.rank == 0:  # the device's
             assert failed.wait(10)
-            return write_group(dev, writer, group, pieces, beat)
+            return write_group(fetch, writer, group, pieces, beat)
         try:
-            return write_group(dev, writer, group, pieces, full)
+            return write_group(fetch, writer, group, pieces, full)
         finally:
             failed.set()
             time.sleep(0.3)  # in which the other rank writes on
@@ -522,9 +522,9 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
         t.step()  # 1.5 s
         monkeypatch.setattr(
             "llmq.train.rank.write_group",
-            lambda dev, writer, group, pieces, beat: (
+            lambda fetch, writer, group, pieces, beat: (
                 [(time.sleep(0.25), beat()) for _ in range(2)]
-                and write_group(dev, writer, group, pieces, beat)
+                and write_group(fetch, writer, group, pieces, beat)
             ),
         )
         t.save()

@@ -431,3 +431,10 @@ def test_the_table_of_machines_is_what_is_predicted(tool):
     small, large = (tables.cells(name, 8, "machine") for name in tables.MODELS)
     assert rows["| 64", "machine"] == f"| {' | '.join(['64', 'machine', *small, *large])} |"
     assert all(f"    {name:4}  {text.split()[0]}" in block for name, text in tables.MODELS.items())
+
+
+def test_checksum_cost(tool, capsys):
+    tool("checksum_cost").main(mib=1, seq_len=64, micro_batch=4, speed=1000.0, rounds=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "an epoch of 1 MiB in rows of 64 tokens, 4 at a time:"
+    assert lines[3].endswith("ns per token") and lines[4].endswith("%")

@@ -404,10 +404,6 @@ def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message)
         ({"hidden_size": 8200}, "hidden_size is 8200; it must be at most 8192"),
         ({"hidden_size": 252}, "hidden_size is 252; it must be a multiple of 8"),
         ({"intermediate_size": 300}, "intermediate_size is 300; it must be a multiple of 8"),
-        (
-            {"head_dim": 6},
-            "head_dim is 6; where queries and keys are normalized it must be a multiple of 4",
-        ),
     ],
 )
 def test_sizes_that_no_device_computes_are_one_line(tmp_path, device, changes, message, capsys):

@@ -32,6 +32,10 @@ class DataError(LlmqError):
     """A token file, a text input or a tokenizer that is missing, damaged or does not fit."""
 
 
+class ModelError(LlmqError):
+    """The model's weights, or what it computes, are no finite numbers."""
+
+
 class DiskError(LlmqError):
     """What was to be written could not be; nothing of it is left, and what was there stays."""
 

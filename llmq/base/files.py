@@ -147,14 +147,18 @@ def retired_path(path: Path) -> Path:
 
 
 @contextmanager
-def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
+def staged_directory(
+    path: Path, replaces: tuple[str, ...], owner: str | None = None
+) -> Iterator[Path]:
     """An empty directory whose files appear in `path` when the block ends, not if it raises.
 
     A new `path` appears all at once. An existing one may be a mount point and may hold other
     things, so it stays and receives the files one by one. `replaces` are the patterns of files that
     go, if the new ones do not overwrite them; the first is the name of the file that makes the
-    directory valid: it goes before anything else changes and the new one arrives last. The old
-    files are touched only when all new ones are on the disk. Raises LlmqError.
+    directory valid: it goes before anything else changes and the new one arrives last. owner: the
+    name of the file that says whose the others are: it arrives first, so that what is left of an
+    interrupted move has an owner. The old files are touched only when all new ones are on the disk.
+    Raises LlmqError.
     """
     path = path.resolve()
     fresh = not path.exists()
@@ -174,7 +178,7 @@ def staged_directory(path: Path, replaces: tuple[str, ...]) -> Iterator[Path]:
             os.rename(staging, path)
             sync_directory(path.parent)
         else:
-            _move_files(staging, path, replaces)
+            _move_files(staging, path, replaces, owner)
 
 
 def sync_files(directory: Path) -> None:
@@ -185,7 +189,7 @@ def sync_files(directory: Path) -> None:
     sync_directory(directory)
 
 
-def _move_files(source: Path, target: Path, replaces: tuple[str, ...]) -> None:
+def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
     last = replaces[0]
     names = {path.name for path in source.iterdir()}
     (target / last).unlink(missing_ok=True)
@@ -193,7 +197,7 @@ def _move_files(source: Path, target: Path, replaces: tuple[str, ...]) -> None:
         for old in target.glob(pattern):
             if old.name not in names:
                 old.unlink()
-    for name in sorted(names, key=lambda name: name == last):
+    for name in sorted(names, key=lambda name: (name == last, name != owner, name)):
         os.replace(source / name, target / name)
     source.rmdir()
     sync_directory(target)

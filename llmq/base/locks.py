@@ -109,13 +109,18 @@ def _open(path: Path, flag: str) -> int:
     if path.is_symlink():
         raise LlmqError(stranger)
     descriptor = os.open(path, flags, 0o666)
-    head = b""
-    if is_file := stat.S_ISREG(os.fstat(descriptor).st_mode):
-        head = os.pread(descriptor, len(_MARK), 0)
-    if not is_file or not _MARK.startswith(head):
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    if not is_file or not _is_ours(os.pread(descriptor, _OWNER_BYTES + 1, 0)):
         os.close(descriptor)
         raise LlmqError(stranger)
     return descriptor
+
+
+def _is_ours(content: bytes) -> bool:
+    """Whether it is what a lock file holds, or what a loss of power leaves of that: a part, or as
+    many zeros."""
+    torn = len(content) <= _OWNER_BYTES and _MARK.startswith(content.rstrip(b"\0"))
+    return torn or content.startswith(_MARK)
 
 
 def _lock_target(flag: str, target: Path) -> int | None:

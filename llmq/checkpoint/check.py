@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.errors import LlmqError
+from llmq.base.files import check_readable
 from llmq.base.json_file import json_object
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_FILE
@@ -194,6 +195,8 @@ def _sums(directory: Path) -> str:
     """What was found of the SHA-256 that an export's run has noted."""
     recorded = _recorded(directory)
     for name, digest in recorded.items():
+        if (directory / name).exists():
+            check_readable(directory / name)
         if digest_of_file(directory / name) != digest:
             raise LlmqError(
                 f"'{directory / name}' is damaged: wrong checksum; export the model again"

@@ -14,7 +14,6 @@ one for each 128 of its elements. Until it is complete the directory is called s
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
@@ -33,7 +32,7 @@ from llmq.base.files import (
     write_file,
 )
 from llmq.base.run_id import RunId
-from llmq.checkpoint.folder import checkpoint_path, discard, unfinished
+from llmq.checkpoint.folder import check_own, checkpoint_path, discard, unfinished
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -48,6 +47,7 @@ from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 
 GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
+BEGUN = "adapters.begun"  # which there is where adapters began as a part of the model
 SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
 
 Range = tuple[Param, int, int]
@@ -116,9 +116,10 @@ class CheckpointWriter:
         self.temporary = unfinished(directory, step)
         with disk_errors(self.temporary):
             make_directory(directory)
+            check_own(self.temporary)  # what is there would be deleted
             self.temporary.mkdir(exist_ok=True)
-            if self.temporary.is_symlink():  # what is there would be deleted
-                raise FileExistsError(errno.EEXIST, "it is a link")
+        with disk_errors(self.path):
+            check_own(self.path)
 
     def write(
         self,
@@ -127,7 +128,7 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of GROUPS or SCALES.
+        """Write this rank's file of a group, one of GROUPS, SCALES or BEGUN.
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
@@ -311,6 +312,8 @@ class CheckpointReader:
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             params = [p for slab in table if every or slab.name in trained for p in slab.params]
+            if group == BEGUN:
+                params = [param for param in params if param.of_adapter]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))
             unknown = self._pieces[group].keys() - {param.name for param in params}

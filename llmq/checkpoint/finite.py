@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ModelError
 from llmq.state.params import Param
 
 
@@ -18,13 +18,16 @@ def all_finite(values: np.ndarray) -> bool:
     return values.view(f"i{size}").max() < infinity and values.view(f"u{size}").max() < negative
 
 
-def finite(read: Callable[[Param], np.ndarray]) -> Callable[[Param], np.ndarray]:
-    """A reader of whole parameters that raises LlmqError where one holds NaN or infinity."""
+def finite(read: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A reader of whole parameters that raises ModelError where one holds NaN or infinity.
 
-    def checked(param: Param) -> np.ndarray:
-        values = read(param)
+    read: of a parameter, and a group of a checkpoint.
+    """
+
+    def checked(param: Param, group: str = "weights") -> np.ndarray:
+        values = read(param, group)
         if not all_finite(values):
-            raise LlmqError(
+            raise ModelError(
                 f"{param.name} holds NaN or infinity: no model is written, what is there stays; "
                 "take an earlier checkpoint (llmq export), or write it all the same with --force"
             )

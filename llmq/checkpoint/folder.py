@@ -5,6 +5,7 @@ Links are the user's: what they point to is read, but neither changed nor delete
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -31,8 +32,10 @@ def unfinished(directory: Path, step: int) -> Path:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove an unfinished checkpoint, which nobody may be writing."""
-    shutil.rmtree(unfinished(directory, step), ignore_errors=True)
+    """Remove an unfinished checkpoint, which nobody may be writing; nothing else of its name."""
+    path = unfinished(directory, step)
+    if _is_own(path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def entries(directory: Path) -> list[Path]:
@@ -78,11 +81,24 @@ def _is_own(path: Path) -> bool:
     try:
         with os.scandir(path) as found:
             return not path.is_symlink() and all(
-                entry.is_file(follow_symlinks=False) and _OWN_FILE.fullmatch(entry.name)
+                (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path))
+                and _OWN_FILE.fullmatch(entry.name)
                 for entry in found
             )
     except OSError:
         return False
+
+
+def check_own(path: Path) -> None:
+    """Before a checkpoint is written there: FileExistsError if something else has that name.
+
+    Other ranks may be writing into it. A checkpoint that is complete may be replaced.
+    """
+    if path.is_symlink():
+        raise FileExistsError(errno.EEXIST, "it is a link")
+    replaced = _UNFINISHED.fullmatch(path.name) is None and is_complete(path)
+    if not replaced and path.exists() and not _is_own(path) and path.exists():
+        raise FileExistsError(errno.EEXIST, "it is no folder of a checkpoint's: move it away")
 
 
 def delete(paths: Iterable[Path]) -> list[Path]:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
+from llmq.base.files import check_readable
 from llmq.checkpoint.export_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -92,6 +93,7 @@ class HfWeights:
                 "with safetensors weights, or train a new model with --from-scratch"
             )
         try:
+            check_readable(index)
             weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
             if outside := [file for file in weight_map.values() if Path(file).name != file]:
                 raise LlmqError(f"'{index}' names '{outside[0]}', which is not in its directory")

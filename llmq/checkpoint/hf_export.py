@@ -55,7 +55,8 @@ def export_model(
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
-    with staged_directory(out_dir, MODEL_FILES + tokenizer_files(tokenizer)) as staging:
+    replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         write_json(staging / CONFIG_FILE, config.to_hf(option))
         write_json(staging / "generation_config.json", _generation_config(config))
         sums = _write_weights(staging, config, read, dtype, max_shard_bytes)

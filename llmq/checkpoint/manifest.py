@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import LlmqError
+from llmq.base.files import check_readable
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
 from llmq.config.model import ModelConfig
@@ -73,6 +74,7 @@ class Manifest:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The content of this file; LlmqError if it is damaged or not there."""
     try:
+        check_readable(path)
         document = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise LlmqError(

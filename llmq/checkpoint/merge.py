@@ -2,17 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
+from llmq.checkpoint.base_format import as_kept
+from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import exported_files, tokenizer_files
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.peft import open_merged
+from llmq.checkpoint.peft import AdapterFiles
+from llmq.checkpoint.principal import Read, Split, halved
+from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
+from llmq.config.model import ModelConfig
 from llmq.config.presets import resolve_model
 from llmq.data.identity import noted_tokenizer
-from llmq.state.params import weight_table
+from llmq.state.adapter_rows import trained_slabs
+from llmq.state.params import Param, weight_table
+
+
+def merged_reader(
+    model: ModelConfig,
+    adapters: Adapters,
+    scale: float,
+    base: Callable[[Param], np.ndarray],
+    adapter: Callable[[Param], np.ndarray],
+) -> Callable[[Param], np.ndarray]:
+    """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
+
+    base, adapter: a parameter of the table with adapters in its shape.
+    """
+    table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
+    params = {p.name: (p, slab) for slab in table for p in slab.params}
+    by_key = {(p.block, p.key): p for p, _ in params.values()}
+    matrices = {matrix.key: matrix for matrix in adapted_matrices(model, adapters.targets)}
+
+    def read(param: Param) -> np.ndarray:
+        own, slab = params[param.name]
+        if slab.name in trained:
+            return adapter(own)
+        matrix = matrices.get(param.key)
+        if matrix is None or not slab.is_block:
+            return base(own)
+        weight = base(own).astype(np.float32)
+        a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
+        done = 0
+        for number, (start, stop) in enumerate(matrix.spans):
+            rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
+            weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
+            done += stop - start
+        return weight
+
+    return read
+
+
+@contextmanager
+def open_merged(
+    model: ModelConfig,
+    name: str,
+    weights: HfWeights,
+    directory: Path,
+    base_dtype: str | None = None,
+) -> Iterator[Callable[[Param], np.ndarray]]:
+    """As merged_reader, of a checked model directory and adapters of it.
+
+    name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
+    is not given, as in their training. LlmqError if the two do not belong together.
+    """
+    with AdapterFiles(directory) as files:
+        adapters = files.adapters(model)
+        table = weight_table(model, 1, adapters)
+        files.check_adapters(table, adapters, tied=model.tied_embeddings)
+        if files.base is not None:
+            base = base_id(name, weights, weight_table(model))
+            check_same_base(f"--adapter: '{directory}'", files.base, base)
+        kept, scale = base_dtype or files.config.base_dtype, files.config.scale
+        base_read, read = weights.read, files.read
+        if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
+            adapters, read, begun = halved(model, adapters, read)
+            split = Split(model, adapters, scale, begun)
+            base_read = partial(_rest, split, base_read)
+        yield merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+
+
+def _rest(split: Split, read: Read, param: Param) -> np.ndarray:
+    return split.rest(param, read(param))
 
 
 def merge_adapter(

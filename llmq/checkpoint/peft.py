@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES
 from llmq.base.errors import LlmqError
-from llmq.base.files import staged_directory
+from llmq.base.files import check_readable, staged_directory
 from llmq.base.json_file import json_object
-from llmq.checkpoint.base_format import as_kept
-from llmq.checkpoint.base_id import BaseId, base_id, check_same_base
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -56,6 +54,7 @@ class AdapterConfig:
     """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says.
 
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
+    split: whether they are `doubled` ones, of adapters that began as a part of the model.
     """
 
     rank: int
@@ -64,11 +63,18 @@ class AdapterConfig:
     dropout: float
     base: str | None
     base_dtype: str | None = None
+    split: bool = False
 
     @property
     def scale(self) -> float:
         """The factor of B @ A."""
         return self.alpha / (self.rank**0.5 if self.rs else self.rank)
+
+    @property
+    def doubled(self) -> AdapterConfig:
+        """Of adapters of twice the rank with the same scaling, which give back what was split."""
+        factor = 2**0.5 if self.rs else 2
+        return replace(self, rank=2 * self.rank, alpha=factor * self.alpha, split=True)
 
     @classmethod
     def of(cls, config: TrainConfig) -> AdapterConfig:
@@ -91,6 +97,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """LlmqError where it is missing or damaged, or asks for what there is not."""
     path = directory / ADAPTER_CONFIG
     try:
+        check_readable(path)
         content = json.loads(path.read_bytes())
         if content.get("peft_type") != "LORA":
             kind = content.get("peft_type")
@@ -135,7 +142,9 @@ class AdapterFiles(HfWeights):
         super().__init__(directory)
         record = json_object(directory / RUN_FILE)
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
-        self.config = replace(self.config, base_dtype=dtype if dtype in QUANTIZED else None)
+        known = {"base_dtype": dtype if dtype in QUANTIZED else None}
+        known["split"] = record.get("lora_init") == "pissa"
+        self.config = replace(self.config, **known)
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
@@ -228,69 +237,6 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Merging
-
-
-def merged_reader(
-    model: ModelConfig,
-    adapters: Adapters,
-    scale: float,
-    base: Callable[[Param], np.ndarray],
-    adapter: Callable[[Param], np.ndarray],
-) -> Callable[[Param], np.ndarray]:
-    """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
-
-    base, adapter: a parameter of the table with adapters in its shape.
-    """
-    table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
-    params = {p.name: (p, slab) for slab in table for p in slab.params}
-    by_key = {(p.block, p.key): p for p, _ in params.values()}
-    matrices = {matrix.key: matrix for matrix in adapted_matrices(model, adapters.targets)}
-
-    def read(param: Param) -> np.ndarray:
-        own, slab = params[param.name]
-        if slab.name in trained:
-            return adapter(own)
-        matrix = matrices.get(param.key)
-        if matrix is None or not slab.is_block:
-            return base(own)
-        weight = base(own).astype(np.float32)
-        a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
-        done = 0
-        for number, (start, stop) in enumerate(matrix.spans):
-            rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
-            weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
-            done += stop - start
-        return weight
-
-    return read
-
-
-@contextmanager
-def open_merged(
-    model: ModelConfig,
-    name: str,
-    weights: HfWeights,
-    directory: Path,
-    base_dtype: str | None = None,
-) -> Iterator[Callable[[Param], np.ndarray]]:
-    """As merged_reader, of a checked model directory and adapters of it.
-
-    name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
-    is not given, as in their training. LlmqError if the two do not belong together.
-    """
-    with AdapterFiles(directory) as files:
-        adapters = files.adapters(model)
-        table = weight_table(model, 1, adapters)
-        files.check_adapters(table, adapters, tied=model.tied_embeddings)
-        if files.base is not None:
-            base = base_id(name, weights, weight_table(model))
-            check_same_base(f"--adapter: '{directory}'", files.base, base)
-        read = as_kept(weights.read, base_dtype or files.config.base_dtype)
-        yield merged_reader(model, adapters, files.config.scale, read, files.read)
-
-
-# ------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -312,7 +258,7 @@ def export_adapter(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
-    with staged_directory(out_dir, replaces) as staging:
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]
@@ -328,6 +274,7 @@ def export_adapter(
             write_safetensors(sink, specs, arrays, {"format": "pt"})
         sums = {ADAPTER_FILE: sink.digest.hexdigest()}
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
+        kept |= {"lora_init": "pissa"} if config.split else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())

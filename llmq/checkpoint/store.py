@@ -17,7 +17,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
-from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
 from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
@@ -25,6 +25,7 @@ from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.peft import AdapterConfig, export_adapter
+from llmq.checkpoint.principal import doubled
 from llmq.checkpoint.retention import Kept, newest_usable, outdated
 from llmq.checkpoint.verdict import Verdict, read_verdict
 from llmq.checkpoint.verify import Part, looks_whole, seen_part
@@ -322,8 +323,12 @@ def _export_adapter(
     adapters = adapters_of(config)
     reader.check(weight_table(manifest.model, 1, adapters), trained_slabs(adapters))
     origin["base"] = BaseId.of(manifest.base)
-    how = (AdapterConfig.of(config), read, tokenizer)
-    return export_adapter(out_dir, manifest.model, adapters, *how, **origin)
+    saved = AdapterConfig.of(config)
+    if config.splits_model:
+        begun = partial(read, group=BEGUN)
+        adapters, read = doubled(manifest.model, adapters, read, begun)
+        saved = saved.doubled
+    return export_adapter(out_dir, manifest.model, adapters, saved, read, tokenizer, **origin)
 
 
 def saved_config(manifest: Manifest) -> TrainConfig:
@@ -341,5 +346,5 @@ def saved_slabs(manifest: Manifest) -> list[Slab]:
     return [s for s in weight_table(manifest.model, 1, adapters) if s.name in trained]
 
 
-def _read(reader: CheckpointReader, param: Param) -> np.ndarray:
-    return reader.read("weights", param).reshape(param.shape)
+def _read(reader: CheckpointReader, param: Param, group: str = "weights") -> np.ndarray:
+    return reader.read(group, param).reshape(param.shape)

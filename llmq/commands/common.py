@@ -171,13 +171,18 @@ def save_config(file: Path | None, config: TrainConfig) -> None:
 
 
 def load_run(
-    given: dict[str, Any], file: Path | None, *, trains: bool = False, weights: bool = True
+    given: dict[str, Any],
+    file: Path | None,
+    *,
+    trains: bool = False,
+    weights: bool = True,
+    defaults: dict[str, Any] | None = None,
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
     """Options and model of a run, checked, and the fields that the user has set; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
-    which a plan does not read. With --continue, options that were not given are those of the
-    checkpoint. All processes call it.
+    which a plan does not read. defaults: by field, other ones. With --continue, options that were
+    not given are those of the checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
     from llmq.plan.idle_options import idle_with_model, option_warnings
@@ -186,11 +191,11 @@ def load_run(
 
     them = processes()
     layers = them.each(lambda: layers_of(given, file))  # once: the file may be a pipe
-    values, inherited = layers[0] | layers[1], {}
+    values, inherited = layers[0] | layers[1], defaults or {}
     if any(them.gather(values.get("continue_from") is not None)):
         from llmq.train.resume import inherited_options
 
-        inherited = them.each(lambda: inherited_options(values))
+        inherited = inherited | them.each(lambda: inherited_options(values))
 
     def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
         config = config_of(layers, inherited)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llmq.base.errors import ConfigError
 from llmq.commands.common import (
     ConfigFile,
     Reserve,
@@ -40,6 +41,34 @@ Network = Annotated[
     ),
 ]
 
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Search micro-batch, recomputation, offloading and sharding, beside adapters also "
+        "--base-dtype, for what fits and is fastest; what is given stays, micro-batch times "
+        "accumulation too.",
+    ),
+]
+
+Largest = Annotated[
+    bool,
+    typer.Option(
+        "--largest",
+        help="Search, as --fit, for the preset with most parameters that fits; without "
+        "--host-memory for one that fits on the card alone.",
+    ),
+]
+
+ShowsPlacement = Annotated[
+    bool,
+    typer.Option(
+        "--placement",
+        help="Show where weights, gradients and moments are, in which format, and what is "
+        "divided among GPUs.",
+    ),
+]
+
 
 @train_options
 def plan(
@@ -59,32 +88,28 @@ def plan(
     reserve: Reserve = None,
     machines: Machines = 1,
     network: Network = None,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Search micro-batch, recomputation, offloading and sharding for what fits and is "
-            "fastest; what is given stays, micro-batch times accumulation too.",
-        ),
-    ] = False,
-    placement: Annotated[
-        bool,
-        typer.Option(
-            "--placement",
-            help="Show where weights, gradients and moments are, in which format, and what is "
-            "divided among GPUs.",
-        ),
-    ] = False,
+    fit: Search = False,
+    largest: Largest = False,
+    placement: ShowsPlacement = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
-    config, model, _, fields = load_run(given, config_file, weights=False)
+    any_model = {"model": "gpt2", "from_scratch": True} if largest else None
+    config, model, _, fields = load_run(given, config_file, weights=False, defaults=any_model)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),
         "reserve": size_of("--reserve", reserve, least=0),
         "network": size_of("--network", network and network.removesuffix("/s")),
     }
+    if largest:
+        from llmq.plan.largest import run_largest
+
+        if placement:
+            raise ConfigError("--placement: has no meaning with --largest")
+        how = {"card": card, "card_file": card_file, "machines": machines, "json": json}
+        save_config(save, run_largest(config, fields, **sizes, **how))
+        return
     from llmq.plan.report import run_plan
 
     how = {

@@ -58,6 +58,13 @@ class AdapterFields(SizeFields):
         "Scaling of the adapters; standard, if not given: alpha / rank, rs: alpha / sqrt(rank)",
         choices=("standard", "rs"),
     )
+    lora_init: str | None = option(
+        _GROUP,
+        None,
+        "What the adapters begin with; zero, if not given: nothing; pissa: the principal singular "
+        "values of each matrix, of which the rest stays as the model",
+        choices=("zero", "pissa"),
+    )
     lora_plus: float = option(_GROUP, 1.0, "Learning rate of the adapters' B over that of A")
     base_dtype: str | None = dtype_option(
         _GROUP,
@@ -83,6 +90,11 @@ class AdapterFields(SizeFields):
     def is_quantized(self) -> bool:
         """Whether the model beside the adapters is kept as codes."""
         return bool(self.lora_rank) and self.base_dtype in QUANTIZED
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether adapters begin as a part of the model, and only the rest of it stays."""
+        return bool(self.lora_rank) and self.lora_init == "pissa"
 
     @property
     def lora_scale(self) -> float:
@@ -182,6 +194,7 @@ def implied_values(values: dict[str, Any]) -> dict[str, Any]:
         "lora_targets": "all",
         "lora_dropout": 0.0,
         "lora_scaling": "standard",
+        "lora_init": "zero",
         "base_dtype": values["model_dtype"],
         "train": (),
     }
@@ -199,6 +212,8 @@ def check_adapters(config: AdapterFields) -> None:
     """ConfigError for options of adapters that are out of range or need another one."""
     if config.adapter is not None and config.from_scratch:
         raise ConfigError("--adapter: needs the model that it adapts, not --from-scratch")
+    if config.lora_init == "pissa":
+        _check_principal(config)
     if not config.lora_rank and config.adapter is None:
         for name, default in _OWN.items():
             if getattr(config, name) != default:
@@ -214,6 +229,19 @@ def check_adapters(config: AdapterFields) -> None:
         raise ConfigError(
             f"--base-dtype: {config.base_dtype} does not go with --model-dtype "
             f"{config.model_dtype}, use {' or '.join((config.model_dtype, *QUANTIZED))}"
+        )
+
+
+def _check_principal(config: AdapterFields) -> None:
+    """ConfigError where adapters cannot begin with a part of the model."""
+    if config.adapter is not None:
+        raise ConfigError(
+            "--lora-init: pissa does not go with --adapter, whose adapters have begun already"
+        )
+    if config.from_scratch:
+        raise ConfigError(
+            "--lora-init: pissa takes the adapters from a model that was trained, not from the "
+            "random one of --from-scratch"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
+from llmq.base.files import check_readable
 from llmq.config.model import ModelConfig
 from llmq.model.arch import ARCHITECTURES
 from llmq.model.arch.common import ignored_fields
@@ -199,6 +200,7 @@ def model_warnings(directory: Path | None) -> list[str]:
 def _read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
+        check_readable(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(

@@ -147,27 +147,10 @@ __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
     }
 }
 
-// Set the scores of keys after their query to -inf. own, step: row numbers of the tile's corner.
-template <bool OWN_KEYS, int M, int N>
-__device__ __forceinline__ void mask_future(float (&scores)[M][N][4], int own, int step, int lane) {
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = own + m * 16 + (i >> 1) * 8 + (lane >> 2);
-                const int column = step + n * 8 + (lane & 3) * 2 + (i & 1);
-                if (OWN_KEYS ? row > column : column > row) { scores[m][n][i] = -INFINITY; }
-            }
-        }
-    }
-}
-
-// Set the scores of keys before the first one that their query sees to -inf, likewise.
-template <bool OWN_KEYS, int M, int N>
-__device__ __forceinline__ void mask_past(float (&scores)[M][N][4], const Sight& sight, int own,
-                                          int step, int lane) {
+// Set the scores for which hidden(query, key) to -inf. own, step: row numbers of the tile's corner.
+template <bool OWN_KEYS, int M, int N, typename Hidden>
+__device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step, int lane,
+                                     Hidden hidden) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -177,11 +160,24 @@ __device__ __forceinline__ void mask_past(float (&scores)[M][N][4], const Sight&
                 const int row = own + m * 16 + (i >> 1) * 8 + (lane >> 2);
                 const int column = step + n * 8 + (lane & 3) * 2 + (i & 1);
                 const int query = OWN_KEYS ? column : row, key = OWN_KEYS ? row : column;
-                if (key < sight.first_key(query)) { scores[m][n][i] = -INFINITY; }
+                if (hidden(query, key)) { scores[m][n][i] = -INFINITY; }
             }
         }
     }
 }
+
+// Keys after their query.
+struct Future {
+    __device__ __forceinline__ bool operator()(int query, int key) const { return key > query; }
+};
+
+// Keys before the first one that their query sees.
+struct Past {
+    const Sight& sight;
+    __device__ __forceinline__ bool operator()(int query, int key) const {
+        return key < sight.first_key(query);
+    }
+};
 
 // Whether this thread's part of a tile of ROWS rows has something that is not finite. With CLEAR 16
 // bytes that have become zeros, and the row's place in `spoiled` NaN.
@@ -327,9 +323,9 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         float scores[M][N][4];
         if (active) {
             multiply_rows<M, N>(scores, left, k_tile + right_rows_offset(lane));
-            if (step + STEP - 1 > warp_own) { mask_future<false>(scores, warp_own, step, lane); }
+            if (step + STEP - 1 > warp_own) { mask<false>(scores, warp_own, step, lane, Future{}); }
             if (MASKED && step < warp_all) {
-                mask_past<false>(scores, sight, warp_own, step, lane);
+                mask<false>(scores, warp_own, step, lane, Past{sight});
             }
         }
         cp_async_wait<0>();
@@ -486,8 +482,8 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         multiply_rows<M, N>(p, a_tile + left, x + right_rows_offset(lane));
         const bool diagonal = OWN_KEYS ? step < warp_own + 16 * M - 1 : step + STEP - 1 > warp_own;
         if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
-        if (diagonal) { mask_future<OWN_KEYS>(p, warp_own, step, lane); }
-        if (MASKED && past) { mask_past<OWN_KEYS>(p, sight, warp_own, step, lane); }
+        if (diagonal) { mask<OWN_KEYS>(p, warp_own, step, lane, Future{}); }
+        if (MASKED && past) { mask<OWN_KEYS>(p, warp_own, step, lane, Past{sight}); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float2 l = OWN_KEYS ? step_lse[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);

@@ -17,7 +17,8 @@
 //
 // Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; mean and
 //          rstd F32. mean and bias are LayerNorm's, else not touched, may be null. partial: F32
-//          (1 + CENTRED, gridDim.x, C), sums of a block for d_weight, then d_bias. abs_max: F32
+//          (1 + CENTRED, gridDim.x, C), sums of a block for d_weight, then d_bias; with SUMS = 0
+//          none are made, may be null. abs_max: F32
 //          (1), with ABS_MAX = 1 raised to the largest |out|, |d_x|, as stored; else not touched,
 //          may be null. codes: with CODES = 1 (rows, C), out, d_x as FP8 (fp8.cuh), C % 16 == 0.
 //          OUT = 0: no out.
@@ -232,12 +233,14 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
                     const float x_hat = centred(values.v[i][k], centre) * scale;
                     sum += weighted;
                     dot = fmaf(weighted, x_hat, dot);
-                    d_weight[i][k] = fmaf(g, x_hat, d_weight[i][k]);
-                    d_bias[i][k] += g;
+                    if constexpr (SUMS) {
+                        d_weight[i][k] = fmaf(g, x_hat, d_weight[i][k]);
+                        d_bias[i][k] += g;
+                    }
                 } else {
                     const float product = g * to_f32(values.v[i][k]);
                     dot = fmaf(product, factor(w_i[k]), dot);
-                    d_weight[i][k] = fmaf(product, scale, d_weight[i][k]);
+                    if constexpr (SUMS) { d_weight[i][k] = fmaf(product, scale, d_weight[i][k]); }
                 }
             }
         }
@@ -271,6 +274,7 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
     fp8.finish(saturated);
+    if constexpr (!SUMS) { return; }
     float* sums = partial + (i64)blockIdx.x * C;
     sum_block_rows<T, WARPS, VECTORS, ROWS>(sums, C, d_weight, column_sums);
     if constexpr (CENTRED) {

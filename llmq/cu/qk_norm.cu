@@ -12,7 +12,8 @@
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not touched. raw: T
 //          (tokens, Hq + Hkv, HEAD_DIM). rstd: F32 (tokens, Hq + Hkv), if WIDE (tokens, 2). 16-byte
 //          aligned, HEAD_DIM % 8 == 0, if WIDE only its multiples. q_partial: F32 (query_blocks,
-//          width of a row), k_partial: F32 (the other blocks, ...), sums of a block.
+//          width of a row), k_partial: F32 (the other blocks, ...), sums of a block; with
+//          SUMS = 0 none are made, may be null.
 // Launch   the first query_blocks blocks loop over queries, the others over keys; at least one of
 //          each. Heads: 256 threads; GROUP lanes (a power of two) share a head, 8 channels each,
 //          HEADS_PER_LANE heads at a time. WIDE: a row lives in the registers of WARPS warps,
@@ -124,7 +125,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
             for (int k = 0; k < N; ++k) {
                 const float product = to_f32(grad.v[i][k]) * (to_f32(x.v[i][k]) * scale);
                 dot = fmaf(product, factor(weight.v[i][k]), dot);
-                d_weight[i][k] += product;
+                if constexpr (SUMS) { d_weight[i][k] += product; }
             }
         }
         forget(grad);
@@ -143,6 +144,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
         forget(weight);
         grad.store(row, part.channels, active);
     }
+    if constexpr (!SUMS) { return; }
     f32* partial = part.query ? q_partial : k_partial;
     sum_block_rows<T, WARPS, VECTORS, ROWS>(partial + (i64)part.block * part.channels,
                                             part.channels, d_weight, column_sums);
@@ -282,7 +284,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
             for (int k = 0; k < N; ++k) {
                 const float product = to_f32(grad[j][k]) * (to_f32(x[j][k]) * scale[j]);
                 dot = fmaf(product, factor(weight[k]), dot);
-                d_weight[k] += product;
+                if constexpr (SUMS) { d_weight[k] += product; }
             }
             dot = group_sum(dot) / (float)HEAD_DIM;
 #pragma unroll
@@ -297,6 +299,7 @@ __device__ __forceinline__ void gradients(T* d_qkv, f32* __restrict__ q_partial,
             }
         }
     }
+    if constexpr (!SUMS) { return; }
     __shared__ float sums[N][THREADS];
 #pragma unroll
     for (int k = 0; k < N; ++k) { sums[k][threadIdx.x] = d_weight[k]; }

@@ -23,6 +23,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmq.base.errors import DataError
+from llmq.base.files import check_readable
 from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.data.tokenizer_config import OWN_TOKENS
 from llmq.data.tokenizer_files import END_OF_TEXT, read_json
@@ -185,6 +186,7 @@ def _sources_of(folder: Path) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
+        check_readable(path)
         return path.read_text("utf-8")
     except OSError as error:
         raise DataError(f"cannot read the chat template '{path}': {error.strerror}") from error

@@ -26,7 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, replacing
+from llmq.base.files import check_readable, disk_errors, replacing
 from llmq.data.document_file import documents_path
 
 MAGIC = b"BIN.SUM\n"
@@ -72,6 +72,7 @@ class Checksums:
         """num_bytes: of the token file. DataError if it is damaged, or of one of another size."""
         self.path, self.token_file, self.num_bytes = path, token_file, num_bytes
         try:
+            check_readable(path)
             data = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error

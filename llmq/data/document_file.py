@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors
+from llmq.base.files import check_readable, disk_errors
 
 MAGIC = b"BIN.DOC\n"
 VERSION = 1
@@ -81,6 +81,7 @@ class DocumentFile:
     ) -> DocumentFile:
         """DataError where the file cannot be read or is not one of these. verify: its content."""
         try:
+            check_readable(path)
             data = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error

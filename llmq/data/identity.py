@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.base.files import write_shared
+from llmq.base.files import check_readable, write_shared
 from llmq.base.json_file import json_object
 from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
@@ -126,6 +126,7 @@ def _fingerprint_of_files(folder: Path) -> str | None:
     digest = hashlib.sha256(_CACHE_VERSION)
     for name in HfTokenizer.DECIDING:
         with suppress(OSError):
+            check_readable(folder / name)
             content = (folder / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode())
             digest.update(content)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
+from llmq.base.files import check_readable
 from llmq.base.records import json_layout, read_json, read_rows
+from llmq.data.record_text import whole_characters
 
 Record = Mapping[str, Any]
 
@@ -288,6 +290,7 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
     """The records of JSON lines, a JSON array or Parquet; any other file is one text."""
+    check_readable(path)
     name = path.name.lower()
     if name.endswith((".parquet", ".pq")):
         yield from read_rows(str(path))
@@ -302,6 +305,9 @@ def _records(path: Path) -> Iterator[tuple[Record, str]]:
     for item in read_json(str(path), layout, 0, 0):
         try:
             record = json.loads(item.text)
+            if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
+                whole = whole_characters(json.dumps(record, ensure_ascii=False), item.text)
+                record = json.loads(whole)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{item.where}: no JSON ({error})") from None
         if not isinstance(record, dict):

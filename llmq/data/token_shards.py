@@ -24,6 +24,7 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import (
+    check_readable,
     disk_errors,
     make_directory,
     sync_directory,
@@ -343,6 +344,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
+        check_readable(path)
         data = json.loads(path.read_text("utf-8"))
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
         splits, numbers = data["splits"], [*data["position"].values(), *data["splits"].values()]

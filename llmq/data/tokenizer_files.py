@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmq.base.errors import DataError
+from llmq.base.files import check_readable
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,6 +21,9 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
     fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
+        for path in (fast, vocab, merges):
+            if path.exists():
+                check_readable(path)
         if fast.exists():
             return Tokenizer.from_file(str(fast))
         if vocab.exists() and merges.exists():
@@ -109,6 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or {} if there is no such file."""
     if not path.exists():
         return {}
+    check_readable(path)
     try:
         content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:

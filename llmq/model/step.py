@@ -286,6 +286,8 @@ class Step:
         """Weights and moments of this rank, by group."""
         optimizer = self.optimizer
         groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
+        if self.weights.begun:
+            groups["adapters.begun"] = self.weights.begun
         for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
             if scales:
                 groups[f"{name}.scales"] = scales

@@ -48,7 +48,7 @@ NORM_POST = Kernel(
 NORM_BACKWARD = Kernel(
     "norm.cu",
     "norm_backward",
-    args="T* d_x, f32* partial, const T* d_out, const T* x, const T* weight, const f32*? mean, "
+    args="T* d_x, f32*? partial, const T* d_out, const T* x, const T* weight, const f32*? mean, "
     "const f32* rstd, const T*? d_residual, i64 rows, i32 C, " + ROW_ARGS,
 )
 
@@ -211,7 +211,7 @@ def backward(
         fp8         out    Fp8Out               or None; d_x once more, as FP8 codes
 
     Cost:    three reads and one write of (rows,C); one launch, and one for each gradient of a
-             parameter; workspace F32 (grid, C), of LayerNorm (2, grid, C).
+             parameter; if there is any, workspace F32 (grid, C), of LayerNorm (2, grid, C).
     Raises:  TypeError for a wrong dtype, or d_bias without mean; ValueError for a wrong shape.
     """
     op = "norm.backward"
@@ -224,9 +224,12 @@ def backward(
     expect_accumulator(op, "d_bias", d_bias, (C,))
     launch = _launch(op, dev, x, mean, abs_max, fp8, offset, **BACKWARD)
     targets = (d_weight,) if mean is None else (d_weight, d_bias)
+    rest = (d_out, x, weight, mean, rstd, d_residual, rows, C)
+    if not any(targets):
+        launch.run(dev, NORM_BACKWARD, (d_x, None, *rest), writes_sums=False)
+        return
     with dev.scratch("norm_partial", (len(targets), launch.blocks, C), F32) as partial:
-        args = (d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C)
-        launch.run(dev, NORM_BACKWARD, args)
+        launch.run(dev, NORM_BACKWARD, (d_x, partial, *rest))
         for i, target in enumerate(targets):
             finish_column_sum(dev, target, partial.rows(i, i + 1).view(launch.blocks, C))
 
@@ -273,9 +276,17 @@ class _Launch(NamedTuple):
     consts: dict[str, int]
     results: tuple[Tensor | None, ...]
 
-    def run(self, dev: Device, kernel: Kernel, args: tuple, *, writes_out: bool = True) -> None:
+    def run(
+        self,
+        dev: Device,
+        kernel: Kernel,
+        args: tuple,
+        *,
+        writes_out: bool = True,
+        writes_sums: bool = True,
+    ) -> None:
         """args: all but results."""
-        consts = self.consts | {"OUT": int(writes_out)}
+        consts = self.consts | {"OUT": int(writes_out), "SUMS": int(writes_sums)}
         dev.launch(kernel, self.blocks, self.threads, (*args, *self.results), consts=consts)
 
 

@@ -32,7 +32,7 @@ QK_NORM_FORWARD = Kernel(
 QK_NORM_BACKWARD = Kernel(
     "qk_norm.cu",
     "qk_norm_backward",
-    args="inout T* d_qkv, f32* q_partial, f32* k_partial, const T* raw, const f32* rstd, "
+    args="inout T* d_qkv, f32*? q_partial, f32*? k_partial, const T* raw, const f32* rstd, "
     "const T* q_weight, const T* k_weight, i64 tokens, i32 num_heads, i32 num_kv_heads, "
     "i32 query_blocks",
 )
@@ -95,11 +95,11 @@ class _Launch(NamedTuple):
     threads: int
     consts: dict[str, int]
 
-    def run(self, dev: Device, kernel: Kernel, args: tuple) -> None:
+    def run(self, dev: Device, kernel: Kernel, args: tuple, *, writes_sums: bool = True) -> None:
         """args: all but query_blocks."""
         blocks = self.query_blocks + self.key_blocks
-        args = (*args, self.query_blocks)
-        dev.launch(kernel, blocks, self.threads, args, consts=self.consts)
+        args, consts = (*args, self.query_blocks), self.consts | {"SUMS": int(writes_sums)}
+        dev.launch(kernel, blocks, self.threads, args, consts=consts)
 
 
 def _launch(
@@ -215,8 +215,8 @@ def backward(
         d_k_weight  inout  F32, BF16  as k_weight       or None; added to when accumulating
         raw, rstd   in                                  as the forward pass kept them
 
-    Cost:    two reads and one write of the query and key heads; three launches; workspace F32
-             (grid, width of a row).
+    Cost:    two reads and one write of the query and key heads; one launch, and where a weight's
+             gradient is wanted one for each, and workspace F32 (grid, width of a row).
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.backward"
@@ -225,11 +225,14 @@ def backward(
     expect_accumulator(op, "d_q_weight", d_q_weight, q_weight.shape)
     expect_accumulator(op, "d_k_weight", d_k_weight, k_weight.shape)
     launch = _launch(dev, d_qkv, heads, wide, offset, BACKWARD)
+    rest = (raw, rstd, q_weight, k_weight, tokens, *heads)
+    if d_q_weight is None and d_k_weight is None:
+        launch.run(dev, QK_NORM_BACKWARD, (d_qkv, None, None, *rest), writes_sums=False)
+        return
     with (
         dev.scratch("q_norm_partial", (launch.query_blocks, widths[0]), F32) as q_partial,
         dev.scratch("k_norm_partial", (launch.key_blocks, widths[1]), F32) as k_partial,
     ):
-        args = (d_qkv, q_partial, k_partial, raw, rstd, q_weight, k_weight, tokens, *heads)
-        launch.run(dev, QK_NORM_BACKWARD, args)
+        launch.run(dev, QK_NORM_BACKWARD, (d_qkv, q_partial, k_partial, *rest))
         for target, partial in ((d_q_weight, q_partial), (d_k_weight, k_partial)):
             finish_column_sum(dev, target, partial)

@@ -19,7 +19,6 @@ from llmq.runtime.machine import Machine
 from llmq.state.placement import shards_of
 
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
-QK_NORM_MULTIPLE = 4  # 16-byte vectors of F32
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 
 
@@ -96,11 +95,6 @@ def check_sizes(model: ModelConfig, machine: Machine) -> None:
         raise ConfigError(
             f"the model has {widths[0]} query and {widths[1]} key channels; where they are "
             f"normalized together they must be multiples of 8 up to {MAX_COLUMNS}"
-        )
-    if model.qk_norm and not model.arch.wide_qk_norm and model.head_dim % QK_NORM_MULTIPLE:
-        raise ConfigError(
-            f"the model's head_dim is {model.head_dim}; where queries and keys are normalized it "
-            f"must be a multiple of {QK_NORM_MULTIPLE}"
         )
     on_gpu = machine.kind == "cuda"
     if on_gpu and (model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM):

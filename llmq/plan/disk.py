@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.checkpoint.checkpoint import stored_values
@@ -68,6 +68,7 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
     exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
     if config.lora_rank:
         exported = trained_count(config, model) * parse_dtype(config.master_dtype).itemsize
+        exported += _given_back(config, model)
     return DiskUse(
         checkpoint=checkpoint_bytes(config, model, placement),
         kept=kept,
@@ -78,9 +79,18 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
     )
 
 
+def _given_back(config: TrainConfig, model: ModelConfig) -> int:
+    """Bytes of the second half of exported adapters that began as a part of the model."""
+    if not config.splits_model:
+        return 0
+    alone = replace(config, train=())
+    return trained_count(alone, model) * parse_dtype(config.master_dtype).itemsize
+
+
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
-    what is trained, and the scales of 8-bit ones. With adapters, of nothing else.
+    what is trained, and the scales of 8-bit ones. With adapters, of nothing else but what they
+    began as.
     """
     table, masters = table_of(config, model), []
     if config.lora_rank:
@@ -90,7 +100,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
         masters.append((stores.master or stores.part or stores.work).dtype.itemsize)
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
-        for name in ("m", "v"):
+        for name in ("m", "v", "begun"):
             store = getattr(placement[slab.name], name)
             for param in slab.params if store else ():
                 total += store.dtype.itemsize * stored_values(f"adam.{name}", param)

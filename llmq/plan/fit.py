@@ -48,7 +48,22 @@ class Fit:
         self._changes: dict[int, list[Changes]] = {}
 
     def search(self) -> list[Candidate]:
-        """What fits, the fastest first, at most SHOWN of it. Raises OutOfMemory if nothing does.
+        """As `found`. Raises OutOfMemory if nothing fits."""
+        found = self.found()
+        if not found:
+            raise refusal(self.ladder()[0], self.planner, self.limits, self.fixed)
+        return found
+
+    def is_hopeless(self) -> bool:
+        """Whether it is quickly seen that nothing fits."""
+        return self.shrinker.is_hopeless(self.ladder()[0])
+
+    def can_fit(self) -> bool:
+        """Whether something fits, by estimates of the lightest that there is; takes longer."""
+        return self.shrinker.can_fit(self.ladder()[0])
+
+    def found(self) -> list[Candidate]:
+        """What fits, the fastest first, at most SHOWN of it.
 
         Larger micro-batches are faster until they have to save too much: from the middle, uphill.
         """
@@ -67,8 +82,7 @@ class Fit:
                 self._speed(config)
         found = [candidate for candidate in self._found.values() if candidate is not None]
         if not found:
-            config = self.ladder()[0]
-            raise refusal(config, self.planner, self.limits, self.fixed)
+            return []
         fastest = max(found, key=_by_speed)
         found += self._without_host_memory(fastest.config)
         found.sort(key=_by_speed, reverse=True)

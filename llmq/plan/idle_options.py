@@ -36,7 +36,8 @@ def option_warnings(config: TrainConfig) -> list[str]:
             "does not change"
         )
     rounded = {config.model_dtype, config.opt_m_dtype, config.opt_v_dtype} != {"fp32"}
-    draws = config.from_scratch or config.lora_rank > 0
+    drops = (config.lora_dropout or 0) > 0
+    draws = config.from_scratch or (config.lora_rank > 0 and not config.splits_model) or drops
     if config.seed != _DEFAULTS.seed and not draws and not rounded:
         lines.append(
             f"--seed {config.seed} has no effect: in fp32 it decides about nothing but the "

@@ -10,7 +10,7 @@ from typing import Any
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.state.placement import Placement, SlabPlacement, Store
 
-KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient", "m", "v")
+KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient", "m", "v", "begun")
 NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
 
 

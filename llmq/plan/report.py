@@ -24,6 +24,7 @@ from llmq.plan.cost import StepTime, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.plan.fit import SHOWN, Candidate, Fit
+from llmq.plan.fit_bases import search_bases
 from llmq.plan.idle_options import rank_warnings
 from llmq.plan.memory import kept_free, memory_limit, needed_bytes
 from llmq.plan.placement_table import placement_record, placement_table
@@ -233,7 +234,7 @@ class Found:
     @classmethod
     def of(cls, fit: Fit, where: Target) -> Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
-        candidates, model = fit.search(), fit.planner.model
+        (fit, candidates), model = search_bases(fit), fit.planner.model
         config = candidates[0].config
         shards = shards_of(config, where.world_size, where.network.machines)
         placement = place(config, table_of(config, model, shards), shards)

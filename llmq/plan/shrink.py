@@ -119,6 +119,7 @@ ROUNDING: tuple[Saver, ...] = (
     lambda config: {"grad_accum_dtype": config.model_dtype},
     lambda config: {"master_dtype": config.model_dtype},
     lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
+    lambda config: {"base_dtype": "nf4"} if config.lora_rank else {},
     lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
 )
 
@@ -181,11 +182,10 @@ class Shrinker:
         """What may be in host memory so that all fits, if the rest is as light as can be, and what
         is needed then; the fastest first.
         """
-        if self._is_hopeless(config):
+        if self.is_hopeless(config):
             return []
-        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
         found = []
-        for light in dict.fromkeys(self.lightest(config, places) for places in hosted):
+        for light in self._lightest_of_all(config):
             if self.fits(light):
                 names = [*PLACES, "offload_quants", "persistent_quants"]
                 names += ["shard_gradients"] if light.offload_gradients else []
@@ -194,7 +194,18 @@ class Shrinker:
                 found.append((place, self.planner.estimate(light)))
         return sorted(found, key=lambda choice: choice[1].time.total)
 
-    def _is_hopeless(self, config: TrainConfig) -> bool:
+    def can_fit(self, config: TrainConfig) -> bool:
+        """Whether host_choices has any."""
+        if self.is_hopeless(config):
+            return False
+        return any(self.fits(light) for light in self._lightest_of_all(config))
+
+    def _lightest_of_all(self, config: TrainConfig) -> list[TrainConfig]:
+        """With each choice of what is in host memory."""
+        hosted = [places for n in range(len(PLACES) + 1) for places in combinations(PLACES, n)]
+        return [*dict.fromkeys(self.lightest(config, places) for places in hosted)]
+
+    def is_hopeless(self, config: TrainConfig) -> bool:
         """Whether the device is too small for what must be there, or both memories together are."""
         device, host, ranks = self.limits.device, self.limits.host, self.planner.world_size
         if device is None:

@@ -167,7 +167,7 @@ def norm_post(
 
 def norm_backward(
     d_x: np.ndarray,
-    partial: np.ndarray,
+    partial: np.ndarray | None,
     d_out: np.ndarray,
     x: np.ndarray,
     weight: np.ndarray,
@@ -180,8 +180,10 @@ def norm_backward(
     *codes: np.ndarray | None,
     offset: int = 0,
 ) -> None:
-    """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias."""
+    """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias, if they
+    are wanted."""
     weight = _factor(weight, offset)
+    partial = np.empty((0, 1, C), np.float32) if partial is None else partial
     partial[...] = 0
     step = max(1, BLOCK // C)
     for start in range(0, rows, step):
@@ -192,7 +194,7 @@ def norm_backward(
             sums = _rms_gradient(d_x[part], *inputs, rstd[part], past)
         else:
             sums = _layer_gradient(d_x[part], *inputs, mean[part], rstd[part], past)
-        for total, value in zip(partial, sums, strict=True):
+        for total, value in zip(partial, sums, strict=len(partial) > 0):
             total[0] += value
         update_abs_max(abs_max, d_x[part])
     _emit(d_x, None, *codes)

@@ -78,8 +78,8 @@ def qk_norm_forward(
 
 def qk_norm_backward(
     d_qkv: np.ndarray,
-    q_partial: np.ndarray,
-    k_partial: np.ndarray,
+    q_partial: np.ndarray | None,
+    k_partial: np.ndarray | None,
     raw: np.ndarray,
     rstd: np.ndarray,
     q_weight: np.ndarray,
@@ -94,7 +94,8 @@ def qk_norm_backward(
 ) -> None:
     """Query and key heads of d_qkv in place.
 
-    q_partial, k_partial (any, width of a row): their rows add up to the weights' gradients.
+    q_partial, k_partial (any, width of a row): their rows add up to the weights' gradients; None:
+    these are not wanted.
     """
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     given = ((q_weight, q_partial), (k_weight, k_partial))
@@ -103,8 +104,9 @@ def qk_norm_backward(
         scale, factor = stats[:, rows, None], _factor(weight, offset)
         x_hat = compute(raw[:, :, heads]).reshape(tokens, -1, weight.size) * scale
         product = d_out * x_hat
-        partial[...] = 0
-        partial[0] = product.sum(0).sum(0)
+        if partial is not None:
+            partial[...] = 0
+            partial[0] = product.sum(0).sum(0)
         # d(norm)/dx = rstd * (d_out * weight - x_hat * mean(d_out * weight * x_hat))
         slope = np.vecdot(product, factor)
         slope /= slope.dtype.type(weight.size)

@@ -20,6 +20,7 @@ from llmq.runtime.affinity import parse_cpus
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
 from llmq.runtime.host_memory import available_host_memory, host_memory
 from llmq.runtime.machine import choose_machine
+from llmq.runtime.nvml import open_nvml
 
 # Of a GPU, by NVML: what it is called here, and how it is asked.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
@@ -121,12 +122,9 @@ def _allowed() -> int:
 
 def _nvml() -> Any | None:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        return open_nvml()
     except Exception:  # no module, no library, no driver: each its own class
         return None
-    return pynvml
 
 
 def _text(path: Path) -> str:

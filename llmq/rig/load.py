@@ -15,6 +15,7 @@ from llmq.rig.child import Job
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id
 from llmq.runtime.machine import Machine, choose_machine, open_apart
+from llmq.runtime.nvml import open_nvml
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
@@ -40,11 +41,9 @@ class Sensor:
     def __init__(self, gpu: int):
         self._nvml = self._handle = None
         try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu))
-            self._nvml = pynvml
+            nvml = open_nvml()
+            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu))
+            self._nvml = nvml
         except Exception:  # no module, no library, no driver, no GPU: each its own class
             return
 

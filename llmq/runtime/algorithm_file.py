@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmq.base.errors import warn
-from llmq.base.files import write_shared
+from llmq.base.errors import ConfigError, warn
+from llmq.base.files import check_readable, write_shared
 
 FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
@@ -70,11 +70,14 @@ class AlgorithmFile:
         if self.path is None:
             return {}
         try:
+            check_readable(self.path)
             content = json.loads(self.path.read_bytes())
             if content["format"] != FORMAT:
                 return {}
             found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ConfigError, RecursionError):
+            return {}
+        except (ValueError, TypeError, KeyError, AttributeError):
             return {}
         known = {key: entry[:CHOICE_BYTES] for key, entry in found.items()}
         return {key: v for key, v in known.items() if _entry(key, v) == found[key]}

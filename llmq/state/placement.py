@@ -48,7 +48,8 @@ class SlabPlacement:
     it is not a part of these themselves. part: of streamed work weights a shard in their format,
     where that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
-    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments.
+    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments. begun: what
+    adapters were taken from the model as, and what an export gives back to it.
     """
 
     trainable: bool
@@ -62,6 +63,7 @@ class SlabPlacement:
     gradient: Store | None = None
     m: Store | None = None
     v: Store | None = None
+    begun: Store | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -309,9 +311,17 @@ def _trained(
             sharded=streams,
             streamed=streams,
         ),
+        begun=_begun(config, slab),
         m=_shard(config, config.opt_m_dtype, offloaded=config.offload_opt_m),
         v=_shard(config, config.opt_v_dtype, offloaded=config.offload_opt_v),
     )
+
+
+def _begun(config: TrainConfig, slab: Slab) -> Store | None:
+    """Nothing computes with it: it waits in host memory, in the format that products read."""
+    if not config.splits_model or slab.name not in ("lora_a", "lora_b"):
+        return None
+    return Store(dtype=parse_dtype(config.model_dtype), memory="pinned", sharded=True)
 
 
 def _group(slab: Slab) -> str:

@@ -57,6 +57,7 @@ class Weights:
 
     master[name]: this rank's shard; without a master of its own, of the work weights themselves.
     work[name]: what AdamW also writes, rounded: this rank's shard of the work weights, or None.
+    begun[name]: this rank's shard of what adapters were taken from the model as.
     slots: of streamed blocks; what nobody needs in an update.
     """
 
@@ -65,6 +66,7 @@ class Weights:
         self.slabs = {slab.name: slab for slab in table}
         self.master: dict[str, Tensor] = {}
         self.work: dict[str, Tensor | None] = {}
+        self.begun: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
         self._mirrors = Mirrors(dev)
@@ -122,6 +124,8 @@ class Weights:
             own = self._alloc(f"{name}.{suffix}", size, stores.part, category)
         self.master[name] = own if master is None else master
         self.work[name] = None if master is None or stores.is_coded else own
+        if stores.begun is not None:
+            self.begun[name] = self._alloc(f"{name}.begun", size, stores.begun, "Master")
         if stores.work.streamed and stores.source is not None:
             self._part[name] = self.master[name] if own is None else own
         self._add_mirror(name, self._part.get(name))
@@ -347,21 +351,26 @@ class Weights:
         fresh: tuple[ModelConfig, int] | None = None,
         elements: Elements | None = None,
     ) -> None:
-        """Fill the masters from host arrays of the parameters' shapes, any float dtype.
+        """Fill the masters, and what adapters begin as, from host arrays of the parameters' shapes,
+        any float dtype.
 
         fresh: config and seed as of `init`, for parameters of which `read` has none. elements:
         reads less than a whole parameter, for what is kept as codes.
         """
         for slab in self._with_masters():
-            master = self.master[slab.name]
-            self.dev.zero(master)
+            held = [self.master[slab.name], *filter(None, [self.begun.get(slab.name)])]
+            for tensor in held:
+                self.dev.zero(tensor)
             for param, target, first in self._owned(slab):
                 values = read(param)
                 if values is None:
                     self._begin(param, target, first, *fresh)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
-                self.dev.upload(target, flat.astype(master.dtype.numpy, copy=False))
+                at = param.offset + first - self.dev.shard * slab.shard_size
+                for tensor in held:
+                    part = tensor.rows(at, at + target.size)
+                    self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
         if self._packer is not None:
             self._packer.fill(of_host(self.dev, elements or one_by_one(read)))
         self.refresh()

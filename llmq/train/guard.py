@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,12 +196,16 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave; {}: of a version without a guard, or of the beginning."""
+        """Take what `state` gave; {}: of a version without a guard, or of the beginning.
+
+        TypeError, ValueError or AttributeError where it is something else.
+        """
         for track, name in ((self.loss, "losses"), (self.norm, "norms")):
             track.values.clear()
-            track.values.extend((step, value) for step, value in state.get(name, []))
-        self.in_row, self.level = state.get("in_row", 0), state.get("level", 0)
-        self.last_bad = state.get("last_bad", -1)
-        self.trouble = state.get("trouble") if self.mode == "rollback" else None
-        self.rollbacks = [list(pair) for pair in state.get("rollbacks", [])]
+            track.values.extend((index(step), float(value)) for step, value in state.get(name, []))
+        self.in_row, self.level = index(state.get("in_row", 0)), index(state.get("level", 0))
+        self.last_bad = index(state.get("last_bad", -1))
+        trouble = state.get("trouble") if self.mode == "rollback" else None
+        self.trouble = None if trouble is None else index(trouble)
+        self.rollbacks = [[index(to), index(before)] for to, before in state.get("rollbacks", [])]
         self.origin = state.get("origin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from llmq.train.between_steps import Evaluations
@@ -21,6 +22,11 @@ class History:
         return self.reporter.history | own
 
     def load(self, history: dict[str, Any]) -> None:
-        """Take what `state` gave, but for the guard's part; {}: of the beginning."""
-        self.reporter.history = {"losses_since_evaluation": [0.0, 0]} | history
-        self.evaluations.done_at = history.get("done_at", {})
+        """Take what `state` gave, but for the guard's part; {}: of the beginning.
+
+        TypeError, ValueError or AttributeError where it is something else.
+        """
+        total, count = history.get("losses_since_evaluation", (0.0, 0))
+        total = None if total is None else float(total)
+        self.reporter.history = history | {"losses_since_evaluation": [total, index(count)]}
+        self.evaluations.done_at = {n: index(s) for n, s in history.get("done_at", {}).items()}

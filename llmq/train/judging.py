@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.retention import newest_good
 from llmq.checkpoint.store import checkpoint_step, kept_checkpoints
@@ -69,8 +69,14 @@ class Judging:
     def begin(self, checkpoint: Path) -> None:
         """Go on with what is known of the run that it was loaded from."""
         history = self.trainer.history
-        self.guard.load(history.get("guard", {}))
-        self._history.load(history)
+        try:
+            self.guard.load(history.get("guard", {}))
+            self._history.load(history)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LlmqError(
+                f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
+                f"({error}); use another checkpoint"
+            ) from error
         self.reporter.total_steps = self.trainer.total_steps
         self.keeping.went_to(self.trainer.steps_done)
         # What a rollback goes back to if nothing else is there.
@@ -117,14 +123,14 @@ class Judging:
         self.reporter.total_steps = trainer.total_steps
 
     def check_model(self, problem: str | None) -> None:
-        """Before an export: LlmqError where the model computes no finite numbers, unless --force.
+        """Before an export: ModelError where the model computes no finite numbers, unless --force.
 
         problem: what a validation has found.
         """
         config, step = self.trainer.config, self.trainer.steps_done
         problem = problem or self.guard.not_finite
         if problem is not None and not config.force:
-            raise LlmqError(
+            raise ModelError(
                 f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
                 "from a good checkpoint (--continue), or write the model all the same with --force"
             )

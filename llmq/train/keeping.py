@@ -252,6 +252,13 @@ class Keeping:
         if known:
             self._clean()
 
+    def condemn(self, step: int, reason: str) -> None:
+        """The model of this step turns out to be spoiled: a checkpoint of it never becomes good."""
+        path = self._open.pop(step, None)
+        if path is not None:
+            self._bad.pop(step, None)
+            self._note(path, Verdict(False, 0, reason, level=-1))
+
     def _note(self, path: Path, verdict: Verdict) -> None:
         """Write a verdict on every disk, when its checkpoint is there; all processes have come to
         the same."""

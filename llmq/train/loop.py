@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmq.base.dtypes import Limits
-from llmq.base.errors import DataError, warn
+from llmq.base.errors import DataError, ModelError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
@@ -378,9 +378,13 @@ class _Run:
             self._leave()
         self.keeping.finish()  # whatever becomes of the export
         self.reporter.message(self.evaluations.summary(), step)
-        self.judging.check_model(self.evaluations.not_finite)
-        with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
-            self.trainer.export()
+        try:
+            self.judging.check_model(self.evaluations.not_finite)
+            with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
+                self.trainer.export()
+        except ModelError as error:
+            self.keeping.condemn(step, str(error))
+            raise
         if self.config.save_training_state:  # if there was no room before
             self.save(required=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
-from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.parts import collected
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
+from llmq.checkpoint.principal import Split, doubled
 from llmq.config.adapters import adapters_of
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
+from llmq.runtime.processes import processes
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import table_of
 from llmq.train.ranks import Ranks
@@ -98,7 +101,15 @@ class Origin:
         """Of adapters made elsewhere nothing but the name of their model is known."""
         name, before = self._files.config.base, self._files.config.base_dtype
         now = self.config.base_dtype
-        if self._files.base is not None and before != (now if self.config.is_quantized else None):
+        if self._files.config.split and before is not None:
+            warn(
+                [
+                    f"--adapter: '{self.config.adapter}' was trained beside what --lora-init pissa "
+                    f"had left of the model in {before}; this run has the model itself with "
+                    f"{flag('base_dtype', now)}"
+                ]
+            )
+        elif self._files.base is not None and before != (now if self.config.is_quantized else None):
             warn(
                 [
                     f"--adapter: '{self.config.adapter}' was trained beside a model in "
@@ -113,10 +124,16 @@ class Origin:
                 ]
             )
 
-    def load(self, ranks: Ranks) -> None:
-        """Fill the weights."""
+    def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
+        """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""
         if self.weights is None:
             self.init(ranks)
+            return
+        if self.config.splits_model:
+            split = self._split(checkpoint)
+            ranks.load(
+                partial(_read_split, split, self.weights), partial(_elements, split, self.weights)
+            )
             return
 
         def read(param: Param) -> np.ndarray | None:
@@ -126,6 +143,23 @@ class Origin:
 
         ranks.load(read, self.weights.elements)
 
+    def _split(self, checkpoint: CheckpointReader | None) -> Split:
+        """The model as adapters and the rest: as a checkpoint knows, else computed by the first
+        process, one matrix after the other."""
+        config, dtype = self.config, parse_dtype(self.config.model_dtype).numpy
+        split = Split(self.model, self.adapters, config.lora_scale)
+        if checkpoint is not None:
+            params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
+            lacking = checkpoint.lacks(BEGUN, [(p, 0, p.size) for p in params])
+            with collected(checkpoint, lacking, config.checkpoint_dir):
+                split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
+            return split
+        for matrix in split.matrices:
+            split.begun |= processes().on_first(
+                lambda param=matrix: split.begin(param, self.weights.read(param), dtype)
+            )
+        return split
+
     def init(self, ranks: Ranks) -> None:
         """Random weights."""
         zero = self.config.init_proj_to_zero
@@ -133,7 +167,8 @@ class Origin:
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
-        saved = {n: reader.manifest.options.get(n) for n in ("lora_rank", "lora_targets", "train")}
+        names = ("lora_rank", "lora_targets", "lora_init", "train")
+        saved = {name: reader.manifest.options.get(name) for name in names}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
         for name in saved:
             now, then = getattr(self.config, name), getattr(before, name)
@@ -161,6 +196,19 @@ class Origin:
             dtype = parse_dtype(config.model_dtype)
             export_model(directory, self.model, read, dtype, tokenizer, **origin)
             return
-        saved = AdapterConfig.of(config)
+        saved, adapters = AdapterConfig.of(config), self.adapters
         origin["base"] = self.base
-        export_adapter(directory, self.model, self.adapters, saved, read, tokenizer, **origin)
+        if config.splits_model:
+            adapters, read = doubled(self.model, adapters, read, partial(read, group=BEGUN))
+            saved = saved.doubled
+        export_adapter(directory, self.model, adapters, saved, read, tokenizer, **origin)
+
+
+def _read_split(split: Split, weights: HfWeights, param: Param) -> np.ndarray:
+    if param.of_adapter:
+        return split.begun[param.name]
+    return split.rest(param, weights.read(param))
+
+
+def _elements(split: Split, weights: HfWeights, param: Param, start: int, stop: int) -> np.ndarray:
+    return split.rest_of(param, start, weights.elements(param, start, stop))

@@ -44,7 +44,7 @@ def locked_places(config: TrainConfig, *, first: bool = True) -> Iterator[None]:
     others = [("--out-dir", config.out_dir), ("--log-file", config.log_file)] if first else []
     for flag, path in others:
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
-            whole = path.resolve()
+            whole = Path(os.path.realpath(path))  # of a link to itself, too
             locks.append((lock_beside(whole), flag, path))
     with ExitStack() as stack:
         for lock in locks:

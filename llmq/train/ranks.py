@@ -302,13 +302,14 @@ class Ranks:
         parts = processes().gather_arrays(own, to_all=to_all)
         return assemble(param, parts) if to_all or processes().first else np.empty(0)
 
-    def first_reads(self, fn: Callable[[Callable[[Param], np.ndarray]], T]) -> T:
-        """fn(read) on the first process, where read gives a whole weight; the others take part."""
+    def first_reads(self, fn: Callable[[Callable[..., np.ndarray]], T]) -> T:
+        """fn(read) on the first process, where read(param, group) gives a whole parameter, without
+        a group its weights; the others take part."""
         them = processes()
 
-        def read(param: Param) -> np.ndarray:
-            them.share(param)
-            return self.read_param("weights", param, to_all=False)
+        def read(param: Param, group: str = "weights") -> np.ndarray:
+            them.share((group, param))
+            return self.read_param(group, param, to_all=False)
 
         def whole() -> T:
             try:
@@ -316,8 +317,8 @@ class Ranks:
             finally:
                 them.share(None)
 
-        while not them.first and (param := them.share(None)) is not None:
-            self.read_param("weights", param, to_all=False)
+        while not them.first and (asked := them.share(None)) is not None:
+            self.read_param(*asked, to_all=False)
         return them.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:

@@ -17,7 +17,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.peft import open_merged
+from llmq.checkpoint.merge import open_merged
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model

@@ -328,7 +328,7 @@ class Trainer:
             changes = changed_options(*runs, new_data=new_data)
             warn(changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
-                self.load_weights()
+                self._origin.load(self.ranks, reader)
             self.ranks.read(reader, self.config.checkpoint_dir)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None

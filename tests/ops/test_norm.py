@@ -172,6 +172,9 @@ def test_backward(dev, rng, case, dtype):
     in_place = run(dev, call_backward(False), arrays | {"d_x": None})
     np.testing.assert_array_equal(in_place["d_residual"], got["d_x"])
     np.testing.assert_array_equal(in_place["d_weight"], got["d_weight"])
+    nobody = arrays | dict.fromkeys(parameters(centred))
+    frozen = run_exact(dev, call_backward(False), nobody)
+    np.testing.assert_array_equal(frozen["d_x"], got["d_x"])
 
 
 @CENTRED

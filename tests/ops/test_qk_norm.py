@@ -56,9 +56,10 @@ def test_forward(dev, rng, shape, dtype):
 
 def call_backward(shape, accumulate: bool, offset: bool = False):
     def call(dev, d_q_weight, d_k_weight, scalars, **t):
+        given = {"d_q_weight": d_q_weight, "d_k_weight": d_k_weight}
         targets = {
-            "d_q_weight": Accumulator(d_q_weight, accumulate, scalars, 1),
-            "d_k_weight": Accumulator(d_k_weight, accumulate, scalars, 2),
+            name: None if d is None else Accumulator(d, accumulate, scalars, i)
+            for i, (name, d) in enumerate(given.items(), start=1)
         }
         kind = {"num_heads": shape[2], "num_kv_heads": shape[3], "wide": shape[5]}
         qk_norm.backward(dev, **targets, **t, **kind, offset=offset)
@@ -88,6 +89,10 @@ def test_backward(dev, rng, shape, dtype):
     got = run_exact(dev, call_backward(shape, False), arrays)
     heads = shape[2] + shape[3]
     np.testing.assert_array_equal(got["d_qkv"][:, :, heads:], arrays["d_qkv"][:, :, heads:])
+    for name in ("d_k_weight", "d_q_weight"):  # then nobody wants any sums
+        arrays[name] = None
+        frozen = run_exact(dev, call_backward(shape, False), arrays)
+        np.testing.assert_array_equal(frozen["d_qkv"], got["d_qkv"])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])

@@ -1,0 +1,99 @@
+"""Searches beside adapters, for the format of the model too, and for the largest model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmq.commands.cli import _run
+from llmq.config.cards import GIB, find_card, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from llmq.plan import largest
+from llmq.plan.estimate import Planner
+from llmq.plan.fit import Fit
+from llmq.plan.fit_bases import search_bases
+from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
+from llmq.plan.target import target
+
+FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
+
+
+def bases(card: str, memory: float, host: float, **options: object) -> tuple:
+    """What is found for adapters of a small model: formats of the model, and speeds."""
+    given = FULL | {"model": "gpt2-355m", "batch-size": 1, "grad-accumulation": 1}
+    given |= {"lora-rank": 8} | options
+    card = find_card(card)
+    planner = Planner(preset("gpt2-355m"), spec_of(card), "cudnn", card)
+    limits = Limits(device=int(memory * GIB), host=int(host * GIB))
+    fixed = frozenset(name.replace("-", "_") for name in options)
+    fit, found = search_bases(Fit(make_config(given), planner, limits, fixed))
+    for candidate in found:
+        plan = planner.plan(candidate.config)
+        assert needed_bytes(plan, planner.spec) == candidate.need.device <= limits.device
+        assert plan.host_bytes == candidate.need.host <= limits.host
+    assert fit.base.base_dtype == found[0].config.base_dtype
+    return [c.config.base_dtype for c in found], [c.need.speed for c in found]
+
+
+def test_formats_of_the_model_beside_adapters():
+    """8 bits as the card multiplies them, where that is faster; all of them with their speeds."""
+    found, speeds = bases("4090", 4, 8)
+    assert found[0] == "e4m3" and set(found[:3]) == {"bf16", "e4m3", "nf4"}
+    of = dict(zip(reversed(found), reversed(speeds), strict=True))  # the first of each
+    assert of["e4m3"] > 1.05 * of["bf16"] >= of["nf4"]
+    assert set(bases("3090", 4, 8)[0][:3]) == {"bf16", "int8", "nf4"}
+    assert set(bases("4090", 4, 8, **{"base-dtype": "bf16"})[0]) == {"bf16"}
+    assert set(bases("4090", 4, 8, **{"matmul-dtype": "bf16"})[0]) == {"bf16", "nf4"}
+
+
+def test_no_format_fits():
+    with pytest.raises(OutOfMemory, match="nothing fits: with --batch-size=1"):
+        bases("4090", 0.5, 0.05)
+
+
+def test_advice_knows_a_smaller_format(capsys):
+    given = ["--model=gpt2-1558m", "--from-scratch", "--lora-rank=8", "--gpu-memory=2200MiB"]
+    given += ["--batch-size=1", "--host-memory=1GiB"]
+    assert _run(["plan", *given]) == 2
+    assert "--base-dtype=nf4" in capsys.readouterr().err
+
+
+def test_the_largest_model_that_fits(monkeypatch):
+    """Of a few presets: with room in host memory a larger one than on the card alone."""
+    few = ("gpt2-124m", "gpt2-355m", "gpt2-774m", "tiny")
+    monkeypatch.setattr(largest, "PRESETS", {name: preset(name) for name in few})
+    options = {"lora-rank": 8, "batch-size": 1, "grad-accumulation": 1, "base-dtype": "nf4"}
+    config, fixed = make_config(options | {"from-scratch": True}), frozenset({"base_dtype"})
+
+    def found(memory: float, host: float | None = None) -> str:
+        def machine(model):
+            return target(
+                config, model, int(memory * GIB), host and int(host * GIB), None, None, search=True
+            )
+
+        name, _, where = next(largest._fits_by_size(config, machine, fixed))
+        assert where.limits.host == (largest.ALONE if host is None else int(host * GIB))
+        return name
+
+    assert [found(gib) for gib in (0.75, 0.82, 1)] == ["gpt2-124m", "gpt2-355m", "gpt2-774m"]
+    assert found(1, 0.05) == "gpt2-355m"
+
+
+def test_the_command_for_the_largest_model(monkeypatch, capsys):
+    monkeypatch.setattr(largest, "PRESETS", {"gpt2-124m": preset("gpt2-124m")})
+    fixed = ["--lora-rank=8", "--batch-size=1", "--grad-accumulation=1", "--base-dtype=nf4"]
+    assert _run(["plan", "--largest", *fixed, "--card=4090", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["model"] == "gpt2-124m" and record["parameters"] == 124439808
+    assert {"--model=gpt2-124m", "--base-dtype=nf4"} < {*record["found"][0]["command"]}
+    for flags, message in (
+        (["--model=gpt2", "--card=4090"], "--largest: chooses the model, leave out --model"),
+        (["--num-layers=2", "--card=4090"], "--largest: chooses the model, leave out --num-layers"),
+        ([], "--largest: of how much memory? Give --gpu-memory or --card"),
+        (["--card=4090", "--placement"], "--placement: has no meaning with --largest"),
+        (["--gpu-memory=300MiB"], "no preset fits with these options"),
+    ):
+        assert _run(["plan", "--largest", *fixed, *flags]) == 2
+        assert message in capsys.readouterr().err

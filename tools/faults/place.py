@@ -1,0 +1,280 @@
+"""The folder in which faults are tried: a model of a few thousand weights, data, files of others,
+and commands whose results are known."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import llmq
+from llmq.checkpoint.store import checkpoints_by_name
+from llmq.commands import cli
+from llmq.data.checksums import write_checksums
+from tests import runs
+from tools.faults.child import Ended, run
+
+MODEL = runs.CONFIG | {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
+STRANGERS = {  # names that llmq's own look like, and what another program may have put there
+    "ckpt/README": "of somebody",
+    "ckpt/step_00000003/notes.txt": "not of a checkpoint",
+    "ckpt/step_00000005.tmp/notes.txt": "not of a checkpoint",
+    "ckpt.lock": "poetry",
+    "out/notes.txt": "of somebody",
+    "out.tmp": "of somebody",
+    "out.lock": "of somebody",
+    "beyond/file": "behind a link",
+    "data/.train-0.bin.tmp": "of somebody",
+}
+LINK = "ckpt/step_00000007.tmp"  # to beyond/
+_LEFT = re.compile(r".*\.llmq-(tmp|lock|old)|step_\d{8}\.tmp")
+
+
+def warm_up() -> None:
+    """What takes time once, before processes are forked: imports, the parser of the command line.
+
+    transformers is not there for any of them: it takes seconds, and has no part in what is tried.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.modules["transformers"] = None
+    modules = [info.name for info in pkgutil.walk_packages(llmq.__path__, "llmq.")]
+    for name in [*modules, "tokenizers", "yaml", "jinja2", "tomllib", "pynvml"]:
+        if name != "llmq.__main__":
+            importlib.import_module(name)
+    cli._command = functools.cache(cli._command)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        command("plan", "--model", "tiny", "--from-scratch", "--device", "cpu")
+        command("export", "--checkpoint-dir", "there is none", "--out-dir", "nor this")
+        command("tokenize", "there is none", "--tokenizer", "bytes", "--out", "nor this")
+        command("check", "there is none")
+
+
+def command(*args: str) -> int:
+    """Run `llmq` in this process."""
+    return cli._run([*args])
+
+
+def train(**changes: object) -> list[str]:
+    """Arguments of a short run."""
+    small = {"steps": 6, "grad_accumulation": 1, "eval_file": "none", "overwrite": None}
+    small |= {"ckpt_interval": 2, "ckpt_keep_n": 1, "save_training_state": True}
+    return ["train", *runs.flags(**small | changes)]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """before: commands that have run. tried: the one that meets the fault. again: the one that must
+    make up for it. results: patterns of the files that must be the same in the end. keeps: of files
+    whose contents must be there afterwards, under whatever name."""
+
+    name: str
+    before: list[list[str]]
+    tried: list[str]
+    again: list[str]
+    results: tuple[str, ...] = ("out/model.safetensors", "out/config.json", "ckpt/*/*.safetensors")
+    keeps: tuple[str, ...] = ()
+
+
+_ON = {"continue": ""}
+_DATA = ["data/text.txt", "--tokenizer", "bytes", "--eval-fraction", "0.3", "--workers", "1"]
+_SHARDS = [*_DATA, "--shard-tokens", "300", "--out", "data/new"]
+SCENARIOS = [
+    Scenario("train", [], train(), train(**_ON)),
+    Scenario("train --continue", [train()], train(steps=10, **_ON), train(steps=10, **_ON)),
+    Scenario(
+        "train --overwrite",
+        [train()],
+        train(overwrite="", train_seed=5),
+        train(overwrite="", train_seed=5),
+        keeps=("out/model.safetensors", "ckpt/*/*.safetensors"),
+    ),
+    Scenario(
+        "train --keep-best",
+        [],
+        train(keep_best="loss", eval_file="data/eval.bin", eval_every_n_steps=2, ckpt_interval=3),
+        train(
+            keep_best="loss",
+            eval_file="data/eval.bin",
+            eval_every_n_steps=2,
+            ckpt_interval=3,
+            **_ON,
+        ),
+    ),
+    Scenario(
+        "train --ckpt-background",
+        [train()],
+        train(steps=10, ckpt_background="", **_ON),
+        train(steps=10, ckpt_background="", **_ON),
+    ),
+    Scenario(
+        "export",
+        [train(), train(steps=8, **_ON)],
+        ["export", "--checkpoint-dir", "ckpt", "--out-dir", "out", "--model-dtype", "fp32"],
+        ["export", "--checkpoint-dir", "ckpt", "--out-dir", "out", "--model-dtype", "fp32"],
+    ),
+    Scenario(
+        "tokenize",
+        [["tokenize", *_DATA, "--out", "data/new"]],
+        ["tokenize", *_SHARDS, "--overwrite"],
+        ["tokenize", *_SHARDS, "--overwrite"],
+        results=("data/new/*.bin", "data/new/*.docs", "data/new/*.sums"),
+    ),
+]
+
+
+def fresh_place(root: Path) -> Path:
+    """Make it."""
+    root.mkdir(parents=True)
+    runs.make_workplace(root)
+    (root / "model/config.json").write_text(json.dumps(MODEL))
+    for path in root.glob("data/*.bin"):
+        write_checksums(path)
+    (root / "data/text.txt").write_text(
+        "".join(f"A line of text, number {i}.\n" for i in range(90))
+    )
+    for name, text in STRANGERS.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / LINK).symlink_to("../beyond")
+    return root
+
+
+def touched(root: Path) -> list[tuple[str, str]]:
+    """Files of others that are no longer what they were."""
+    problems = []
+    for name, text in STRANGERS.items():
+        path = root / name
+        if not path.is_file() or path.read_text() != text:
+            problems.append(("touched", f"'{name}' is gone or changed"))
+    if not (root / LINK).is_symlink():
+        problems.append(("touched", f"the link '{LINK}' is gone"))
+    return problems
+
+
+def left_behind(root: Path) -> list[tuple[str, str]]:
+    """What of ours a command that ended well has left."""
+    ours = [path for path in root.rglob("*") if _LEFT.fullmatch(path.name)]
+    names = [str(path.relative_to(root)) for path in ours]
+    spared = {LINK, *(str(Path(name).parent) for name in STRANGERS)}
+    return [("left", f"'{name}' stays behind") for name in names if name not in spared]
+
+
+def hashed(root: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """SHA-256 by name."""
+    found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found
+    }
+
+
+def losses(root: Path) -> dict[int, float]:
+    """By step, of the log."""
+    log = root / "log.json"
+    if not log.is_file():
+        return {}
+    return {r["step"]: r["loss"] for r in json.loads(log.read_text()) if r["log"] == "step"}
+
+
+@dataclass
+class Prepared:
+    """A scenario with its folder before the command, and what must be there afterwards."""
+
+    scenario: Scenario
+    template: Path
+    want: dict[str, str] = field(default_factory=dict)
+    want_losses: dict[int, float] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    committed: int = -1
+    seconds: float = 0.0
+
+    def compare(self, root: Path, *, log: bool = True) -> list[tuple[str, str]]:
+        """What is not as without a fault. log: also of the losses in it.
+
+        Of checkpoints the newest: which older ones stay follows from which could be written, and
+        from when the last clean-up was.
+        """
+        found, problems = hashed(root, self.scenario.results), []
+        newest = max((n.split("/")[1] for n in self.want if n.startswith("ckpt/")), default="")
+        names = sorted(self.want.keys() | found.keys())
+        names = [n for n in names if not n.startswith("ckpt/") or newest in n]
+        for name in names:
+            if self.want.get(name) != found.get(name):
+                what = "is missing" if name not in found else "is another"
+                problems.append(("changed", f"'{name}' {what}"))
+        if log and self.want_losses and losses(root) != self.want_losses:
+            problems.append(("changed", "the log has other losses"))
+        there = set(hashed(root, ("**/*.safetensors",)).values()) if self.kept else set()
+        problems += [("lost", "a file that was moved aside is gone")] * bool(self.kept - there)
+        return problems
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """In memory where that is possible: what is lost with the power is decided elsewhere."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="llmq-faults-", dir=memory) as folder:
+        yield Path(folder)
+
+
+def inside(root: Path, function: Callable[[], int]) -> Callable[[], int]:
+    """The function, called in a folder."""
+
+    def call() -> int:
+        os.chdir(root)
+        return function()
+
+    return call
+
+
+def run_llmq(root: Path, args: list[str]) -> Ended:
+    """A command in a folder, undisturbed."""
+    return run(inside(root, lambda: command(*args)))
+
+
+def must(root: Path, args: list[str]) -> None:
+    """The same, which cannot fail."""
+    ended = run_llmq(root, args)
+    if ended.status:
+        raise RuntimeError(f"llmq {' '.join(args)}: status {ended.status}\n{ended.text}")
+
+
+def prepare(scenario: Scenario, folder: Path) -> Prepared:
+    """Run what comes before, and once the command itself."""
+    template = fresh_place(folder / scenario.name.replace(" ", "_"))
+    for args in scenario.before:
+        must(template, args)
+    prepared = Prepared(scenario, template)
+    prepared.kept = set(hashed(template, scenario.keeps).values())
+    steps = checkpoints_by_name(template / "ckpt")
+    prepared.committed = -1 if scenario.keeps else max(steps, default=-1)
+    done = copy(template, folder / "done")
+    start = time.monotonic()
+    must(done, scenario.tried)
+    prepared.seconds = time.monotonic() - start
+    prepared.want, prepared.want_losses = hashed(done, scenario.results), losses(done)
+    shutil.rmtree(done)
+    return prepared
+
+
+def copy(template: Path, to: Path) -> Path:
+    """A folder to be spoiled."""
+    return Path(shutil.copytree(template, to, symlinks=True))
