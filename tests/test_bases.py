@@ -317,6 +317,14 @@ def test_what_has_no_effect_or_cannot_be():
         config
     )
     int8 = TrainConfig(lora_rank=4, base_dtype="int8", keep_transposed=False).normalized()
+    decodes = replace(int8, matmul_dtype="bf16", gradient_dtype="bf16")
+    assert option_warnings(decodes) == [
+        "--no-keep-transposed has no effect without --matmul-dtype int8"
+    ]
+    assert rank_warnings(replace(int8, keep_transposed=True, zero_level=3), 1) == [
+        "--zero-level 3 has no effect with one GPU without --offload-master and with --lora-rank: "
+        "blocks have no gradients but those of their adapters"
+    ]
     assert not option_warnings(int8) and not rank_warnings(int8, 1)
     assert rank_warnings(replace(int8, shard_weights=True, offload_master=True), 1) == [
         "--no-keep-transposed has no effect with --shard-weights: it is implied"
@@ -329,5 +337,5 @@ def test_what_has_no_effect_or_cannot_be():
         name="RTX 3090", capability=86, num_sms=82, memory=24 << 30, library_workspace=4 << 20
     )
     config = TrainConfig(lora_rank=4, base_dtype="e4m3", **BF16).normalized()
-    with pytest.raises(ConfigError, match=r"--matmul-dtype: e4m3 needs compute capability 8.9"):
+    with pytest.raises(ConfigError, match=r"needs compute capability 8.9.*: use --base-dtype int8"):
         check_machine(config, preset("tiny"), Machine(kind="cuda", spec=ampere, note=None))

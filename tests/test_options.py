@@ -223,7 +223,7 @@ def test_values_are_converted(flag, value, field, expected):
         ({"model-dtype": "fp8"}, "--model-dtype: FP8 alone is ambiguous, give e4m3 or e5m2"),
         ({"model-dtype": "e4m3"}, "--model-dtype: expected bf16 or fp32, got 'e4m3'"),
         ({"model-dtype": "half"}, "--model-dtype: expected bf16 or fp32, got 'fp16'"),
-        ({"opt-v-dtype": "int4"}, "--opt-v-dtype: unknown dtype 'int4', expected one of fp32,"),
+        ({"opt-v-dtype": "int4"}, "--opt-v-dtype: unknown dtype 'int4', expected one of bf16, fp"),
         ({"lr-schedule": "step"}, "--lr-schedule: expected cosine or linear or wsd, got 'step'"),
         ({"memory-limit": "lots"}, "--memory-limit: expected a size such as 512MiB or 16GiB"),
         ({"memory-limit": "0"}, "--memory-limit: must be at least 1, got 0"),
@@ -681,7 +681,7 @@ PERSISTENT = FP8 | SHARDED | {"persistent-quants": True}
         (PERSISTENT, FP8, "--shard-weights has no effect with one GPU with --persistent-quants"),
         (PERSISTENT | {"offload-quants": True}, FP8, None),
         ({"zero-level": 2}, {}, "--zero-level 2 has no effect with one GPU without --offload-g"),
-        ({"zero-level": 3}, {}, "--zero-level 3 has no effect with one GPU without --offload-g"),
+        ({"zero-level": 3}, {}, "--zero-level 3 has no effect with one GPU without --offload-m"),
         ({"zero-level": 3} | FP8, FP8, None),
         (
             SHARDED | FP8 | {"keep-transposed": False},

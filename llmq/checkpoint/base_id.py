@@ -54,5 +54,5 @@ def check_same_base(what: str, made_on: BaseId | None, base: BaseId | None) -> N
     if made_on is not None and base is not None and made_on.sha256 != base.sha256:
         raise LlmqError(
             f"{what} has adapters of the model '{made_on.name}', whose weights are not those of "
-            f"'{base.name}': give --model {made_on.name}"
+            f"'{base.name}': give that model instead"
         )

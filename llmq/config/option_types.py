@@ -151,6 +151,10 @@ def parse_switch(value: Any) -> str:
     return parse_word(value)
 
 
+class UnknownDtype(ValueError):
+    """A word that no number format has as its name."""
+
+
 def parse_dtype_name(value: Any) -> str:
     """Canonical name ('fp32', 'bf16', ...) of a number format in any spelling, or ValueError."""
     word = parse_word(value)
@@ -159,7 +163,7 @@ def parse_dtype_name(value: Any) -> str:
     for name, aliases in DTYPE_ALIASES.items():
         if word in aliases:
             return name
-    raise ValueError(f"unknown dtype {value!r}, expected one of {', '.join(DTYPE_ALIASES)}")
+    raise UnknownDtype(f"unknown dtype {value!r}, expected one of {', '.join(DTYPE_ALIASES)}")
 
 
 def parse_size(value: Any) -> int:
@@ -265,6 +269,11 @@ class Option:
         """The field's value. Raises ConfigError naming the flag."""
         try:
             return self.parse(value)
+        except UnknownDtype:
+            known = ", ".join(self.choices)
+            raise ConfigError(
+                f"{self.flag}: unknown dtype {value!r}, expected one of {known}"
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{self.flag}: {error}") from None
 

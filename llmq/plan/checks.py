@@ -28,11 +28,18 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
     if machine.kind == "cuda" and config.matmul_dtype == "e4m3" and capability < FP8_CAPABILITY:
         raise ConfigError(
             f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, {name} has "
-            f"{capability / 10}: use bf16"
+            f"{capability / 10}: {instead_of_fp8(config)}"
         )
     check_machines(config, machine)
     check_processes(config, machine)
     check_sizes(model, machine)
+
+
+def instead_of_fp8(config: TrainConfig) -> str:
+    """What to take on a card without fp8. 8-bit bases imply their products' format."""
+    if config.is_quantized and config.base_dtype == "e4m3":
+        return "use --base-dtype int8, or --matmul-dtype bf16"
+    return "use int8 or bf16"
 
 
 def check_machines(config: TrainConfig, machine: Machine) -> None:

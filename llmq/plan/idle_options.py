@@ -182,8 +182,10 @@ def _fp8_warnings(config: TrainConfig) -> list[str]:
         "--no-keep-transposed": not config.keep_transposed and not _has_transposed(config),
         "--fp8-fast-accumulation": config.fp8_fast_accumulation != _DEFAULTS.fp8_fast_accumulation,
     }
-    reason = "has no effect without --matmul-dtype e4m3"
-    return [f"{flag} {reason}" for flag, given in idle.items() if given]
+    codes = "int8" if config.is_quantized and config.base_dtype == "int8" else "e4m3"
+    reasons = {"--no-keep-transposed": codes}
+    reason = "has no effect without --matmul-dtype"
+    return [f"{flag} {reason} {reasons.get(flag, 'e4m3')}" for flag, given in idle.items() if given]
 
 
 def rank_warnings(
@@ -273,5 +275,5 @@ def _one_rank_sharding_warnings(config: TrainConfig, idle_why: str) -> list[str]
     if level == 2:
         idle["--zero-level 2"] = gradients
     if level == 3:
-        idle["--zero-level 3"] = gradients and weights and f"{gradients} and {weights}"
+        idle["--zero-level 3"] = gradients and weights and f"{weights} and {gradients}"
     return [f"{flag} {idle_why} {why}" for flag, why in idle.items() if why]

@@ -15,6 +15,7 @@ from llmq.base.console import printable
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import open_merged
 from llmq.checkpoint.store import checkpoint_at
@@ -176,6 +177,10 @@ def _check_model(model: str) -> None:
     directory = find_directory(model)
     if directory is not None and (directory / "config.json").is_file():
         return
+    if directory is not None and (directory / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"MODEL: {model!r} holds adapters: give the model they are of, and these as --adapter"
+        )
     problem = "is neither a directory nor a repository in the Hugging Face cache"
     if directory is not None:
         problem = "holds neither a model nor a complete checkpoint"
