@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_what_never_ends(capsys, path):
     for args in (["plot", path], ["show", path], ["check", path], ["train", f"--config={path}"]):
         assert "is a pipe or a device: give a file" in refused(capsys, args)
     assert train(**{"train-file": path}) == 2
+
+
+def test_devices_are_not_replaced(capsys):
+    """The super-user could put a file in the place of /dev/zero."""
+    os.mkfifo("made.yaml")
+    assert train(steps=1, **{"save-config": "made.yaml"}) == 2
+    assert "'made.yaml' is a pipe or a device: give a file" in capsys.readouterr().err
+    assert stat.S_ISFIFO(os.lstat("made.yaml").st_mode)
+    assert os.listdir(".").count(".made.yaml.llmq-tmp") == 0
 
 
 def test_pipes_in_the_place_of_a_model_s_files(capsys):

@@ -19,7 +19,6 @@ from llmq.config.options_io import make_config
 from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.train import announce, scaling
-from llmq.train import loop as training
 from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, digests, measured
@@ -85,7 +84,7 @@ def test_counts_are_of_all_ranks():
 
 
 def test_an_option_for_several_gpus_on_one(capsys):
-    steps = training.WARM_UP + 2  # after which there would be a record
+    steps = scaling.SKIPPED + 2  # after which there would be a record
     assert train(steps=steps, gpus=1, measure_scaling=True, all_to_all_reduce=True) == 0
     out, err = capsys.readouterr()
     assert err == (
@@ -110,7 +109,7 @@ def test_time_breakdown_of_ranks(capsys):
         )
 
 
-ENOUGH = training.WARM_UP + scaling.COMPARED  # steps after which --measure-scaling knows
+ENOUGH = scaling.SKIPPED + scaling.COMPARED  # steps after which --measure-scaling knows
 
 
 @pytest.mark.parametrize(
@@ -145,10 +144,10 @@ def test_measured_scaling_changes_nothing(steps, said_at, changes, capsys):
 def test_first_steps_of_a_continued_run_do_not_count_as_its_speed():
     """They launch and capture as the first ones of any run do."""
     options = {"gpus": 2, "save_training_state": True, "measure_scaling": True}
-    assert train(**options, steps=training.WARM_UP) == 0
-    assert train(**options, **{"continue": ""}, steps=2 * training.WARM_UP) == 0
+    assert train(**options, steps=scaling.SKIPPED) == 0
+    assert train(**options, **{"continue": ""}, steps=2 * scaling.SKIPPED) == 0
     assert records("scaling") == []
-    assert train(**options, **{"continue": ""}, steps=3 * training.WARM_UP + 1) == 0
+    assert train(**options, **{"continue": ""}, steps=3 * scaling.SKIPPED + 1) == 0
     assert len(records("scaling")) == 1
 
 

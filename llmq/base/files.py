@@ -37,6 +37,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise DiskError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
+_REPLACEABLE = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)  # the last one is refused by the system
+
+
 def temporary_path(path: Path) -> Path:
     """Where a file or directory lies until it is complete."""
     return path.with_name(f".{path.name}.llmq-tmp")
@@ -52,8 +55,11 @@ def free_name(path: Path, why: str) -> Path:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """An open file that becomes `path` when the block ends; if it raises, `path` stays as it was.
 
-    LlmqError where the disk is full or refuses.
+    LlmqError where the disk is full or refuses, and for a pipe or a device, which is no file to
+    put another one in the place of.
     """
+    if os.path.lexists(path) and stat.S_IFMT(os.lstat(path).st_mode) not in _REPLACEABLE:
+        raise ConfigError(f"'{path}' is a pipe or a device: give a file")
     with disk_errors(path), _completing(path, temporary_path(path)) as file:
         yield file
 

@@ -17,6 +17,7 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
+from llmq.config.presets import PRESETS
 
 CardName = Annotated[
     str | None,
@@ -94,7 +95,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
-    any_model = {"model": "gpt2", "from_scratch": True} if largest else None
+    any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None
     config, model, _, fields = load_run(given, config_file, weights=False, defaults=any_model)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),

@@ -29,6 +29,11 @@ template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool ON_BLACKWELL = true;
+#else
+constexpr bool ON_BLACKWELL = false;
+#endif
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
 
 __device__ __forceinline__ T activation(T up, T gate) {
@@ -158,8 +163,10 @@ swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows,
 #endif
 }
 
-// With OUT the addresses of a third tensor are too much for 3 blocks on an SM.
-extern "C" __global__ void __launch_bounds__(THREADS, OUT ? 2 : TILES_ON_SM)
+// With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Blackwell's
+// compiler the codes of one are, too.
+constexpr bool THIRD = OUT || (OUT_TRANSPOSED && ON_BLACKWELL);
+extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,

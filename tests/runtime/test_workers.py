@@ -353,4 +353,4 @@ def test_a_hanging_rank_does_not_keep_the_process_from_ending():
         timeout=60,
         env=os.environ | {"PYTHONPATH": str(Path(module.PACKAGE).parent)},
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "raised\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (71, "raised\n", "")
