@@ -98,6 +98,7 @@ def save_options(file: Path, config: TrainConfig) -> None:
     content = _as_yaml(config)
     if file.exists():
         with disk_errors(file):
+            check_readable(file)
             same = file.read_bytes() == content.encode()
         if same:
             return
