@@ -347,12 +347,12 @@ class CheckpointReader:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
-        if group in GROUPS and param.name not in self._pieces[group]:
+        if group in GROUPS and param.name not in self._pieces.get(group, {}):
             raise LlmqError(
                 f"checkpoint '{self.path}' is of another model: its {group} has no {param.name}, "
                 "which this model has"
             )
-        for piece in self._pieces[group].get(param.name, []):
+        for piece in self._pieces.get(group, {}).get(param.name, []):
             if piece.size != size:
                 raise LlmqError(
                     f"checkpoint '{self.path}' is of another model: {param.name} has {piece.size} "

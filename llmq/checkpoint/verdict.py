@@ -34,7 +34,7 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
     try:
         good, steps, level = note["good"] is True, int(note["steps"]), int(note["level"])
         return Verdict(good, steps, str(note["reason"]), level)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
         return None
 
 

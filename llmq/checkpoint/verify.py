@@ -43,7 +43,7 @@ def part_of(path: Path, document: dict[str, Any]) -> Part:
         file = path / entry["name"]
         try:
             found = os.stat(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, UnicodeEncodeError):  # half a character is in no name
             continue
         except OSError as error:
             raise LlmqError(f"cannot read '{file}': {error.strerror}") from error

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,8 +240,9 @@ class HfTokenizer:
             text = token.get("content") if isinstance(token, dict) else token
             if not isinstance(text, str):
                 raise DataError(f"'{self.folder / file}': {name}_token {token!r} is no token")
-            if self._tokenizer.token_to_id(text) is not None:
-                return self._tokenizer.token_to_id(text)
+            with suppress(UnicodeEncodeError):  # half a character is no token's text
+                if self._tokenizer.token_to_id(text) is not None:
+                    return self._tokenizer.token_to_id(text)
         return None
 
     def _special_id(self, name: str) -> int | None:
