@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
-from llmq.base.dtypes import MIB
+from llmq.base.dtypes import GIB, MIB
 from llmq.commands.cli import _run
-from llmq.config.cards import GIB, find_card, spec_of
+from llmq.config.cards import find_card, spec_of
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset, resolve_model

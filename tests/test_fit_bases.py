@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from llmq.base.dtypes import GIB
 from llmq.commands.cli import _run
-from llmq.config.cards import GIB, find_card, spec_of
+from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan import largest

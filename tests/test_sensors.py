@@ -426,7 +426,7 @@ def test_the_real_module_has_what_is_used():
 
 def test_use_of_the_cpus_since_the_last_time(tmp_path, monkeypatch):
     stat = tmp_path / "stat"
-    monkeypatch.setattr("llmq.runtime.host_usage._allowed", lambda: {0, 2})
+    monkeypatch.setattr("llmq.runtime.host_usage.allowed_cpus", lambda: {0, 2})
     monkeypatch.setattr("llmq.runtime.host_usage.host_memory", lambda: (3, 10))
 
     def write(*rows):

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from llmq.rig.bus import MIB, WAYS, together
+from llmq.base.dtypes import MIB
+from llmq.rig.bus import WAYS, together
 from llmq.runtime.cuda_api import load
 
 

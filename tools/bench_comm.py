@@ -18,7 +18,8 @@ from typing import Annotated
 
 import typer
 
-from llmq.rig.exchanges import BACKENDS, MIB, measured
+from llmq.base.dtypes import MIB
+from llmq.rig.exchanges import BACKENDS, measured
 
 
 def lines(device: str, world_size: int, backend: str, sizes: tuple[int, ...]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11

@@ -87,7 +87,8 @@ class Sweep:
         self.order = self.pending = runs
         self.begun = False
         self.predictions: dict[Hashable, Prediction] = {}
-        self.forecast = Forecast(WARM_UP + how.steps * how.repeats + EXTRA_STEPS)
+        self.steps = WARM_UP + how.steps * how.repeats + EXTRA_STEPS
+        self.forecast = Forecast(self.steps)
         self.machine: dict[str, Any] | None = None
         self.differing: list[str] = []  # that it was told
         invocation = {
@@ -213,8 +214,7 @@ class Sweep:
         predicted = self._prediction(options)
         if not predicted.get("on_gpu"):
             return 0
-        steps = WARM_UP + self.how.steps * self.how.repeats + EXTRA_STEPS
-        return PATIENCE + SLOWER * steps * predicted["step_seconds"]
+        return PATIENCE + SLOWER * self.steps * predicted["step_seconds"]
 
     def _compare_machines(self, machine: dict[str, Any] | None) -> None:
         """Note on which it is; ConfigError if what is there was measured on another one."""

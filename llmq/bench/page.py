@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
-from llmq.bench.report import GIB, full_title, shared_flags
+from llmq.bench.report import full_title, shared_flags
 from llmq.bench.svg import Bar, Cell, Point, bars, element, heat_map, number, points
 from llmq.bench.sweep_file import value_of
 from llmq.train.plot_html import COLORS

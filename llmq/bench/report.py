@@ -7,10 +7,10 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from llmq.base.dtypes import GIB
 from llmq.bench.sweep_file import flag_of
 from llmq.config.options_io import make_config
 
-GIB = 1 << 30
 SHOWN_WORDS = 12  # lines of the last words of a run
 
 EXPLANATION = """\

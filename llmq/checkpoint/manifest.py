@@ -104,7 +104,7 @@ _FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
 
 
 def _wrong_shape(document: dict[str, Any]) -> str | None:
-    """What is not as `CheckpointWriter.commit` writes it, if something is. The checksum agrees."""
+    """What is not as `CheckpointWriter.document` makes it, if something is. The checksum agrees."""
     problem = _wrong_types(document, _PARTS)
     if problem is not None:
         return problem

@@ -100,9 +100,8 @@ def merge_adapter(
     """Write the model with its adapters added in F32; returns the names of the files.
 
     base: a model directory or a cached repository. model_dtype: "bf16" or "fp32". base_dtype: as of
-    open_merged. The tokenizer is
-    that of the adapters' directory, if it has one, else the model's. LlmqError if the two do not
-    belong together, or out_dir holds a model already.
+    open_merged. The tokenizer is that of the adapters' directory, if it has one, else the model's.
+    LlmqError if the two do not belong together, or out_dir holds a model already.
     """
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")

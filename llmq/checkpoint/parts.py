@@ -38,7 +38,7 @@ from llmq.checkpoint.checkpoint import (
     content_of,
 )
 from llmq.checkpoint.disks import Disks
-from llmq.checkpoint.folder import is_complete
+from llmq.checkpoint.folder import checkpoint_path, is_complete
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.safetensors_file import HashingSink, SafetensorsFile
 from llmq.checkpoint.verify import part_of, problem_of
@@ -205,7 +205,7 @@ def collected(reader: CheckpointReader, names: set[str], directory: Path) -> Ite
         for target, files in enumerate(wanted):
             if entry.name in files:
                 ways.append(_Way(entry, holders[target % len(holders)], target))
-    folder = directory / f"step_{reader.step:08d}.{group.index}.tmp"
+    folder = checkpoint_path(directory, reader.step).with_suffix(f".{group.index}.tmp")
     try:
         if names:
             with disk_errors(folder):

@@ -69,14 +69,9 @@ def _named_step(path: Path) -> int | None:
     return int(name[1]) if name else None
 
 
-def _document(path: Path) -> dict[str, Any]:
-    """What a complete checkpoint says of itself; {} if it is damaged: reading it will tell."""
-    return json_object(path / MANIFEST)
-
-
 def _recorded(path: Path) -> dict[str, Any]:
     """Step and run of a complete checkpoint; {} if it is damaged."""
-    run = _document(path).get("run")
+    run = json_object(path / MANIFEST).get("run")
     return run if isinstance(run, dict) else {}
 
 
@@ -108,7 +103,7 @@ def saved_options(document: dict[str, Any]) -> dict[str, Any]:
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
     """What made the data of a complete checkpoint's run, None where it does not say so."""
-    return TokenizerId.from_record(_document(path).get("tokenizer-id"))
+    return TokenizerId.from_record(json_object(path / MANIFEST).get("tokenizer-id"))
 
 
 def _check_name(path: Path) -> None:

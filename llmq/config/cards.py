@@ -10,11 +10,10 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
+from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
 from llmq.config.card_file import CardFile
 from llmq.runtime.device import DeviceSpec, library_workspace
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,11 @@ def whole_characters(text: str, line: bytes) -> str:
     """
     if b"\\ud" not in line.lower():
         return text
+    return mended(text)
+
+
+def mended(text: str) -> str:
+    """With U+FFFD for half characters."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

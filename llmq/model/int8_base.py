@@ -19,6 +19,7 @@ from llmq.base.dtypes import F32, I8, I32, DType
 from llmq.base.operand import Int8, Operand
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.model.int8_linear import SALT
 from llmq.model.linear import Linear
 from llmq.ops import outliers, quantize_int8
 from llmq.ops.matmul import matmul
@@ -28,7 +29,6 @@ from llmq.runtime.device import Device
 
 THRESHOLD = 6.0  # the paper's
 MOST = 64  # outliers of an activation: about ten times as many as the paper finds
-SALT = 0x80000000  # others' salts count from 0
 
 
 class Int8BaseLinear(Linear):

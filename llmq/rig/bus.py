@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
 from llmq.comm.probe import probe
 from llmq.rig.child import Job
@@ -17,7 +18,6 @@ from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.gpu_info import bus_id
 from llmq.runtime.pinned import PinnedMemory
 
-MIB = 1 << 20
 COPY = 256 * MIB  # bytes of a copy
 SECONDS = 0.5  # of a measurement, about
 GUESS = 40e9  # bytes per second, by which copies are counted off

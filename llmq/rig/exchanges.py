@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, F64, I64, U8
+from llmq.base.dtypes import BF16, F64, I64, MIB, U8
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
@@ -26,7 +26,6 @@ from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
-MIB = 1 << 20
 CALLS, REPLAYS = 10, 3  # in a graph, and of it
 SIZES = (1, 16, 222)  # MiB of a slab: 222 is a block of Qwen2.5-7B in fp8
 COPIES = {"memcpy_all_gather": True, "memcpy_send_recv": True}

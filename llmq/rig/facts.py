@@ -20,6 +20,7 @@ from llmq.rig.child import Job
 from llmq.runtime.affinity import parse_cpus
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
 from llmq.runtime.host_memory import available_host_memory, host_memory
+from llmq.runtime.host_usage import allowed_cpus
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import open_nvml
 
@@ -96,7 +97,8 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
     """Of the machine: its CPU, memory, NUMA nodes, and what stands between its GPUs."""
-    cpu = re.search(r"model name\s*:\s*(.+)", _text(root / "proc/cpuinfo"))
+    about = _text(root / "proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.+)", about)
     kernel = _text(root / "proc/cmdline").split()
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     groups = root / "sys/kernel/iommu_groups"
@@ -106,21 +108,14 @@ def host_facts(root: Path = Path("/")) -> dict[str, Any]:
         "numpy": np.__version__,
         "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "cores_allowed": _allowed(),
+        "cores_allowed": len(allowed_cpus()),
         "memory": host_memory()[1],
         "memory_available": available_host_memory(),
         "numa_nodes": max(len(nodes), 1),
         "iommu": groups.is_dir() and any(groups.iterdir()),
         "iommu_options": [word for word in kernel if "iommu" in word or "acs" in word.lower()],
-        "virtual": "hypervisor" in _text(root / "proc/cpuinfo"),
+        "virtual": "hypervisor" in about,
     }
-
-
-def _allowed() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # no Linux
-        return os.cpu_count() or 1
 
 
 def _nvml() -> Any | None:

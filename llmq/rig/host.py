@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.base.dtypes import MIB
 from llmq.rig.child import Job
 
-MIB = 1 << 20
 PIECE = 16 * MIB  # of what is written to the disk at a time
 PRODUCT = 1024  # rows and columns
 SHARE = 0.3  # of the time for each measurement

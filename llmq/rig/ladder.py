@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmq.base.dtypes import BF16, E4M3, F32, I8, U8
+from llmq.base.dtypes import BF16, E4M3, F32, I8, MIB, U8
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, attention, fill, matmul, matmul_int8, quantize, quantize_int8, random
+from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig.child import Job
 from llmq.rig.launches import table_of
 from llmq.runtime.device import Device, DeviceSpec
@@ -19,7 +20,6 @@ from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime, time_launches
 
-MIB = 1 << 20
 SIZES = (512, 1024, 2048, 4096, 8192, 16384)  # rows and columns of a product
 COPIES = (256, 1024)  # MiB that are read, and as many that are written: more than caches hold
 HEADS = ((64, 14, 2), (128, 28, 4))  # size, of queries, of keys: those of Qwen2.5-0.5B and 7B
@@ -29,7 +29,6 @@ SHARE = 4  # of the memory that is free, a case may take one part in so many
 SETTLE = 4.0  # seconds of products before the first case
 WARM = 0.2  # seconds of a case before it is timed
 TIMED = (3, 30)  # runs, at least and at most
-FP8_CAPABILITY = 89
 
 
 @dataclass(frozen=True)

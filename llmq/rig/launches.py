@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmq.runtime.timing import LaunchTime
@@ -19,10 +19,7 @@ def table_of(times: Iterable[LaunchTime]) -> Table:
     for time in times:
         if time.main and time.kind is not None and time.ms > 0 and min(time.kind.sizes) > 0:
             found[time.kind].append(time.ms / 1e3)
-    table: Table = {}
-    for (name, sizes), seconds in sorted(found.items()):
-        table.setdefault(name, []).append([list(sizes), statistics.median(seconds)])
-    return table
+    return _medians(found)
 
 
 def merged(tables: Iterable[Table]) -> Table:
@@ -32,7 +29,11 @@ def merged(tables: Iterable[Table]) -> Table:
         for name, points in table.items():
             for sizes, seconds in points:
                 found[name, tuple(sizes)].append(seconds)
-    whole: Table = {}
+    return _medians(found)
+
+
+def _medians(found: Mapping[tuple[str, tuple[int, ...]], list[float]]) -> Table:
+    table: Table = {}
     for (name, sizes), seconds in sorted(found.items()):
-        whole.setdefault(name, []).append([list(sizes), statistics.median(seconds)])
-    return whole
+        table.setdefault(name, []).append([list(sizes), statistics.median(seconds)])
+    return table

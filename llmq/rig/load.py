@@ -177,9 +177,8 @@ def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
     for name, values in series.items():
         last = values[-max(1, round(SETTLED * len(values))) :] if values else []
         if name == "reasons":
-            held = [word for bit, word in REASONS.items() if any(value & bit for value in last)]
             shares = {w: sum(bool(v & b) for v in last) / len(last) for b, w in REASONS.items()}
-            found["reasons"] = {word: shares[word] for word in held}
+            found["reasons"] = {word: share for word, share in shares.items() if share}
         elif last and name != "seconds":
             found[name] = statistics.median(last)
     if series.get("temperature"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-GIB = 1 << 30
+from llmq.base.dtypes import GIB
 
 Report = dict[str, Any]
 

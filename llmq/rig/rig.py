@@ -14,6 +14,7 @@ from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import check_writable, disk_errors, write_file
 from llmq.config.card_file import CardFile, checked, record_of, this_host, write_card_file
+from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig import rows, steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
@@ -22,7 +23,6 @@ from llmq.rig.launches import merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
 
-FP8_CAPABILITY = 89
 LAST = 10.0  # seconds that the report takes
 SHORTEST = 5.0  # seconds that every part gets while there is time
 # Of the time, at most; rows of llm.q's table have what is left.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmq.bench.child import run_watched
+from llmq.bench.child import CHILD, run_watched
 from llmq.config.command_line import command_line
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -21,7 +20,6 @@ from llmq.plan.memory import OutOfMemory
 from llmq.plan.target import target
 from llmq.runtime.host_memory import available_host_memory
 
-CHILD = (sys.executable, "-m", "llmq.bench.measure")
 MODELS = ("1.5B", "0.5B", "7B", "3B", "14B")  # of Qwen2.5, the most telling first
 SEQUENCES = 512  # of a step of all GPUs, as in llm.q's table, at T = 1024
 SECONDS = 30.0

@@ -29,7 +29,7 @@ class HostUsage:
         if total > 0:
             self._before = times
         return {
-            "cpus": len(_allowed()),
+            "cpus": len(allowed_cpus()),
             "util": round(100 * busy / total) if total > 0 else UNSUPPORTED,
             "memory_used": memory - available,
             "memory_total": memory,
@@ -44,7 +44,7 @@ class HostUsage:
         return busy, total
 
     def _rows(self) -> Iterator[list[int]]:
-        names = {f"cpu{number}" for number in _allowed()}
+        names = {f"cpu{number}" for number in allowed_cpus()}
         try:
             lines = self._stat.read_text().splitlines()
         except OSError:  # no Linux
@@ -55,7 +55,8 @@ class HostUsage:
                 yield [int(text) for text in times[:8]]  # the last two are in the first two
 
 
-def _allowed() -> set[int]:
+def allowed_cpus() -> set[int]:
+    """Numbers of the CPUs that this process may run on."""
     try:
         return os.sched_getaffinity(0)
     except AttributeError:  # no Linux

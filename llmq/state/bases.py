@@ -59,11 +59,6 @@ class Bases:
                 own = shared or self._alloc_transposed(slab, f"{slab.name}.")
                 self._transposed[slab.name] = own
 
-    @property
-    def takes_slots(self) -> bool:
-        """Whether blocks take turns in slots."""
-        return self._work.streamed
-
     def _alloc(self, name: str) -> Tensor:
         size = self.layouts[name].nbytes
         if self._store.sharded:

@@ -10,6 +10,7 @@ tensor ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,10 +67,7 @@ class Layout:
 
     def _region(self, shape: tuple[int, ...], dtype: DType) -> Region:
         found = Region(align_up(self._used, REGION_ALIGN), shape, dtype)
-        count = 1
-        for size in shape:
-            count *= size
-        self._used = found.offset + count * dtype.itemsize
+        self._used = found.offset + math.prod(shape) * dtype.itemsize
         return found
 
     def _of_matrices(self, slab: Slab) -> list[Span]:

@@ -168,7 +168,7 @@ def _left_over(trainer: Trainer) -> str | None:
     used = loader.sequences(trainer.steps_per_epoch * config.grad_accumulation)
     if total - used <= total * _LITTLE or trainer.total_steps < trainer.steps_per_epoch:
         return None
-    each = config.batch_size * config.grad_accumulation * trainer.world_size
+    each = config.batch_size * trainer.micro_batches
     return (
         f"WARNING: each epoch leaves out {total - used} of {total} sequences, which do not fill a "
         f"step of {each}: a smaller --grad-accumulation or --batch-size leaves out less"

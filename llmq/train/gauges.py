@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from llmq.base.dtypes import GIB
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 
-GIB = 1 << 30
 WIDE = 114  # columns, from which on a row also has the card's name, limits and reasons in full
 STALE = 5.0  # seconds, after which a reading is said to be old
 LATE = 0.01  # of a step: a rank for which the others wait so much longer is named

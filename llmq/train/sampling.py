@@ -23,6 +23,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model
 from llmq.data.detokenize import streamed
 from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
+from llmq.data.record_text import mended
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.decode import Decoder
 from llmq.plan.checks import check_sizes
@@ -310,7 +311,7 @@ def _show(prompt: str, pieces: Iterator[str]) -> None:
 
 def clean_text(text: str | None) -> str | None:
     """Without bytes that are no text, which a shell may hand on, and half characters of JSON."""
-    return text and text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text and mended(text)
 
 
 def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") -> None:

@@ -127,12 +127,11 @@ class Saver:
     def _alone(self, manifest: Manifest, cleaning: Cleaning) -> Done:
         try:
             files = self._write()
-        except DiskError as error:
+        except BaseException as error:
             self._discard()
+            if not isinstance(error, DiskError):
+                raise
             return self._done(error=error)
-        except BaseException:
-            self._discard()
-            raise
         return self._last(manifest, cleaning, files)
 
     def _last(self, manifest: Manifest, cleaning: Cleaning, files: list[FileEntry]) -> Done:
