@@ -8,16 +8,9 @@ from llmq.ops import outliers, quantize_int8
 from llmq.ref.outliers import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import host_device, run
+from tests.harness import compared
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
-
-
-def compared(dev, call, arrays) -> dict:
-    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
-    for name in arrays:
-        np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8))
-    return want
 
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
