@@ -136,6 +136,17 @@ def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
     return ring + factors + WARPS * tiles.chunk * MULTIPLE * F32.itemsize
 
 
+def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
+    """Of adapter_backward.cu."""
+    return {
+        "RANK": rank,
+        "BLOCK_ROWS": tiles.block_rows,
+        "CHUNK": tiles.chunk,
+        "RANK_WARPS": tiles.rank_warps,
+        "STAGES": stages(spec, tiles),
+    }
+
+
 def takes(dtype: DType, N: int, spans: Spans, rank: int) -> bool:
     """Whether `backward` is made for these; else there are two products."""
     aligned = not any(edge % MULTIPLE for edge in (N, *chain(*spans)))
@@ -198,9 +209,7 @@ def _launch(
 ) -> None:
     (rows, N), columns, (b_rows, rank) = inputs[0].shape, d_h.shape[1], inputs[2].shape
     cut = layout(rows, spans, rank, dev.num_sms)
-    tiles, count = cut.tiles, stages(dev.spec, cut.tiles)
-    consts = {"RANK": rank, "BLOCK_ROWS": tiles.block_rows, "STAGES": count}
-    consts |= {"CHUNK": tiles.chunk, "RANK_WARPS": tiles.rank_warps}
+    tiles = cut.tiles
     missing = MAX_SPANS - len(spans)
     target, accumulate, scalars, salt = d_b
     with (
@@ -213,8 +222,8 @@ def _launch(
             (cut.ends[-1], cut.groups),
             32 * WARPS,
             (h_partial, b_partial, *inputs, *sizes),
-            consts=consts,
-            smem=shared_bytes(tiles, rank, count),
+            consts=_consts(tiles, rank, dev.spec),
+            smem=shared_bytes(tiles, rank, stages(dev.spec, tiles)),
             flops=4 * rows * b_rows * rank,
         )
         ends = (*cut.ends, *cut.ends[-1:] * missing)
@@ -224,5 +233,5 @@ def _launch(
             ceil_div(d_h.size, FINISH_THREADS) + ceil_div(target.size, FINISH_THREADS),
             FINISH_THREADS,
             (d_h, target, h_partial, b_partial, scalars, int(accumulate), salt, *sizes),
-            consts=consts,
+            consts=_consts(_tiles(rank)[0], rank, dev.spec),  # of any tiles: compiled once
         )
