@@ -137,16 +137,20 @@ def main(
         share = None if only_machines else processes_beside_threads(flags)
         script = [sys.executable, __file__, "--link", f"--device={device}"]
         measured = launch([*script, f"--link-mib={link_mib}"], machines)
+        seconds_per_byte = json.loads(measured.strip().splitlines()[-1]) / (link_mib << 20)
+        itemsize = 4 if device == "cpu" else BF16.itemsize
+        size = itemsize * sum(slab.size for slab in weight_table(config))
+        expected = 1000 * size * seconds_per_byte
+        print(
+            f"machines' link: {1e-9 / seconds_per_byte:12.2f} GB/s each way; "
+            f"{size / 1e9:.2f} GB of gradients take {expected:.1f} ms",
+            flush=True,
+        )
         speed, waits = train("machines", flags, machines)
         os.chdir("/")
-    seconds_per_byte = json.loads(measured.strip().splitlines()[-1]) / (link_mib << 20)
-    itemsize = 4 if device == "cpu" else BF16.itemsize
-    size = itemsize * sum(slab.size for slab in weight_table(config))
-    expected = 1000 * size * seconds_per_byte
-    print(f"two machines:   {speed:12,.0f} tokens/s; a step waits {waits:.1f} ms")
     print(
-        f"their link:     {1e-9 / seconds_per_byte:12.2f} GB/s each way; {size / 1e9:.2f} GB of "
-        f"gradients take {expected:.1f} ms, of which a step waits {waits / expected:.1%}"
+        f"two machines:   {speed:12,.0f} tokens/s; a step waits {waits:.1f} ms, "
+        f"{waits / expected:.1%} of what the gradients take"
     )
     if (share is not None and share < LEAST_SPEED) or waits > MOST_EXPOSED * expected:
         raise SystemExit(1)
