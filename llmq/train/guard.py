@@ -81,11 +81,11 @@ class Track:
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: bad steps up to the last one. unchanged: steps up to the last one that changed no weights.
-    last_bad: the newest bad step, -1: none. not_finite: what of the last step was no finite number.
-    trouble: the step at which bad ones were too many, until
-    a rollback. level: how often what is usual was given up. rollbacks: [to, from] of each, in
-    steps. origin: the checkpoint that the run began with, None: its first weights.
+    in_row: bad steps up to the last one. unchanged: steps up to the last one that changed no
+    weights. last_bad: the newest bad step, -1: none. not_finite: what of the last step was no
+    finite number. trouble: the step at which bad ones were too many, until a rollback. level: how
+    often what is usual was given up. rollbacks: [to, from] of each, in steps. origin: the
+    checkpoint that the run began with, None: its first weights.
     """
 
     def __init__(self, config: TrainConfig):
