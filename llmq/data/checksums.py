@@ -128,6 +128,11 @@ class Checksums:
             )
         self._unread[index] = 0
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether there was a `.docs` file when these were written."""
+        return self._docs_bytes >= 0
+
     def verify_documents(self, data: bytes, path: Path) -> None:
         """Compare the content of the `.docs` file. DataError."""
         if (len(data), zlib.crc32(data)) != (self._docs_bytes, self._docs):
