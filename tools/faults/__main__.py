@@ -25,7 +25,7 @@ from tools.faults.machine import Machine, Tally, attempts
 from tools.faults.mutations import Mutations
 from tools.faults.place import scratch_folder, warm_up
 from tools.faults.power import PowerLoss
-from tools.faults.table import add_to_report, table
+from tools.faults.table import add_to_report, commit_of_tree, table
 
 MACHINES: dict[str, type[Machine]] = {
     m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations, Options, Divergence)
@@ -44,11 +44,12 @@ def main(
     ] = None,
 ) -> None:
     """Try faults."""
+    commit = commit_of_tree()
     warm_up()
     records = []
     for name in machines or MACHINES:
         machine = MACHINES[name]()
-        tally = Tally(machine.title, seed)
+        tally = Tally(machine.title, seed, commit)
         with scratch_folder() as folder:
             machine.prepare(folder, random.Random(f"{seed} {name}"))
             start = time.monotonic()

@@ -94,6 +94,7 @@ KINDS = [
     Kind("token file: documents", "data/new/train*.docs", ["check", "data/new"], sealed=True),
     Kind("token file: check", "data/new/train*.bin", ["check", "data/new"], sealed=True),
     Kind("token files: tokenize.json", "data/named/tokenize.json", _SIZED),
+    Kind("token files: tokenize.json, check", "data/new/tokenize.json", ["check", "data/new"]),
     Kind("model: config.json", "out/config.json", _sample("out")),
     Kind("model: others", "out/*.json", _sample("out")),
     Kind("model: tensors", "out/model.safetensors", ["check", "out"], sealed=True),
