@@ -47,10 +47,10 @@ def main(
     commit = commit_of_tree()
     warm_up()
     records = []
-    for name in machines or MACHINES:
-        machine = MACHINES[name]()
-        tally = Tally(machine.title, seed, commit)
-        with scratch_folder() as folder:
+    with scratch_folder() as folder:
+        for name in machines or MACHINES:
+            machine = MACHINES[name]()
+            tally = Tally(machine.title, seed, commit)
             machine.prepare(folder, random.Random(f"{seed} {name}"))
             start = time.monotonic()
             count = machine.quick if quick else tries
@@ -61,9 +61,9 @@ def main(
                 if only and not outcome.problems:
                     print(f"good {name} {number}: {outcome.what}")
             tally.seconds = time.monotonic() - start
-        records.append(tally.record())
-        if report is not None:
-            add_to_report(report, records[-1])
+            records.append(tally.record())
+            if report is not None:
+                add_to_report(report, records[-1])
     print(table(records))
     sys.exit(any(record["worst"] for record in records))
 

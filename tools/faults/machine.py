@@ -43,7 +43,7 @@ class Machine(Protocol):
     quick: int
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
-        """Once, in an empty folder."""
+        """Once, in a folder of all machines, each of which removes what it has tried."""
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One fault, which rng decides."""
