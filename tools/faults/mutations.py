@@ -118,6 +118,7 @@ KINDS = [
     Kind("card file, signed anew", "card.json", _PLAN,
          mutate=mutators.signed(lambda d: card_file._checksum(d["card"]), "checksum")),
     Kind("log, plot", "log.json", ["plot", "log.json", "--html"]),
+    Kind("log, top", "log.json", ["top", "log.json", "--once"]),
     Kind("tuned products", "tuned.json", _tuned, sealed=True),
     Kind("adapter", "adapter/*", _sample("out", "--adapter", "adapter")),
 ]  # fmt: skip
