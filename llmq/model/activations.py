@@ -29,6 +29,12 @@ class Recompute(NamedTuple):
     att: bool = False
     block: bool = False
 
+    @property
+    def products(self) -> frozenset[str]:
+        """The matrices that multiply inputs in backward, by their keys in a block."""
+        keys = {"qkv": self.qkv, "o": self.block, "up": self.ffn}
+        return frozenset(key for key, again in keys.items() if again)
+
 
 def recompute_of_layers(options: TrainConfig, num_layers: int) -> list[Recompute]:
     """For each layer what the options say, or nothing. options: normalized."""

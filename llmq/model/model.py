@@ -108,13 +108,13 @@ class Model:
         """
         grads.start_micro_step(accumulate, last)
         weights, residuals = self.weights, self.residuals
-        weights.gather(f"layers.{self._layers[-1]}")
+        self._gather_for_backward(self._layers[-1])
         grads.load(f"layers.{self._layers[-1]}")
         with self.dev.range("head"):
             self._backward_head(grads, targets)
         for layer in reversed(self._layers):
             if layer > 0:
-                weights.gather(f"layers.{layer - 1}")
+                self._gather_for_backward(layer - 1)
                 grads.load(f"layers.{layer - 1}")
             name = f"layers.{layer}"
             residuals.read(layer)
@@ -127,6 +127,9 @@ class Model:
             grads.notify(name)
         self._backward_embedding(grads, tokens)
         grads.end_micro_step()
+
+    def _gather_for_backward(self, layer: int) -> None:
+        self.weights.gather(f"layers.{layer}", self.blocks.layers[layer].recompute.products)
 
     def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""
