@@ -283,16 +283,19 @@ def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[C
         "trans_a": trans_a,
         "trans_b": trans_b,
     }
-    return [Call("matmul", matmul.matmul, args)]
+    more = {"addend": args["out"]}
+    return [Call("matmul", matmul.matmul, args), Call("addend", matmul.matmul, args | more)]
 
 
 def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     one = f32(1, value=1.0)
     args = {"out": bf16(M, N), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
     args |= {"scale_a": one, "scale_b": one}
+    fast = args | {"fast_accumulation": True}
     return [
         Call("matmul_fp8", matmul.matmul_fp8, args),
-        Call("fast accumulation", matmul.matmul_fp8, args | {"fast_accumulation": True}),
+        Call("fast accumulation", matmul.matmul_fp8, fast),
+        Call("addend", matmul.matmul_fp8, fast | {"addend": args["out"]}),
     ]
 
 

@@ -57,6 +57,7 @@ def matmul(
     a: np.ndarray,
     b: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -67,7 +68,8 @@ def matmul(
 ) -> None:
     """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ out], summed in F32, rounded to out once.
 
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b.
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. An addend (M,N) is added to
+    what is rounded, and the sum rounded again.
     """
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
@@ -78,6 +80,7 @@ def matmul(
         if accumulate:
             total += compute(out)
         out[...] = total
+        _add(out, addend)
         return
     if not accumulate:
         np.matmul(left, right, out=out)
@@ -90,6 +93,20 @@ def matmul(
             out[start:stop] += part
     if bias is not None:
         out += bias
+    _add(out, addend)
+
+
+def _add(out: np.ndarray, addend: np.ndarray | None) -> None:
+    """out += addend, rounded to out."""
+    if addend is None:
+        return
+    if compute(out) is out:
+        out += addend
+        return
+    for rows in row_blocks(*out.shape):
+        total = compute(out[rows])
+        total += compute(addend[rows])
+        out[rows] = total
 
 
 @functools.cache
@@ -115,6 +132,7 @@ def matmul_fp8(
     scale_a: np.ndarray,
     scale_b: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -125,7 +143,7 @@ def matmul_fp8(
     """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ out].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once.
+    computed in F32 and rounded to out once. An addend (M,N) is added as in matmul.
     """
     right = _decode(b).T
     scale = scale_a[0] * scale_b[0]
@@ -146,3 +164,4 @@ def matmul_fp8(
             total += compute(out[rows])
         if not in_place:
             out[rows] = total
+    _add(out, addend)

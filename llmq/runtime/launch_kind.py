@@ -31,6 +31,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         words = [a, *map(str, reversed(flags)), out]
         if entry == "matmul_fp8":  # whether sums are fast matters more than which 8-bit format
             words[:2] = words[1::-1]
+        if file == "matmul" and tensors[-2] != "-":  # the last one is the workspace
+            words.append("addend")
         return Kind("/".join([entry, *words]), (m, n, k))
     if file.startswith("attention") and flops:
         _, seq_len, _, head_dim = args[0].shape
