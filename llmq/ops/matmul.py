@@ -45,8 +45,8 @@ def matmul(
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
         bias        in   as out      (N,)    or None; added to every row; not with accumulate
-        addend      in   as out      (M,N)   or None; other memory than out. cuBLASLt rounds a BF16
-                                             product (with its bias) before it adds this
+        addend      in   as out      (M,N)   or None; other memory than out. Added before
+                                             the product is rounded
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.

@@ -66,10 +66,9 @@ def matmul(
     trans_b: int,
     accumulate: int,
 ) -> None:
-    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ out], summed in F32, rounded to out once.
+    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ addend (M,N)], summed in F32, rounded to out once.
 
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. An addend (M,N) is added to
-    what is rounded, and the sum rounded again.
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is added.
     """
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
@@ -79,8 +78,8 @@ def matmul(
             total += compute(bias)
         if accumulate:
             total += compute(out)
+        _add(total, addend)
         out[...] = total
-        _add(out, addend)
         return
     if not accumulate:
         np.matmul(left, right, out=out)
@@ -96,17 +95,12 @@ def matmul(
     _add(out, addend)
 
 
-def _add(out: np.ndarray, addend: np.ndarray | None) -> None:
-    """out += addend, rounded to out."""
+def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
+    """total += addend, which may be of a shorter format."""
     if addend is None:
         return
-    if compute(out) is out:
-        out += addend
-        return
-    for rows in row_blocks(*out.shape):
-        total = compute(out[rows])
-        total += compute(addend[rows])
-        out[rows] = total
+    for rows in row_blocks(*total.shape):
+        total[rows] += compute(addend[rows])
 
 
 @functools.cache
@@ -140,10 +134,10 @@ def matmul_fp8(
     accumulate: int,
     fast_accumulation: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ out].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once. An addend (M,N) is added as in matmul.
+    computed in F32 and rounded to out once. With accumulate out is added.
     """
     right = _decode(b).T
     scale = scale_a[0] * scale_b[0]
@@ -162,6 +156,7 @@ def matmul_fp8(
             total += compute(bias)
         if accumulate:
             total += compute(out[rows])
+        if addend is not None:
+            total += compute(addend[rows])
         if not in_place:
             out[rows] = total
-    _add(out, addend)
