@@ -14,6 +14,8 @@ from llmq.base.errors import ConfigError
 from llmq.config.options import TrainConfig
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
+from llmq.runtime.cudnn import backward_scratch_bytes
+from llmq.runtime.head_groups import divisions
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
 MARGIN = MIB  # by which estimates may be wrong
@@ -43,9 +45,9 @@ def _more_chunks(head: int, attention: int) -> Saver:
     def changes(config: TrainConfig) -> Changes:
         chunks = config.lmhead_chunks * head
         rows, rest = divmod(config.batch_size * config.seq_len, chunks)
-        parts = config.attn_bwd_chunks * attention
+        parts, batch = config.attn_bwd_chunks * attention, config.batch_size
         too_few = head > 1 and rows < MIN_CHUNK_ROWS
-        if rest or too_few or config.batch_size % parts:
+        if rest or too_few or (batch % parts and parts % batch):
             return {}
         return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
 
@@ -63,8 +65,14 @@ def smaller_batch(config: TrainConfig) -> Changes:
         "batch_size": fewer,
         "grad_accumulation": factor * config.grad_accumulation,
         "lmhead_chunks": math.gcd(config.lmhead_chunks, fewer * config.seq_len),
-        "attn_bwd_chunks": math.gcd(config.attn_bwd_chunks, fewer),
+        "attn_bwd_chunks": _parts_of(fewer, config),
     }
+
+
+def _parts_of(batch: int, config: TrainConfig) -> int:
+    """As many of this batch as leave parts of attention no larger than the configuration's."""
+    per_sequence, rest = divmod(config.attn_bwd_chunks, config.batch_size)
+    return math.gcd(config.attn_bwd_chunks, batch) if rest else batch * per_sequence
 
 
 # These change when and where numbers are computed and kept, but not their formats. Some do nothing
@@ -230,7 +238,7 @@ class Shrinker:
         chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
         changes = [{name: value} for name, value in LIGHTEST.items()]
         changes += [{name: name in hosted} for name in PLACES]
-        changes.append({"attn_bwd_chunks": config.batch_size})
+        changes.append({"attn_bwd_chunks": self._smallest_parts(config)})
         changes.append({"lmhead_chunks": config.batch_size * chunks})
         for change in changes:
             config = self.allowed(config, change) or config
@@ -243,7 +251,7 @@ class Shrinker:
         for change in start:
             if self.allowed(having(config, found), change) is not None:
                 found.append(change)
-        ratios = dict.fromkeys(savers, 0.0)
+        ratios = dict.fromkeys((*savers, self._divide_attention), 0.0)
         while self.excess(now := having(config, found)):
             best = self._best(now, ratios)
             if best is None:
@@ -256,6 +264,21 @@ class Shrinker:
             if self.excess(having(config, rest)) <= enough:
                 found = rest
         return found
+
+    def _divide_attention(self, config: TrainConfig) -> Changes:
+        """The next larger number of parts of attention's backward that makes these smaller."""
+        model = self.planner.model
+        numbers = divisions(config.batch_size, model.num_heads, model.num_kv_heads)
+        more = (n for n in numbers if n > config.attn_bwd_chunks)
+        return {"attn_bwd_chunks": n} if (n := next(more, None)) else {}
+
+    def _smallest_parts(self, config: TrainConfig) -> int:
+        """So many parts of attention's backward that one needs least."""
+        model, batch = self.planner.model, config.batch_size
+        heads = (model.num_heads, model.num_kv_heads)
+        sizes = (config.seq_len, *heads, model.head_dim)
+        numbers = [n for n in divisions(batch, *heads) if n >= batch]
+        return min(numbers, key=lambda n: backward_scratch_bytes(*sizes, n // batch))
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
         """The next change, None if nothing helps. ratios: seconds a byte when last looked at.
