@@ -8,8 +8,13 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.config.cards import CARDS, spec_of
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
 from llmq.ops import attention
 from llmq.plan.cost import Rates
+from llmq.plan.estimate import Planner
+from llmq.plan.memory import Limits
+from llmq.plan.shrink import REARRANGING, Shrinker, having
 from llmq.runtime.plan_device import PlanDevice
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
@@ -40,3 +45,15 @@ def test_parts_take_as_long_as_measured(sizes, measured):
     assert 1e3 * whole == pytest.approx(measured[1], rel=0.06)  # as the model of attention is
     for parts, ms in measured.items():
         assert seconds(parts, *sizes) / whole == pytest.approx(ms / measured[1], rel=0.1)
+
+
+@pytest.mark.parametrize(("gib", "parts"), [(40.5, 1), (20, 4), (14, 6)])
+def test_long_sequences_are_divided_as_memory_asks(gib, parts):
+    """By no more than is enough."""
+    model = preset("Qwen2.5-1.5B")
+    given = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-1.5B", "batch-size": 1}
+    given |= {"seq-len": 32768, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
+    config = make_config(given | {"recompute-block": True, "lmhead-chunks": 16})
+    shrinker = Shrinker(Planner(model, spec_of(H100), "cudnn", H100), Limits(device=int(gib * GIB)))
+    found = having(config, shrinker.shrink(config, REARRANGING))
+    assert shrinker.fits(found) and found.attn_bwd_chunks == parts
