@@ -18,6 +18,7 @@ from llmq.runtime.cudnn import backward_scratch_bytes
 from llmq.runtime.head_groups import divisions
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
 MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
 NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
@@ -87,7 +88,6 @@ REARRANGING: tuple[Saver, ...] = (
     lambda config: {"recompute_layers": "all"},
     _more_chunks(2, 1),
     _more_chunks(8, 1),
-    _more_chunks(1, 4),
     _more_chunks(8, 4),
     _on("offload_residual"),
     _on("offload_opt_m"),
@@ -266,19 +266,34 @@ class Shrinker:
         return found
 
     def _divide_attention(self, config: TrainConfig) -> Changes:
-        """The next larger number of parts of attention's backward that makes these smaller."""
-        model = self.planner.model
-        numbers = divisions(config.batch_size, model.num_heads, model.num_kv_heads)
-        more = (n for n in numbers if n > config.attn_bwd_chunks)
-        return {"attn_bwd_chunks": n} if (n := next(more, None)) else {}
+        """The next larger number of parts of attention's backward that makes these smaller; of
+        sequences, which cost least, 4 times as many, if these are not too many."""
+        parts, batch = config.attn_bwd_chunks, config.batch_size
+        more = [n for n in self._attention_parts(config) if n > parts]
+        fewer = (n for n in more if 4 * parts <= n <= batch)
+        return {"attn_bwd_chunks": next(fewer, more[0])} if more else {}
 
     def _smallest_parts(self, config: TrainConfig) -> int:
         """So many parts of attention's backward that one needs least."""
+        numbers = (n for n in self._attention_parts(config) if n >= config.batch_size)
+        return min(numbers, key=lambda n: self._attention_bytes(config, n))
+
+    def _attention_parts(self, config: TrainConfig) -> list[int]:
+        """Numbers of parts of attention's backward, the heads of a sequence no further divided than
+        down to MIN_ATTENTION."""
         model, batch = self.planner.model, config.batch_size
-        heads = (model.num_heads, model.num_kv_heads)
-        sizes = (config.seq_len, *heads, model.head_dim)
-        numbers = [n for n in divisions(batch, *heads) if n >= batch]
-        return min(numbers, key=lambda n: backward_scratch_bytes(*sizes, n // batch))
+        found = []
+        for n in divisions(batch, model.num_heads, model.num_kv_heads):
+            found.append(n)
+            if n >= batch and self._attention_bytes(config, n) <= MIN_ATTENTION:
+                break
+        return found
+
+    def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
+        """What the library's backward takes for one of so many parts of a sequence or less."""
+        model = self.planner.model
+        sizes = (config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+        return backward_scratch_bytes(*sizes, parts // config.batch_size)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
         """The next change, None if nothing helps. ratios: seconds a byte when last looked at.
