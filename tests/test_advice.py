@@ -147,13 +147,15 @@ def test_coarser_numbers_only_where_they_are_needed_or_said_so():
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunks", "then"), [(97, 1, 1), (16, 16, 8), (15, 5, 5), (9, 9, 3)]
+    ("batch", "chunks", "then", "parts"),
+    [(97, 1, 1, 1), (16, 16, 8, 8), (15, 5, 5, 5), (9, 9, 3, 3), (4, 24, 2, 12), (3, 18, 1, 6)],
 )
-def test_micro_batches_of_any_size_get_smaller(batch, chunks, then):
+def test_micro_batches_of_any_size_get_smaller(batch, chunks, then, parts):
     config = options(batch_size=batch, grad_accumulation=2, attn_bwd_chunks=chunks, seq_len=64)
     config = replace(config, lmhead_chunks=batch)
     less = replace(config, **smaller_batch(config)).validate()
     assert less.batch_size == then and less.batch_size * less.grad_accumulation == 2 * batch
+    assert less.attn_bwd_chunks == parts
     assert smaller_batch(replace(config, batch_size=1)) == {}
 
 

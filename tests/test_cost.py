@@ -297,7 +297,7 @@ def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
     x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    args = (x, None, T, None) if entry == "attention_forward" else (x, None, T)
+    args = (x, None, T, None) if entry == "attention_forward" else (x, 1, T, heads, heads, None, T)
     piece = work("main", entry, args, flops, 3 * x.nbytes, "attention")
     # The table has two digits.
     assert 1e3 * Rates(H100).compute(piece) == pytest.approx(ATTENTION[case], rel=0.05)

@@ -18,6 +18,7 @@ from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.plan.measured import half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
+from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
 from llmq.runtime.launch_kind import attention_window, launch_kind
 from llmq.runtime.plan_device import Trace, Work
@@ -181,6 +182,7 @@ class Rates:
         sizes, seconds = found
         kernel = (work.file, work.entry)
         ratio = self._attention_of(*kernel, *kind.sizes, self._visible)
+        ratio *= self._small_grids(work)
         return seconds * ratio / self._attention_of(*kernel, *sizes)
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
@@ -233,7 +235,12 @@ class Rates:
             return work.flops / (F32_RATE * self.card.num_sms)
         window = attention_window(work.file, work.entry, work.args)
         sizes = (work.flops, x.shape[1], x.shape[3], window)
-        return self._attention_of(work.file, work.entry, *sizes, self._visible)
+        seconds = self._attention_of(work.file, work.entry, *sizes, self._visible)
+        return seconds * self._small_grids(work)
+
+    def _small_grids(self, work: Work) -> float:
+        beside = CUDNN_ATTENTION["attention_backward"].causal
+        return small_grids(work, self.card.num_sms, beside)
 
     def _attention_of(
         self,

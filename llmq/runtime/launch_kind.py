@@ -46,6 +46,14 @@ def attention_window(file: str, entry: str, args: tuple) -> int:
     return args[-2 if (file, entry) == ("attention", "attention_forward") else -1]
 
 
+def library_heads(file: str, entry: str, args: tuple) -> tuple[int, int, int] | None:
+    """Parts of the heads, query heads, key/value heads of the library's backward; else None."""
+    if (file, entry) != ("attention", "attention_backward"):
+        return None
+    parts, _, num_heads, num_kv_heads = args[-6:-2]
+    return parts, num_heads, num_kv_heads
+
+
 def _points(value: object) -> bool:
     """Whether an argument is a tensor, or could be."""
     return value is None or isinstance(value, Tensor)
