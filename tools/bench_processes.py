@@ -124,7 +124,10 @@ def main(
         with TokenWriter(Path("tokens.bin"), config.vocab_size) as writer:
             writer.write(tokens)
         threads, _ = train("threads", flags, [{}])
+        print(f"two threads:    {threads:12,.0f} tokens/s", flush=True)
         processes, _ = train("processes", flags, [{}, {}])
+        share = f"{processes / threads:.1%} of two threads"
+        print(f"two processes:  {processes:12,.0f} tokens/s, {share}", flush=True)
         script = [sys.executable, __file__, "--link", f"--device={device}"]
         measured = launch([*script, f"--link-mib={link_mib}"], machines)
         speed, waits = train("machines", flags, machines)
@@ -133,8 +136,6 @@ def main(
     itemsize = 4 if device == "cpu" else BF16.itemsize
     size = itemsize * sum(slab.size for slab in weight_table(config))
     expected = 1000 * size * seconds_per_byte
-    print(f"two threads:    {threads:12,.0f} tokens/s")
-    print(f"two processes:  {processes:12,.0f} tokens/s, {processes / threads:.1%} of two threads")
     print(f"two machines:   {speed:12,.0f} tokens/s; a step waits {waits:.1f} ms")
     print(
         f"their link:     {1e-9 / seconds_per_byte:12.2f} GB/s each way; {size / 1e9:.2f} GB of "
