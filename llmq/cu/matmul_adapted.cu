@@ -1,12 +1,9 @@
 // matmul_adapted.cu -- a matrix product for Hopper, with the adapters' product in it.
 //
-//   out (M, N) BF16 = scale_a * scale_b * (a (M, K) @ b) + h (M, R) @ tail        [TRANSPOSED = 0]
-//
-//   b (N, K), FP8 codes or BF16, K inside; BF16 with TRANSPOSED: (K, N)
-//   tail (N, R) BF16; with TRANSPOSED (R, N)
+//   out = scale_a * scale_b * (a @ b^T) + h @ tail^T
 //
 // h and tail are the last tiles of the sum over K, so that out is written once and rounded once.
-// FP8 products are added as the tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
+// Fp8 products are added as the tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
 //
 // Three warpgroups: one thread of the first keeps STAGES pairs of tiles on their way (TMA), the two
 // others take tiles of `out` in turns ("ping-pong"), so that one multiplies while the other one
@@ -14,15 +11,23 @@
 // each loads a half for both. The grid is persistent; tiles go through GROUP columns of tiles at a
 // time, so that what neighbours read is in L2.
 //
-// Launch  an even number of blocks of 384 threads, SHARED bytes of dynamic shared memory.
-// Needs   compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
-// Source  PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
+// Data     out: bf16 (M, N), a: A (M, K), b: B (N, K), of bf16 with TRANSPOSED (K, N). h: bf16
+//          (M, R), tail: bf16 (N, R), with TRANSPOSED (R, N). scale_a, scale_b: F32 (1), of fp8
+//          codes. RANK: R rounded up to 16; 0: there are no h and tail.
+// Launch   an even number of blocks of THREADS threads, not more than there are multiprocessors;
+//          SHARED bytes of dynamic shared memory (ops/matmul_adapted.py).
+// Cost     2 M N (K + R) FLOPs. A cluster reads 2 BM rows of a and BN of b for each of its tiles.
+// Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
+// Same name  llmq/ops/matmul_adapted.py  llmq/ref/matmul_adapted.py
+//            tests/ops/test_matmul_adapted.py
+// Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
 #include "ptx.cuh"
 
 constexpr int BM = 128, BN = 192, LINE = 128, STAGES = 5;  // LINE: bytes of K in a tile
 constexpr int A_BYTES = BM * LINE, B_BYTES = BN * LINE, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CHUNK_BYTES = 16 * LINE;  // of out: 16 rows of 64 elements, a warp's own
-constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS;
+constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
+constexpr int GROUP = 16;
 constexpr int BOX = 64;                          // columns of a box of BF16; rows of a tile (K, N)
 constexpr int SLICES = 4;                        // of a tile: products of 32 bytes of K
 constexpr bool HALVES = sizeof(A) == 2;          // BF16 operands
@@ -119,7 +124,7 @@ __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][
     }
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
 matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap a,
                const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
                const __grid_constant__ TensorMap tail, const float* scale_a, const float* scale_b,
