@@ -258,7 +258,8 @@ def test_where_adapters_are_within_products(card, options, per_layer):
     model = replace(preset("Qwen2.5-7B"), num_layers=2)
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
     config = make_config(config | {"lora-rank": 16, "grad-accumulation": 1, "gpus": 1} | options)
-    ((trace, _),) = make_plan(config, model, spec_of(card), "cudnn").micro_steps
+    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
     entries = [item.entry for item in trace if isinstance(item, Work)]
     assert entries.count("matmul_adapted") == 2 * per_layer
 
