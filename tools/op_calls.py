@@ -34,6 +34,7 @@ from llmq.ops import (
     abs_max,
     adamw,
     adapter,
+    adapter_backward,
     attention,
     bias,
     clock,
@@ -60,7 +61,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.add import add
-from llmq.ops.common import FP8_MULTIPLE
+from llmq.ops.common import FP8_MULTIPLE, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 
@@ -144,10 +145,19 @@ def add_calls(*shape: int) -> list[Call]:
 
 def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
     spans = tuple(zip(edges[::2], edges[1::2], strict=True))
-    whole = bf16(rows, adapter.padded_columns(len(spans), rank))
+    whole = bf16(rows, padded_columns(len(spans), rank))
     args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
     args |= {"spans": spans, "scale": 2.0}
     return [Call("expand", adapter.expand, args), Call("collect", adapter.collect, args)]
+
+
+def adapter_backward_calls(rows: int, N: int, rank: int, *edges: int) -> list[Call]:
+    spans = tuple(zip(edges[::2], edges[1::2], strict=True))
+    n = sum(stop - start for start, stop in spans)
+    h = bf16(rows, padded_columns(len(spans), rank))
+    args = {"d_h": h, "d_b": gradient(n, rank), "d_out": bf16(rows, N), "h": h, "b": bf16(n, rank)}
+    args |= {"spans": spans, "scale": 2.0}
+    return [Call("backward", adapter_backward.backward, args, flops=0)]  # bound by memory
 
 
 def adamw_calls(*ends: int) -> list[Call]:
@@ -528,6 +538,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "add": add_calls,
     "adamw": adamw_calls,
     "adapter": adapter_calls,
+    "adapter_backward": adapter_backward_calls,
     "attention": attention_calls,
     "bias": bias_calls,
     "clock": clock_calls,

@@ -182,7 +182,7 @@ class AttentionHalf:
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
                 d_o = self.operands.half_gradient(inner, layer.slot("d_att"), d_out)
-                self.linear.input_gradient(layer.index, "o", d_att, d_o, w)
+                self.linear.input_gradient(layer.index, "o", d_att, d_o, w, g)
                 self.linear.weight_gradients(layer.index, "o", g, g.o_bias, d_o, again.o_input)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
@@ -190,7 +190,7 @@ class AttentionHalf:
                     backend=self.backends[layer.index][1],
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
-            self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w)
+            self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w, g)
             self.linear.weight_gradients(layer.index, "qkv", g, d_bias, d_product, again.x)
 
     def _backward_positions(

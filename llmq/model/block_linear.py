@@ -25,7 +25,8 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import adapter, reduce
+from llmq.ops import adapter, adapter_backward, reduce
+from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
 from llmq.runtime.device import Device
@@ -79,7 +80,7 @@ class BlockLinear:
             return
         self._scale = options.lora_scale
         matrices = adapted_matrices(config, adapters.targets)
-        widths = [adapter.padded_columns(len(m.spans), adapters.rank) for m in matrices]
+        widths = [padded_columns(len(m.spans), adapters.rank) for m in matrices]
         for layer in range(config.num_layers):
             for matrix, width in zip(matrices, widths, strict=True):
                 name = f"{matrix.key}_hidden.{layer}"
@@ -107,9 +108,9 @@ class BlockLinear:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
-        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights
+        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features)."""
+        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
         if parts is None:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
@@ -119,8 +120,8 @@ class BlockLinear:
         joins = joins and not self._probability
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
-        with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, d_hidden, _tensor(d_out), b)
+        b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
+        self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
         if joins:
             self.linear.input_gradient_adapted(d_x, d_out, weight, d_hidden, a)
             return
@@ -144,7 +145,7 @@ class BlockLinear:
         d_out: Operand,
         x: Operand | None,
     ) -> None:
-        """Of the weight, of the bias as far as d_bias asks for it, and of the adapters.
+        """Of the weight, of the bias as far as d_bias asks for it, and of the adapters' A.
 
         Follows input_gradient. x: None where it is not needed.
         """
@@ -153,19 +154,31 @@ class BlockLinear:
         parts = self._parts.get((layer, key))
         if parts is None:
             return
-        d_hidden, d_a, d_b = self._d_hidden_of(parts), *(getattr(g, f"{key}_{n}") for n in "ab")
+        d_hidden, d_a = self._d_hidden_of(parts), getattr(g, f"{key}_a")
         with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
+
+    def _gradients_of_output(
+        self, parts: _Parts, d_hidden: Tensor, d_b: Accumulator | None, d_out: Tensor, b: Tensor
+    ) -> None:
+        """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+        dev, spans, scale = self.dev, parts.matrix.spans, self._scale
+        at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
+        if at_once and d_b is not None:
+            adapter_backward.backward(dev, d_hidden, d_b, d_out, parts.hidden, b, spans, scale)
+            return
+        with self._expanded(parts, b) as whole:
+            matmul(dev, d_hidden, d_out, whole)
         if d_b is None:
             return
         dtype, shape = d_b.tensor.dtype, (parts.matrix.shape[0], parts.hidden.shape[1])
         with (
-            self.dev.scratch("d_b_whole", shape, dtype) as whole,
-            self.dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
+            dev.scratch("d_b_whole", shape, dtype) as whole,
+            dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
-            matmul(self.dev, whole, _tensor(d_out), parts.hidden, trans_a=True)
-            adapter.collect(self.dev, part, whole, parts.matrix.spans, self._scale)
-            reduce.add(self.dev, d_b, part)
+            matmul(dev, whole, d_out, parts.hidden, trans_a=True)
+            adapter.collect(dev, part, whole, spans, scale)
+            reduce.add(dev, d_b, part)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
         return self._d_hidden.rows(0, parts.hidden.size).view(*parts.hidden.shape)
@@ -174,6 +187,9 @@ class BlockLinear:
     def _expanded(self, parts: _Parts, b: Tensor) -> Iterator[Tensor]:
         """All adapters' B in one matrix (out_features, R), with scaling."""
         shape = (parts.matrix.shape[0], parts.hidden.shape[1])
+        if self._scale == 1 and shape == b.shape:  # of one adapter, which has all rows
+            yield b
+            return
         with self.dev.scratch("lora_b", shape, b.dtype) as whole:
             adapter.expand(self.dev, whole, b, parts.matrix.spans, self._scale)
             yield whole

@@ -90,7 +90,7 @@ class MlpHalf:
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
             d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
-            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w)
+            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
     def _backward_down(
@@ -107,7 +107,7 @@ class MlpHalf:
             shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
             d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w)
+            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
             needed = self.linear.needs_input(layer.index, "down", g)
             mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
