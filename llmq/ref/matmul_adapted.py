@@ -10,8 +10,8 @@ from llmq.ref.common import compute, decode_fp8
 CASES = {
     "small": (16, 64, 64, 104, False),
     "small_transposed": (16, 64, 64, 104, True),
-    "tiles": (304, 208, 144, 104, False),
-    "tiles_transposed": (304, 208, 144, 104, True),
+    "tiles": (304, 208, 400, 104, False),
+    "tiles_transposed": (304, 208, 400, 104, True),
     "qwen7b_up_forward": (4096, 37888, 3584, 32, False),
     "qwen7b_down_d_input": (4096, 18944, 3584, 16, True),
 }
