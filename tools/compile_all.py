@@ -27,7 +27,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
-from llmq.ops import attention
+from llmq.ops import attention, matmul_adapted
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
@@ -190,8 +190,16 @@ def all_launches(capability: int) -> Launches:
         fields = FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS
         for model in presets:
             note_training(spec, model, fields, noted)
+    if capability == matmul_adapted.CAPABILITY:  # in both directions: without dropout
+        large, adapters = PRESETS["Qwen2.5-7B"].with_layers([0]), {"lora_rank": 8}
+        note_training(spec, large, adapters, noted)
+        for gradient in ("e4m3", "e5m2"):
+            fields = {"gradient_dtype": gradient, "base_dtype": "e4m3"}
+            note_training(spec, large, FP8 | adapters | fields, noted)
     used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
     for kernel in declared_kernels():
+        if kernel.capability not in (None, capability):
+            continue
         if (kernel.file, kernel.entry) not in used:
             variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
             for types in itertools.product(("bf16", "f32"), repeat=len(variables)):

@@ -47,6 +47,7 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
+    matmul_adapted,
     matmul_int8,
     nf4,
     norm,
@@ -309,6 +310,18 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     ]
 
 
+def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> list[Call]:
+    one = f32(1, value=1.0)
+    low = {"h": bf16(M, R), "tail": bf16(*((R, N) if transposed else (N, R)))}
+    low |= {"out": bf16(M, N), "transposed": transposed}
+    halves = {"a": bf16(M, K), "b": bf16(*((K, N) if transposed else (N, K)))}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
+    return [
+        Call("bf16", matmul_adapted.matmul_adapted, low | halves),
+        Call("fp8", matmul_adapted.matmul_adapted, low | codes),
+    ]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
@@ -552,6 +565,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "global_norm": global_norm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "matmul_adapted": matmul_adapted_calls,
     "matmul_int8": matmul_int8_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,

@@ -4,6 +4,8 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
+Where it is faster, both terms of y, or of d_x without dropout, are one product.
+
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
 of its own for a gradient.
@@ -109,26 +111,40 @@ class BlockLinear:
         addend: like out, other memory, or None.
         """
         more = {} if addend is None else {"addend": addend}
-        self.linear.forward(out, x, getattr(w, key), getattr(w, f"{key}_bias"), **more)
+        weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         if parts is None:
+            self.linear.forward(out, x, weight, bias, **more)
             return
+        joins = bias is None and self.linear.joins_forward(out, x, weight, parts.hidden)
+        if not joins:
+            self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
+            if joins:
+                self.linear.forward_adapted(out, x, weight, parts.hidden, b)
+            else:
+                matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
         self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
-        self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))
-        parts = self._parts.get((layer, key))
+        weight, parts = getattr(w, key), self._parts.get((layer, key))
         if parts is None:
+            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
+        joins = self.linear.joins_input_gradient(d_x, d_out, weight, d_hidden)
+        joins = joins and not self._probability
+        if not joins:
+            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
         self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
+        if joins:
+            self.linear.input_gradient_adapted(d_x, d_out, weight, d_hidden, a)
+            return
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)
             return

@@ -23,7 +23,7 @@ from llmq.runtime.device import Event
 from llmq.runtime.launch_kind import attention_window, launch_kind
 from llmq.runtime.plan_device import Trace, Work
 
-PRODUCTS = ("matmul", "matmul_int8.cu")  # files of matrix products
+PRODUCTS = ("matmul", "matmul_adapted.cu", "matmul_int8.cu")  # files of matrix products
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
@@ -221,8 +221,11 @@ class Rates:
 
     def _product(self, work: Work, memory: float) -> float:
         out, a = work.args[:2]
-        rate = self._products[work.entry]
-        if work.entry == "matmul_fp8" and work.args[-1]:  # may accumulate fast
+        entry, fast = work.entry, bool(work.args[-1])  # whether it may accumulate fast
+        if entry == "matmul_adapted":
+            entry, fast = ("matmul_fp8" if a.dtype.itemsize == 1 else "matmul"), True
+        rate = self._products[entry]
+        if entry == "matmul_fp8" and fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks
+from llmq.ref.common import compute, decode_fp8, row_blocks
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -103,22 +102,6 @@ def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
         total[rows] += compute(addend[rows])
 
 
-@functools.cache
-def _values(dtype: np.dtype) -> np.ndarray:
-    """What each of an FP8 format's 256 codes stands for, F32."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-
-
-def _decode(codes: np.ndarray) -> np.ndarray:
-    """FP8 (rows, columns) as F32. The table is 8 times as fast as ml_dtypes' conversion."""
-    table, decoded = _values(codes.dtype), np.empty(codes.shape, np.float32)
-    codes = codes.view(np.uint8)
-    for rows in row_blocks(*codes.shape):
-        # "wrap", of which a byte has no need, writes to `out` without a buffer in between.
-        table.take(codes[rows], out=decoded[rows], mode="wrap")
-    return decoded
-
-
 def matmul_fp8(
     out: np.ndarray,
     a: np.ndarray,
@@ -139,12 +122,12 @@ def matmul_fp8(
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
     computed in F32 and rounded to out once. With accumulate out is added.
     """
-    right = _decode(b).T
+    right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
     step = max(CHUNK // N, 256)
     for start in range(0, M, step):
         rows = slice(start, min(start + step, M))
-        left = _decode(a[rows])
+        left = decode_fp8(a[rows])
         in_place = out.dtype == left.dtype and not accumulate
         if in_place:
             total = out[rows]

@@ -6,6 +6,7 @@ import torch
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.ref import matmul as ref
+from llmq.ref.common import decode_fp8
 from tests.covering import pairwise
 
 CASES = {k: v for k, v in ref.CASES.items() if not k.startswith("qwen")}
@@ -71,7 +72,7 @@ FP8_CASES = {k: v for k, v in ref.FP8_CASES.items() if not k.startswith("qwen")}
 def test_every_fp8_code(dtype, torch_dtype):
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     want = torch.from_numpy(codes).view(getattr(torch, torch_dtype)).float().numpy()
-    np.testing.assert_array_equal(ref._decode(codes.view(dtype.numpy)), want)
+    np.testing.assert_array_equal(decode_fp8(codes.view(dtype.numpy)), want)
 
 
 @pytest.mark.parametrize(
