@@ -131,6 +131,20 @@ def test_streams_wait_for_events_only():
     assert replay([], rates).wall == 0
 
 
+def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
+    rates, gigabyte = Rates(H100), 10**9
+    one = seconds(gigabyte)
+    beside = work("comm", entry="quantize", file="quantize.cu", size=gigabyte)
+    phase = replay([beside, work(size=4 * gigabyte)], rates)
+    assert phase.busy["memory_bound"] == pytest.approx(one + seconds(4 * gigabyte))
+    # As long as both go on.
+    phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
+    assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
+    event = Event()
+    after = [beside, Mark("comm", event, False), Mark("main", event, True), work(size=gigabyte)]
+    assert replay(after, rates).wall == pytest.approx(2 * one)
+
+
 def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
     rates, gigabyte = Rates(H100), 10**9
     load = 1 / H100.bus
@@ -327,7 +341,7 @@ def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
     x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    args = (x, None, T, None) if entry == "attention_forward" else (x, None, T)
+    args = (x, None, T, None) if entry == "attention_forward" else (x, 1, T, heads, heads, None, T)
     piece = work("main", entry, args, flops, 3 * x.nbytes, "attention")
     # The table has two digits.
     assert 1e3 * Rates(H100).compute(piece) == pytest.approx(ATTENTION[case], rel=0.05)

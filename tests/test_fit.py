@@ -210,10 +210,10 @@ def test_refusal_where_coarser_numbers_help():
 
 
 def test_refusal_for_want_of_device_memory():
-    text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=8192)
+    text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=32768)
     assert " it is out of memory: " in text and "out of host memory" not in text
-    assert help_in(text) == ["--seq-len=4096"]
-    assert " --seq-len=4096 " in text.splitlines()[-1]
+    assert help_in(text) == ["--seq-len=8192"]
+    assert " --seq-len=8192 " in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_refusal_for_want_of_device_memory():
 def test_what_is_hopeless_is_found_out_quickly(where):
     with counted_plans() as layers:
         refusal("Qwen2.5-72B", **where)
-    assert layers.count(80) == 1 and len(layers) < 500
+    assert layers.count(80) == 1 and len(layers) < 550
 
 
 def test_machines_share_a_state_where_one_has_no_room_for_it():

@@ -27,7 +27,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
-from llmq.ops import matmul_adapted
+from llmq.ops import attention, matmul_adapted
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
@@ -147,6 +147,15 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     decoder.forward(np.zeros(1, np.int32), 32)
 
 
+def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
+    """What follows the library's backward of attention where it is divided by query heads."""
+    dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
+    packed = (1, 16, heads + 2 * model.num_kv_heads, size)
+    d_qkv = dev.alloc("d_qkv", packed, BF16, "Activations")
+    d_kv = dev.alloc("d_kv", (2, heads, 16, size), BF16, "Activations")
+    attention.sum_heads(dev, d_qkv, d_kv)
+
+
 @functools.cache
 def all_launches(capability: int) -> Launches:
     """Every kernel launch there is, by what is compiled, on a card of this capability."""
@@ -157,6 +166,7 @@ def all_launches(capability: int) -> Launches:
     noted: Launches = {}
     presets = [model.with_layers(model.layer_kinds) for model in PRESETS.values()]
     for model in presets:
+        note_heads(spec, model, noted)
         for dtype in (BF16, F32):
             note_sampling(spec, model, dtype, noted)
         for name in ("bf16", "fp32"):

@@ -64,6 +64,7 @@ from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
+from llmq.runtime.head_groups import divisions
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
@@ -205,6 +206,15 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
             Call(f"forward {backend} window", attention.forward, ahead | window),
             Call(f"backward {backend} window", attention.backward, back | window, flops=5 * seen),
         ]
+    if B == 1:
+        back, flops = backward | {"backend": "cudnn"}, 5 * square
+        numbers = divisions(1, Hq, Hkv)[1:]
+        calls += [
+            Call(f"backward cudnn / {n}", attention.backward, back | {"chunks": n}, flops=flops)
+            for n in numbers
+        ]
+        d_kv = {"d_qkv": qkv, "d_kv": bf16(2, Hq, T, Hd)}
+        calls.append(Call("sum of heads", attention.sum_heads, d_kv))
     square = square * length // T  # of all documents together
     return [
         *calls,
@@ -284,16 +294,19 @@ def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[C
         "trans_a": trans_a,
         "trans_b": trans_b,
     }
-    return [Call("matmul", matmul.matmul, args)]
+    more = {"addend": args["out"]}
+    return [Call("matmul", matmul.matmul, args), Call("addend", matmul.matmul, args | more)]
 
 
 def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     one = f32(1, value=1.0)
     args = {"out": bf16(M, N), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
     args |= {"scale_a": one, "scale_b": one}
+    fast = args | {"fast_accumulation": True}
     return [
         Call("matmul_fp8", matmul.matmul_fp8, args),
-        Call("fast accumulation", matmul.matmul_fp8, args | {"fast_accumulation": True}),
+        Call("fast accumulation", matmul.matmul_fp8, fast),
+        Call("addend", matmul.matmul_fp8, fast | {"addend": args["out"]}),
     ]
 
 

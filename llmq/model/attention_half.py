@@ -107,17 +107,16 @@ class AttentionHalf:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
-    ) -> None:
-        """out (rows, C), from x (rows, C)."""
+    def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
+        """layer.att_out from x (rows, C)."""
         tensors = self._tensors(temps, layer)
         self._qkv(layer, w, x, tensors)
         self._attend(layer, tensors)
         o_input = self.operands.of_tensor(
             temps, layer.att.slot, tensors.att, measured=False, transposed=False
         )
-        self.linear.forward(layer.index, "o", out, o_input, w)
+        out, addend = layer.att_out
+        self.linear.forward(layer.index, "o", out, o_input, w, addend)
 
     def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
@@ -146,9 +145,8 @@ class AttentionHalf:
         w: BlockWeights,
         g: BlockGrads,
         x_again: InputAgain,
-        out: Tensor,
     ) -> AttentionAgain:
-        """What backward needs: kept, or computed again; out too, if the whole block is."""
+        """What backward needs, kept or computed again; if the whole block is, layer.att_out too."""
         r = layer.recompute
         tensors = self._tensors(temps, layer)
         x = None
@@ -163,7 +161,8 @@ class AttentionHalf:
             slot = layer.att.slot
             o_input = self.operands.of_tensor_again(temps, slot, tensors.att, product=r.block)
         if r.block:
-            self.linear.forward(layer.index, "o", out, o_input, w)
+            out, addend = layer.att_out
+            self.linear.forward(layer.index, "o", out, o_input, w, addend)
         return AttentionAgain(x, tensors, o_input)
 
     def backward(

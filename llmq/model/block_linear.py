@@ -89,12 +89,32 @@ class BlockLinear:
         # Of one matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * max(widths),), dtype, "Activations")
 
-    def forward(self, layer: int, key: str, out: Tensor, x: Operand, w: BlockWeights) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'."""
+    @property
+    def adds(self) -> bool:
+        """Whether forward takes an addend.
+
+        Not with adapters, whose output would be rounded as finely as the addend, not as W's.
+        """
+        return self.linear.adds and not self._parts
+
+    def forward(
+        self,
+        layer: int,
+        key: str,
+        out: Tensor,
+        x: Operand,
+        w: BlockWeights,
+        addend: Tensor | None = None,
+    ) -> None:
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
+
+        addend: like out, other memory, or None, as it is where there are adapters.
+        """
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         if parts is None:
-            self.linear.forward(out, x, weight, bias)
+            more = {} if addend is None else {"addend": addend}
+            self.linear.forward(out, x, weight, bias, **more)
             return
         joins = bias is None and self.linear.joins_forward(out, x, weight, parts.hidden)
         if not joins:

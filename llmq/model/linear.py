@@ -51,12 +51,10 @@ FAST = {
 
 
 class Linear:
-    """The products of linear layers on one device.
+    """The products of linear layers on one device."""
 
-    adapts: whether a product may have the adapters' in it, on cards where that is faster.
-    """
-
-    adapts = True
+    adapts = True  # whether a product may have the adapters' in it, where that is faster
+    adds = True  # whether forward takes an addend
 
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
@@ -97,15 +95,23 @@ class Linear:
             operands = (d_out, weight, d_hidden, a)
         matmul_adapted.matmul_adapted(self.dev, d_x, *operands, transposed=True)
 
-    def forward(self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias."""
+    def forward(
+        self,
+        out: Tensor,
+        x: Operand,
+        weight: Operand,
+        bias: Tensor | None = None,
+        *,
+        addend: Tensor | None = None,
+    ) -> None:
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out."""
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
-                bias=bias, fast_accumulation=self.fast.forward,
+                bias=bias, addend=addend, fast_accumulation=self.fast.forward,
             )  # fmt: skip
         else:
-            matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
+            matmul(self.dev, out, x, weight, trans_b=True, bias=bias, addend=addend)
 
     def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
         """d_x (rows, in_features) = d_out (rows, out_features) @ weight.

@@ -46,10 +46,8 @@ class MlpHalf:
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
 
-    def forward(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
-    ) -> None:
-        """out (rows, C), from x (rows, C)."""
+    def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
+        """layer.mlp_out from x (rows, C)."""
         mlp_up = layer.mlp_up.place(self.dev, temps)
         self.linear.forward(layer.index, "up", mlp_up, x, w)
 
@@ -57,7 +55,8 @@ class MlpHalf:
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, activate)
-        self.linear.forward(layer.index, "down", out, mlp_act, w)
+        out, addend = layer.mlp_out
+        self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
     def again(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain

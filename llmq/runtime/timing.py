@@ -144,6 +144,7 @@ def _launched(
             name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
         name = f"{name} {value['M']}x{value['N']}x{value['K']}"
         name += " accumulate" if value.get("accumulate") else ""
+        name += " addend" if value.get("addend") is not None else ""
     device, loaded, stored = kernel.traffic(args)
     kind = launch_kind(kernel.file, kernel.entry, args, flops, device)
     return name, device + loaded + stored, flops, None if loaded or stored else kind
