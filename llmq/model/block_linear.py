@@ -108,12 +108,12 @@ class BlockLinear:
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None.
+        addend: like out, other memory, or None, as it is where there are adapters.
         """
-        more = {} if addend is None else {"addend": addend}
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         if parts is None:
+            more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
         joins = bias is None and self.linear.joins_forward(out, x, weight, parts.hidden)

@@ -51,13 +51,10 @@ FAST = {
 
 
 class Linear:
-    """The products of linear layers on one device.
+    """The products of linear layers on one device."""
 
-    adds: whether forward takes an addend.
-    adapts: whether a product may have the adapters' in it, on cards where that is faster.
-    """
-
-    adds = adapts = True
+    adapts = True  # whether a product may have the adapters' in it, where that is faster
+    adds = True  # whether forward takes an addend
 
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
