@@ -233,7 +233,7 @@ def test_refusal_for_want_of_device_memory():
 def test_what_is_hopeless_is_found_out_quickly(model, where):
     with counted_plans() as (layers, _):
         refusal(model, **where)
-    assert layers.count(preset(model).num_layers) == 1 and len(layers) < 500
+    assert layers.count(preset(model).num_layers) == 1 and len(layers) < 550
 
 
 def test_machines_share_a_state_where_one_has_no_room_for_it():
