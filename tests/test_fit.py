@@ -217,10 +217,10 @@ def test_refusal_where_coarser_numbers_help():
 
 
 def test_refusal_for_want_of_device_memory():
-    text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=8192)
+    text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=32768)
     assert " it is out of memory: " in text and "out of host memory" not in text
-    assert help_in(text) == ["--seq-len=4096"]
-    assert " --seq-len=4096 " in text.splitlines()[-1]
+    assert help_in(text) == ["--seq-len=8192"]
+    assert " --seq-len=8192 " in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

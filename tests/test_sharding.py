@@ -157,6 +157,8 @@ ONE_RANK = [
 ]
 ONE_RANK_FP8 = [
     *ONE_RANK,
+    {"shard_weights": True, "recompute_att": True},
+    {"shard_weights": True, "recompute_block": True, "recompute_layers": "0"},
     {"offload_master": True},
     {"keep_transposed": False},
     QUANTS,

@@ -26,6 +26,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
+from llmq.ops import attention, matmul_adapted
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
@@ -145,6 +146,15 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     decoder.forward(np.zeros(1, np.int32), 32)
 
 
+def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
+    """What follows the library's backward of attention where it is divided by query heads."""
+    dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
+    packed = (1, 16, heads + 2 * model.num_kv_heads, size)
+    d_qkv = dev.alloc("d_qkv", packed, BF16, "Activations")
+    d_kv = dev.alloc("d_kv", (2, heads, 16, size), BF16, "Activations")
+    attention.sum_heads(dev, d_qkv, d_kv)
+
+
 class Run(NamedTuple):
     """A training step of a preset with fields of TrainConfig, or sampling in the type `sampled`."""
 
@@ -156,14 +166,15 @@ class Run(NamedTuple):
         """Add what it launches on such a GPU."""
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
+        note_heads(spec, model, noted)
         if self.sampled is not None:
             note_sampling(spec, model, self.sampled, noted)
         else:
             note_training(spec, model, dict(self.fields), noted)
 
 
-def all_runs() -> list[Run]:
-    """All presets, and all formats of the smallest."""
+def all_runs(capability: int) -> list[Run]:
+    """All presets, and all formats of the smallest, for cards of this capability."""
     first, *_ = PRESETS
     runs = [Run(name, sampled=dtype) for name in PRESETS for dtype in (BF16, F32)]
     of_all = [{"model_dtype": name} for name in ("bf16", "fp32")]
@@ -180,7 +191,14 @@ def all_runs() -> list[Run]:
         for base in (None, "e4m3", "int8", "nf4"):
             fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
             of_one.append(fields | ADAPTERS)
-    return runs + [Run(first, tuple(fields.items())) for fields in of_one]
+    runs += [Run(first, tuple(fields.items())) for fields in of_one]
+    if capability == matmul_adapted.CAPABILITY:  # in both directions: without dropout
+        adapted = {"lora_rank": 8, "lora_dropout": 0.0}
+        formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
+        for gradient in ("e4m3", "e5m2"):
+            formats_of.append(FP8 | {"gradient_dtype": gradient, "base_dtype": "e4m3"})
+        runs += [Run("Qwen2.5-7B", tuple((adapted | fields).items())) for fields in formats_of]
+    return runs
 
 
 def entries(found: dict[int, Launches]) -> set[tuple[str, str]]:
@@ -205,15 +223,15 @@ def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
             name="", capability=capability, num_sms=num_sms, memory=0, library_workspace=1 << 20
         )
         run.note(spec, found.setdefault(capability, {}))
-    used = {
-        (s.file, launch.entry) for noted in found.values() for s in noted for launch in noted[s]
-    }
+    used = entries(found)
     for kernel in declared_kernels():
-        if (kernel.file, kernel.entry) not in used:
-            variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
-            for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
-                key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
-                for noted in found.values():
+        if (kernel.file, kernel.entry) in used:
+            continue
+        variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
+        for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
+            key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
+            for capability, noted in found.items():
+                if kernel.capability in (None, capability):
                     noted.setdefault(key, set()).add(Launch(kernel.entry, 1, 0))
     return found
 
@@ -289,7 +307,9 @@ def main(
 ) -> None:
     """Compile every kernel."""
     problems = 0
-    runs = itertools.product(arch or ARCHITECTURES, all_runs())
+    runs = (
+        (capability, run) for capability in arch or ARCHITECTURES for run in all_runs(capability)
+    )
     for report in reports(work_of(launches_of(runs))):
         problems += report.problem is not None
         if report.problem or op is None or report.source.file == f"{op}.cu":

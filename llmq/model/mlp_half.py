@@ -46,10 +46,8 @@ class MlpHalf:
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
 
-    def forward(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
-    ) -> None:
-        """out (rows, C), from x (rows, C)."""
+    def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
+        """layer.mlp_out from x (rows, C)."""
         mlp_up = layer.mlp_up.place(self.dev, temps)
         self.linear.forward(layer.index, "up", mlp_up, x, w)
 
@@ -57,7 +55,8 @@ class MlpHalf:
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, activate)
-        self.linear.forward(layer.index, "down", out, mlp_act, w)
+        out, addend = layer.mlp_out
+        self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
     def again(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
@@ -90,7 +89,7 @@ class MlpHalf:
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
             d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
-            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w)
+            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
     def _backward_down(
@@ -107,7 +106,7 @@ class MlpHalf:
             shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
             d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w)
+            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
             needed = self.linear.needs_input(layer.index, "down", g)
             mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)

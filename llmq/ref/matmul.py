@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks
+from llmq.ref.common import compute, decode_fp8, row_blocks
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -57,6 +56,7 @@ def matmul(
     a: np.ndarray,
     b: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -65,9 +65,9 @@ def matmul(
     trans_b: int,
     accumulate: int,
 ) -> None:
-    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ out], summed in F32, rounded to out once.
+    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ addend (M,N)], summed in F32, rounded to out once.
 
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b.
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is added.
     """
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
@@ -77,6 +77,7 @@ def matmul(
             total += compute(bias)
         if accumulate:
             total += compute(out)
+        _add(total, addend)
         out[...] = total
         return
     if not accumulate:
@@ -90,22 +91,15 @@ def matmul(
             out[start:stop] += part
     if bias is not None:
         out += bias
+    _add(out, addend)
 
 
-@functools.cache
-def _values(dtype: np.dtype) -> np.ndarray:
-    """What each of an FP8 format's 256 codes stands for, F32."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-
-
-def _decode(codes: np.ndarray) -> np.ndarray:
-    """FP8 (rows, columns) as F32. The table is 8 times as fast as ml_dtypes' conversion."""
-    table, decoded = _values(codes.dtype), np.empty(codes.shape, np.float32)
-    codes = codes.view(np.uint8)
-    for rows in row_blocks(*codes.shape):
-        # "wrap", of which a byte has no need, writes to `out` without a buffer in between.
-        table.take(codes[rows], out=decoded[rows], mode="wrap")
-    return decoded
+def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
+    """total += addend, which may be of a shorter format."""
+    if addend is None:
+        return
+    for rows in row_blocks(*total.shape):
+        total[rows] += compute(addend[rows])
 
 
 def matmul_fp8(
@@ -115,6 +109,7 @@ def matmul_fp8(
     scale_a: np.ndarray,
     scale_b: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -122,17 +117,17 @@ def matmul_fp8(
     accumulate: int,
     fast_accumulation: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ out].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once.
+    computed in F32 and rounded to out once. With accumulate out is added.
     """
-    right = _decode(b).T
+    right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
     step = max(CHUNK // N, 256)
     for start in range(0, M, step):
         rows = slice(start, min(start + step, M))
-        left = _decode(a[rows])
+        left = decode_fp8(a[rows])
         in_place = out.dtype == left.dtype and not accumulate
         if in_place:
             total = out[rows]
@@ -144,5 +139,7 @@ def matmul_fp8(
             total += compute(bias)
         if accumulate:
             total += compute(out[rows])
+        if addend is not None:
+            total += compute(addend[rows])
         if not in_place:
             out[rows] = total

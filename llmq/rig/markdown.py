@@ -21,7 +21,7 @@ def markdown(report: Report) -> str:
         ("Collectives, GB/s that each GPU receives", _exchanges),
         ("Under load", _load),
         ("By size", _ladder),
-        ("Steps of models of a few layers", _steps),
+        ("Steps of models of a third of their layers", _steps),
         ("Rows of llm.q's table, with what --fit finds", _rows),
         ("Time", _time),
     ):
@@ -216,7 +216,7 @@ def _rows(report: Report) -> str:
 
 
 def _flags(options: dict[str, Any]) -> str:
-    hidden = {"model", "batch-size", "grad-accumulation", "from-scratch", "seq-len", "num-layers"}
+    hidden = {"model", "batch-size", "grad-accumulation", "from-scratch", "seq-len"}
     hidden |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype", "gpus"}
     shown = ((k, v) for k, v in options.items() if k not in hidden and v is not False)
     return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in shown)

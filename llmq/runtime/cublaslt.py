@@ -41,6 +41,7 @@ class Product(NamedTuple):
     accumulate: bool
     workspace: int  # bytes that the library may use
     fast_accumulation: bool = False  # may be used; of FP8 only
+    addend: bool = False  # another matrix than out is added
 
     @property
     def fp8(self) -> bool:
@@ -59,7 +60,7 @@ class Product(NamedTuple):
         operands = self.a.name if self.a == self.b else f"{self.a.name}*{self.b.name}"
         text = f"{self.M}x{self.N}x{self.K} {flags} {operands}->{self.out.name}"
         text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
-        text += " fast" if self.fast_accumulation else ""
+        text += (" addend" if self.addend else "") + (" fast" if self.fast_accumulation else "")
         return f"{text}, {self.workspace} bytes of workspace"
 
 
@@ -70,6 +71,7 @@ class Operands(NamedTuple):
     a: Tensor
     b: Tensor
     bias: Tensor | None
+    addend: Tensor | None
     workspace: Tensor
     scale_a: Tensor | None = None  # of FP8 operands
     scale_b: Tensor | None = None
@@ -101,7 +103,8 @@ class Plan:
         self.desc = desc
         self.layouts = layouts  # of b, a, out
         self.choice: Choice | None = None
-        self.beta = np.array([1.0 if product.accumulate else 0.0], np.float32)
+        adds = product.accumulate or product.addend
+        self.beta = np.array([1.0 if adds else 0.0], np.float32)
         self.address = np.zeros(1, np.int64)  # on its way into desc
 
 
@@ -153,6 +156,7 @@ class CublasLt:
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
+        addend: Tensor | None,
         workspace: Tensor,
         M: int,
         N: int,
@@ -161,15 +165,16 @@ class CublasLt:
         trans_b: int,
         accumulate: int,
     ) -> None:
-        """Enqueue out = op(a) @ op(b) [+ bias] [+ out] on the stream (an integer).
+        """Enqueue out = op(a) @ op(b) [+ bias] [+ addend | + out] on the stream (an integer).
 
         Raises RuntimeError for a product that cuBLASLt cannot compute, and inside a graph capture
         for one that would have to be tuned first.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
-        product = Product(M, N, K, bool(trans_a), bool(trans_b), *types, *flags)
-        self._multiply(stream, product, Operands(out, a, b, bias, workspace))
+        form = (bool(trans_a), bool(trans_b))
+        product = Product(M, N, K, *form, *types, *flags, addend=addend is not None)
+        self._multiply(stream, product, Operands(out, a, b, bias, addend, workspace))
 
     def fp8(
         self,
@@ -180,6 +185,7 @@ class CublasLt:
         scale_a: Tensor,
         scale_b: Tensor,
         bias: Tensor | None,
+        addend: Tensor | None,
         workspace: Tensor,
         M: int,
         N: int,
@@ -187,15 +193,15 @@ class CublasLt:
         accumulate: int,
         fast_accumulation: int,
     ) -> None:
-        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ out] on the stream.
+        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
 
         fast_accumulation: may be used; tuning takes what is faster, not tuning takes it.
         Raises RuntimeError as matmul does; no GPU before Ada can compute it.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
-        product = Product(M, N, K, False, True, *types, *flags)
-        operands = Operands(out, a, b, bias, workspace, scale_a, scale_b)
+        product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
+        operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b)
         self._multiply(stream, product, operands)
 
     def close(self) -> None:
@@ -352,7 +358,8 @@ class CublasLt:
 
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
-        out, a, b, bias, workspace, scale_a, scale_b = operands
+        out, a, b, bias, addend, workspace, scale_a, scale_b = operands
+        added = out if addend is None else addend
         # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
         # captured graph keeps those of its own call.
         if bias is not None:
@@ -370,7 +377,7 @@ class CublasLt:
             a.ptr,
             layout_a,
             plan.beta.ctypes.data,
-            out.ptr,
+            added.ptr,
             layout_out,
             out.ptr,
             layout_out,
@@ -386,7 +393,7 @@ class CublasLt:
         self._lt.matmul_desc_set_attribute(plan.desc, attribute, plan.address.ctypes.data, 8)
 
     def _all_layouts(self, plan: Plan) -> tuple[int, ...]:
-        """The layouts of A, B, C and D; C is D."""
+        """The layouts of A, B, C and D; that of C is D's."""
         return (*plan.layouts, plan.layouts[-1])
 
     def _no_algorithm(self, plan: Plan) -> str:

@@ -134,7 +134,7 @@ class FakeCublasLt:
         memory(result, RESULT, 1)["workspace_size"] = 2 * WORKSPACE * (index == 9)
 
     def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
-        assert (c, c_, *rest[1:]) == (d, d_, WORKSPACE, STREAM)  # rest[0]: its address
+        assert (c_, *rest[1:]) == (d_, WORKSPACE, STREAM)  # rest[0]: its address
         index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
         cost = (self.fast_costs if self.alive[desc].get(25) else self.costs)[index]
         if cost is None:
@@ -160,7 +160,7 @@ class FakeCublasLt:
             if pointer in attributes:
                 total *= scalar(attributes[pointer])
         if scalar(beta):
-            total += scalar(beta) * out.astype(np.float32)
+            total += scalar(beta) * columns(c, c_).astype(np.float32)
         if attributes.get(7) == 4:
             dtype = NUMPY_TYPES.get(attributes.get(26), out.dtype)
             total += memory(attributes[8], dtype, len(out)).astype(np.float32)[:, None]
