@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -23,7 +24,9 @@ from llmq.plan.shrink import Shrinker, smaller_batch
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
+from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.usefixtures("shared_estimates")
 GIB = 1 << 30
 CARD = find_card("4090")
 SPEC = spec_of(CARD)
@@ -56,6 +59,7 @@ def commands(message: str) -> list[list[str]]:
     return [shlex.split(line)[2:] for line in lines if line.startswith("llmq train ")]
 
 
+@cache
 def needed(config: TrainConfig, model: ModelConfig) -> int:
     """What must fit into a GPU."""
     return needed_bytes(make_plan(config, model, SPEC), SPEC)

@@ -804,6 +804,7 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
     ("name", "text", "message"),
     [
         ("a.yaml", "batchsize: 3", "a.yaml: unknown option batchsize, did you mean batch-size?"),
+        ("a.yaml", "restarts: 3", "a.yaml: restarts is for the command line of llmq train only"),
         ("a.yaml", "batch: 3\nbatch_size: 3", "a.yaml: batch_size is given twice"),
         ("a.yaml", "lr: 1\n# x\n'lr': 2", "a.yaml is not valid: line 3: lr is given in line 1 too"),
         ("a.json", '{"lr": 1, "steps": 3, "lr": 2}', "a.json is not valid: lr is given twice"),
