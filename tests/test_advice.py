@@ -24,9 +24,7 @@ from llmq.plan.shrink import Shrinker, smaller_batch
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
-from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("shared_estimates")
 GIB = 1 << 30
 CARD = find_card("4090")
 SPEC = spec_of(CARD)
