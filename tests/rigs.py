@@ -111,10 +111,16 @@ def results() -> dict[str, Any]:
                 "launches": LAUNCHES,
             },
             "steps": {
-                "options": {"model": "Qwen2.5-1.5B", "batch-size": 32, "seq-len": 1024},
-                "tokens_per_second": 100_000.0,
-                "idle": 0.01,
-                "launches": {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
+                "steps": [
+                    {
+                        "options": {"model": "Qwen2.5-1.5B", "batch-size": 32, "seq-len": 1024},
+                        "tokens_per_second": 100_000.0,
+                        "idle": 0.01,
+                        "seconds": 9.0,
+                        "launches": {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
+                    }
+                ],
+                "refused": {},
             },
         }
     )  # fmt: skip
@@ -123,5 +129,9 @@ def results() -> dict[str, Any]:
 def report(parts: dict[str, Any]) -> dict[str, Any]:
     """What the findings read, of such parts."""
     measured = {name: parts[name] for name in ("host", "bus", "load", "ladder")}
-    measured |= {"exchanges": {"nccl": parts["exchanges"]}, "steps": [parts["steps"]], "rows": []}
+    measured |= {
+        "exchanges": {"nccl": parts["exchanges"]},
+        "steps": parts["steps"]["steps"],
+        "rows": [],
+    }
     return {"parts": {}, **parts["facts"], "measured": measured}

@@ -311,8 +311,8 @@ def test_a_step_of_measured_launches_is_their_sum(device):
     options |= {"model-dtype": "bf16", "batch-size": 2, "grad-accumulation": 2, "num-layers": 2}
     options |= {"attention": "native"}
     notes = []
-    steps.measure(Job(0.0, notes.append), options=options, settle=0.0)
-    launches = notes[-1]["launches"]
+    steps.measure(Job(0.0, notes.append), runs=[options], settle=0.0)
+    launches = notes[-1]["steps"][0]["launches"]
     file = card_file(launches=launches)
     config = make_config(options)
     model = preset("tiny").with_layers((0, 1))

@@ -11,11 +11,14 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
-from llmq.rig import child, exchanges, facts, host, ladder, load, rows, steps
+from llmq.config.presets import preset
+from llmq.rig import child, exchanges, facts, host, ladder, launches, load, rows, steps
 from llmq.rig.child import Job
 from llmq.rig.findings import words_on
 from llmq.rig.rig import run_rig
+from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.timing import LaunchTime
 from tests.rigs import H100, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
@@ -182,12 +185,17 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
     assert stand_in.now <= 600 - child.GRACE
     names = [name for name, *_ in stand_in.asked]
     assert list(dict.fromkeys(names)) == [*"facts host bus exchanges load ladder steps".split()]
-    assert names.count("exchanges") == 4 and names.count("steps") >= 4
+    assert names.count("exchanges") == 4 and names.count("steps") == 1
     assert all(seconds > 0 for _, seconds, _ in stand_in.asked)
     assert trained and all(options["gpus"] == 2 for options, _ in trained)
     assert found["words"] == []
     text = (tmp_path / "deep" / "rig.md").read_text()
-    assert "Nothing is wrong." in text and "+1.0 %" in text and "| 0 to 1 | 390.0 | 350.0 |" in text
+    assert (
+        "`llmq rig`, " in text
+        and "Nothing is wrong." in text
+        and "+1.0 %" in text
+        and "| 0 to 1 | 390.0 | 350.0 |" in text
+    )
     assert (tmp_path / "deep" / "rig.png").read_bytes().startswith(b"\x89PNG")
     kept = read_card_file(path_of(H100, 2))
     assert kept.bus == {"1": [55.0, 55.0, 48.0], "2": [53.0, 54.0, 40.0]}
@@ -204,7 +212,7 @@ def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
     del parts["bus"], parts["load"]
     stand_in = StandIn(parts, takes=1.4)  # each is ended when it does not end by itself
     found = run_rig(tmp_path / "rig", 5.0, stand_in, stand_in.clock)
-    assert stand_in.now <= 300
+    assert stand_in.now <= 300 and "`llmq rig --minutes 5`, " in (tmp_path / "rig.md").read_text()
     assert found["parts"]["bus"]["error"] == "it broke"
     assert any("`load` is not whole: it broke" in line for line in found["words"])
     assert read_card_file(path_of(H100, 2)).bus == {}
@@ -406,8 +414,58 @@ def test_rows_are_shortened_and_become_flags(tmp_path):
     assert (again.matmul_dtype, again.gpus, again.from_scratch) == ("e4m3", 1, True)
 
 
-def test_all_steps_are_runs_that_can_be_planned():
+def test_all_steps_are_runs_of_a_quarter_that_can_be_planned():
     from llmq.bench.bench import describe
 
-    for options in steps.runs(True):
-        assert describe(options | {"batch-size": 1})["model"] == options["model"]
+    for options in steps.runs(True) + steps.runs(False):
+        assert describe({"batch-size": 1} | options)["model"] == options["model"]
+        whole = preset(options["model"])
+        quarters = (
+            options["num-layers"] / whole.num_layers,
+            options["vocab-size"] / whole.vocab_size,
+        )
+        assert quarters == pytest.approx((0.25, 0.25), rel=0.01)
+
+
+def test_steps_after_one_that_crashes(cache, trained, tmp_path):
+    """The first child measures one run and dies of the next, the second one has the rest."""
+    parts, left = results(), []
+
+    def measure(name, seconds, options):
+        found = {"result": parts[name], "error": None}
+        if name == "steps":
+            left.append(options["runs"])
+            found["error"] = "it crashed" if len(left) == 1 else None
+        return found
+
+    found = run_rig(tmp_path / "rig", 10.0, measure)
+    assert left == [steps.runs(True), steps.runs(True)[2:]]
+    assert len(found["measured"]["steps"]) == 2
+    assert found["parts"]["steps 1.5B, e4m3"]["error"] == "it crashed"
+
+
+def test_steps_that_do_not_fit_are_left_out(monkeypatch):
+    def measured(job, options, settle):
+        if options["model"] == "large":
+            raise LlmqError("not even a micro-batch of one sequence fits")
+        return {"options": options}
+
+    monkeypatch.setattr(steps, "_measured", measured)
+    work, notes = job(10)
+    steps.measure(work, runs=[{"model": "large"}, {"model": "small"}])
+    assert [found["options"]["model"] for found in notes[-1]["steps"]] == ["small"]
+    assert notes[-1]["refused"] == {"0": "not even a micro-batch of one sequence fits"}
+    late, notes = job(-1)
+    steps.measure(late, runs=[{"model": "small"}] * 2)
+    assert len(notes[-1]["steps"]) == 1
+
+
+def test_launches_together_take_as_long_as_a_step():
+    kind, other = Kind("copy/", (1 << 20,)), Kind("zero/", (1 << 20,))
+    step = [launch(2.0, kind), launch(1.0, other), launch(9.0, other, main=False), launch(1.0)]
+    table = launches.as_in_steps([step, step], 3e-3)
+    assert table == {"copy/": [[[1 << 20], 1.5e-3]], "zero/": [[[1 << 20], pytest.approx(7.5e-4)]]}
+
+
+def launch(ms, kind=None, main=True):
+    return LaunchTime("a launch", ms, 0, 0, main, kind)

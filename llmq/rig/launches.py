@@ -22,6 +22,20 @@ def table_of(times: Iterable[LaunchTime]) -> Table:
     return _medians(found)
 
 
+def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
+    """The medians of steps whose launches were timed, as they are when nothing is timed.
+
+    Marks around launches, and the waits for them, leave a GPU another clock, and gaps between
+    launches are in none of them: all are longer or shorter by one factor, by which those of a step
+    take the `seconds` that a step takes.
+    """
+    table = table_of(time for times in rounds for time in times)
+    medians = {(name, tuple(s)): t for name, points in table.items() for s, t in points}
+    total = sum(medians.get(time.kind, time.ms / 1e3) for time in rounds[0] if time.main)
+    factor = seconds / total if total else 1.0
+    return {name: [[s, factor * t] for s, t in points] for name, points in table.items()}
+
+
 def merged(tables: Iterable[Table]) -> Table:
     """Of several measurements; where sizes are equal, the median of them."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)

@@ -21,7 +21,7 @@ def markdown(report: Report) -> str:
         ("Collectives, GB/s that each GPU receives", _exchanges),
         ("Under load", _load),
         ("By size", _ladder),
-        ("Steps of models of a few layers", _steps),
+        ("Steps of a quarter of models", _steps),
         ("Rows of llm.q's table, with what --fit finds", _rows),
         ("Time", _time),
     ):
@@ -49,7 +49,7 @@ def _heading(report: Report) -> str:
     title = f"# {name}" + (f" x {len(gpus)}" if len(gpus) > 1 else "")
     driver = f", driver {report['driver']}" if report.get("driver") else ""
     versions = "; ".join(f"{k} {v}" for k, v in report.get("versions", {}).items())
-    line = f"`llmq rig`, {report['date']}, {report['seconds']:.0f} s{driver}"
+    line = f"`{report['command']}`, {report['date']}, {report['seconds']:.0f} s{driver}"
     return "\n\n".join(filter(None, (title, line, versions or f"llmq {report['llmq']}")))
 
 
@@ -192,10 +192,11 @@ def _steps(report: Report) -> str:
             _flags(found["options"]),
             _number(found["tokens_per_second"], "{:,.0f}"),
             _number(found["idle"], "{:.1%}"),
+            _number(found["seconds"], "{:.0f} s"),
         )
         for found in report["measured"].get("steps", [])
     ]
-    return _table(("model", "micro-batch", "flags", "tokens/s", "idle"), rows)
+    return _table(("model", "micro-batch", "flags", "tokens/s", "idle", "took"), rows)
 
 
 def _rows(report: Report) -> str:
@@ -217,7 +218,7 @@ def _rows(report: Report) -> str:
 
 def _flags(options: dict[str, Any]) -> str:
     hidden = {"model", "batch-size", "grad-accumulation", "from-scratch", "seq-len", "num-layers"}
-    hidden |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype", "gpus"}
+    hidden |= {"vocab-size", "watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype", "gpus"}
     shown = ((k, v) for k, v in options.items() if k not in hidden and v is not False)
     return " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in shown)
 

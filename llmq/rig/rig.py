@@ -23,6 +23,7 @@ from llmq.rig.launches import merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
 
+MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
 SHORTEST = 5.0  # seconds that every part gets while there is time
 # Of the time, at most; rows of llm.q's table have what is left.
@@ -111,7 +112,7 @@ class Rig:
 
 def run_rig(
     out: Path = Path("rig"),
-    minutes: float = 10.0,
+    minutes: float = MINUTES,
     measure: Measure = run_part,
     clock: Clock = time.monotonic,
 ) -> dict[str, Any]:
@@ -124,6 +125,8 @@ def run_rig(
         out.parent.mkdir(parents=True, exist_ok=True)
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
+    # Where it is written to says nothing of the measurements, and may name the user.
+    report["command"] = "llmq rig" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     report |= rig.part("facts", {})
     gpus = len(report["gpus"])
     measured = report["measured"]
@@ -154,22 +157,22 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
     measured["ladder"] = rig.part("ladder", {})
     measured["steps"] = []
     share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
-    end = rig.elapsed + share * rig.seconds
-    for options in steps.runs(fp8):
-        if rig.elapsed < end:
-            share = min(end - rig.elapsed, SHARES["steps"] * rig.seconds / 4) / rig.seconds
-            found = rig.part("steps", {"options": options}, share, _title(options))
-            measured["steps"] += [found] if found else []
+    _measure_steps(rig, steps.runs(fp8), rig.elapsed + share * rig.seconds)
 
 
-def _title(options: dict[str, Any]) -> str:
-    flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
-    flags += [
-        f"{name} {options[name]}"
-        for name in ("fp8-fast-accumulation", "head-dtype", "fp8-recipe", "batch-size")
-        if options.get(name, "delayed") != "delayed"
-    ]
-    return ", ".join(flags)
+def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
+    """As many runs as there is time for, in one process after another: a run that crashes or hangs
+    ends its own, and is left out."""
+    while left and rig.elapsed < end:
+        title = steps.title_of(left[0])
+        found = rig.part("steps", {"runs": left}, (end - rig.elapsed) / rig.seconds, title)
+        done, refused = found.get("steps", []), found.get("refused", {})
+        rig.report["measured"]["steps"] += done
+        for index, why in refused.items():
+            rig.note(f"steps {steps.title_of(left[int(index)])}", why, 0.0)
+        if rig.report["parts"][f"steps {title}".strip()]["error"] is None:
+            break
+        left = left[len(done) + len(refused) + 1 :]
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
@@ -224,7 +227,7 @@ def _keep(rig: Rig, out: Path) -> None:
     fp8 = file.capability >= FP8_CAPABILITY
     for options in rows.rows(fp8, file.gpus):
         start = rig.elapsed
-        row = _title({name: options[name] for name in ("model", "matmul-dtype")})
+        row = steps.title_of({name: options[name] for name in ("model", "matmul-dtype")})
         title = f"rows {row}"
         if rig.left < rows.START + rows.REPEATS * rows.STEP:
             break

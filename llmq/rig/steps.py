@@ -1,73 +1,139 @@
-"""Real steps of models of a few layers: how long each kind of launch takes in them."""
+"""Real steps of models a quarter as deep and as rich in tokens: how long each kind of launch takes.
+
+A GPU at its power limit runs at the clock that the mix of its work allows, averaged over longer
+than a block takes. A quarter of the layers beside a quarter of the vocabulary makes the mix of the
+whole model, where a few layers beside the whole head would run at another clock than either.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
 
 from llmq.base.batch import Batch
-from llmq.base.dtypes import U8
 from llmq.base.errors import LlmqError
 from llmq.bench.measure import idle_share, launch_times, open_trainer, random_batches, timed_steps
+from llmq.config.presets import preset
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
-from llmq.rig.launches import table_of
+from llmq.rig.launches import as_in_steps
 from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
 
 WARM_UP = 3  # steps: launched one by one, captured, replayed
-SETTLE = 3.0  # seconds of steps before launches are timed
+SETTLE = 2.0  # seconds of steps before launches are timed
+AHEAD = 0.4  # seconds of steps before each one whose launches are timed, at their power
 ROUNDS = 3  # steps whose launches are timed
 BATCHES = (32, 16, 8, 4, 2, 1)  # sequences, of which as many as fit are taken
-AHEAD = 0.1  # seconds of fills before these, at FILL_RATE; slower cards take longer
-FILLED, FILL_RATE = 256 << 20, 4e12  # bytes at a time, at most, and per second
+QUARTER = 4
+MULTIPLE = 128  # that vocabularies are of, as Qwen2.5's is
 MANY = 10_000  # steps that a trainer is opened for: more than there is time for
 SHARED = {
     "from-scratch": True,
-    "model-dtype": "bf16",
-    "opt-m-dtype": "bf16",
-    "opt-v-dtype": "bf16",
     "seq-len": 1024,
     "grad-accumulation": 2,
-    "num-layers": 3,
     "gpus": 1,
     "watchdog": 0,
 }
+WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
-FAST = {"fp8-fast-accumulation": "all"}
-EXACT = {"fp8-fast-accumulation": "none"}
+FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}
+EXACT = {"fp8-fast-accumulation": "none", "fp8-recipe": "jit"}
+AGAIN = {"recompute-norm": True, "recompute-ffn": True}
+LORA = {"lora-rank": 16, "batch-size": 4}
+CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
+NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
+
+
+def quarter(model: str, **options: Any) -> dict[str, Any]:
+    """Options of a run of a quarter of this model."""
+    whole = preset(model)
+    layers = max(whole.num_layers // QUARTER, 1)
+    vocab_size = whole.vocab_size * layers / whole.num_layers
+    sizes = {"num-layers": layers, "vocab-size": MULTIPLE * math.ceil(vocab_size / MULTIPLE)}
+    return SHARED | {"model": model} | sizes | options
 
 
 def runs(fp8: bool) -> list[dict[str, Any]]:
-    """The options of every run, the most telling first: sizes, formats, and small micro-batches."""
-    small, mid, large = ({"model": f"Qwen2.5-{size}"} for size in ("0.5B", "1.5B", "7B"))
-    plain = [mid, small, large]
-    few = [mid | {"batch-size": 8}, small | {"batch-size": 4}, large | {"batch-size": 2}]
-    bf16 = [SHARED | options for options in (*plain, *few)]
-    int8 = SHARED | mid | {"matmul-dtype": "int8"}
-    if not fp8:
-        return [*bf16[:3], int8, *bf16[3:]]
-    codes = [SHARED | FP8 | options for options in (*plain, *few)]
-    others = [
-        SHARED | FP8 | FAST | small | {"head-dtype": "e4m3"},
-        SHARED | FP8 | EXACT | mid,
-        SHARED | FP8 | FAST | large | {"head-dtype": "e4m3", "lmhead-chunks": 4},
-        SHARED | FP8 | EXACT | small | {"fp8-recipe": "jit"},
-        SHARED | FP8 | {"model": "Qwen2.5-3B"},
-        int8,
-    ]
-    pairs = [run for pair in zip(codes, bf16, strict=True) for run in pair]
-    return [*pairs[:6], *others, *pairs[6:]]
+    """The options of every run, the most telling first: sizes, formats, and small micro-batches.
 
-
-def measure(job: Job, *, options: dict[str, Any], settle: float = SETTLE, **_: Any) -> None:
-    """The part: `launches`, and `tokens_per_second`, `idle` and `options` of the run they are of.
-
-    The micro-batch is the largest of BATCHES that fits, unless the options have one.
+    batch-size: at most.
     """
-    given = options
-    for batch in [options["batch-size"]] if "batch-size" in options else BATCHES:
+    small, mid, larger, large = (f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B"))
+    bf16 = [
+        quarter(mid, **WHOLE),
+        quarter(small, **WHOLE),
+        quarter(large, **LORA),
+        quarter(large, **WHOLE | {"batch-size": 16}),
+        quarter(large, **LORA | NF4),
+        quarter(mid, **WHOLE | {"batch-size": 8}),
+        quarter(mid, **WHOLE | {"matmul-dtype": "int8"}),
+        quarter(small, **WHOLE | {"batch-size": 4}),
+        quarter(large, **WHOLE | {"batch-size": 2}),
+    ]
+    if not fp8:
+        return bf16
+    first = [
+        quarter(mid, **WHOLE | FP8),
+        quarter(large, **WHOLE | FP8 | {"batch-size": 16}),
+        quarter(small, **WHOLE | FP8),
+    ]
+    second = [
+        quarter(large, **LORA | CODES),
+        quarter(larger, **WHOLE | FP8 | {"batch-size": 16}),
+        quarter(mid, **WHOLE | FP8 | EXACT),
+        quarter(large, **WHOLE | FP8 | FAST | AGAIN | {"batch-size": 16}),
+        quarter(small, **WHOLE | FP8 | FAST),
+    ]
+    few = [(mid, 8), (small, 4), (large, 2)]
+    third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
+    return [*first, *bf16[:2], *second, *bf16[2:5], *third, *bf16[5:]]
+
+
+def title_of(options: dict[str, Any]) -> str:
+    """Short, for progress and the report."""
+    flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
+    flags += [
+        f"{name} {options[name]}"
+        for name in (
+            *("fp8-fast-accumulation", "head-dtype", "fp8-recipe", "lora-rank", "base-dtype"),
+            "batch-size",
+        )
+        if options.get(name, "delayed") != "delayed"
+    ]
+    return ", ".join(flags)
+
+
+def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
+    """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
+    not, of those that do not fit, by index.
+
+    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`, `idle`
+    and `options` of the run.
+    """
+    found: dict[str, Any] = {"steps": [], "refused": {}}
+    longest = 0.0
+    for index, options in enumerate(runs):
+        if index and job.left < longest:
+            break
+        start = time.monotonic()
+        print(f"  {title_of(options)}", flush=True)
+        try:
+            record = _measured(job, options, settle)
+            record["seconds"] = time.monotonic() - start
+            found["steps"].append(record)
+        except LlmqError as error:
+            found["refused"][str(index)] = " ".join(str(error).split())
+        longest = max(longest, time.monotonic() - start)
+        job.note(found)
+
+
+def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
+    """Of the largest micro-batch of BATCHES that fits, and is no larger than the options have."""
+    most = given.get("batch-size", BATCHES[0])
+    for batch in (batch for batch in BATCHES if batch <= most):
         options = given | {"batch-size": batch}
         try:
             trainer = open_trainer(options, MANY)
@@ -85,23 +151,19 @@ def measure(job: Job, *, options: dict[str, Any], settle: float = SETTLE, **_: A
         while time.monotonic() < end:
             seconds.append(timed_steps(trainer, batches, max(1, round(0.5 / seconds[-1])))[0])
         step = statistics.median(seconds[len(seconds) // 2 :])
-        rounds = [_launches(trainer, batches) for _ in range(ROUNDS)]
-        job.note(
-            {
-                "options": options,
-                "tokens_per_second": trainer.plan.tokens / step,
-                "idle": statistics.median(idle_share(times, step) for times in rounds),
-                "launches": table_of(time for times in rounds for time in times),
-            }
-        )
+        count = math.ceil(min(AHEAD, settle) / step)
+        rounds = [_launches(trainer, batches, count) for _ in range(ROUNDS)]
+        return {
+            "options": options,
+            "tokens_per_second": trainer.plan.tokens / step,
+            "idle": statistics.median(idle_share(times, step) for times in rounds),
+            "launches": as_in_steps(rounds, step),
+        }
 
 
-def _launches(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
-    """Of a step, each timed by itself, with work before it that keeps the host ahead of the GPU."""
-    dev = trainer.dev
-    free = dev.stack.capacity - dev.stack.used if dev.kind == "cuda" else 0
-    if size := min(free // 2, FILLED) // 256 * 256:
-        with dev.scratch("ahead", (size,), U8) as memory:
-            for _ in range(round(AHEAD * FILL_RATE / size)):
-                dev.zero(memory)
+def _launches(trainer: Trainer, batches: list[Batch], count: int) -> list[LaunchTime]:
+    """Of a step, each timed by itself, after so many others: the last one runs meanwhile, so that
+    the host stays ahead of the GPU, whose clock is that of steps."""
+    if count > 1:
+        timed_steps(trainer, batches, count - 1)
     return launch_times(trainer, batches)
