@@ -8,12 +8,13 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
+from llmq.base.errors import LlmqError
 from llmq.config.card_file import record_of
 from llmq.config.options_io import make_config
 from llmq.runtime.machine import choose_machine
@@ -353,18 +354,57 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     assert last.startswith("rates measured on this rig") and "of 2 within 5 %" in last
 
 
-def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch):
-    sweep = tool("fit_sweep")
-    few = {"BATCHES": (4, 8, 16), "RECOMPUTE": ("", "block"), "OFFLOAD": ("",), "CHUNKS": (1,)}
+def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):
+    sweep, file = tool("fit_sweep"), tmp_path / "fit.json"
+    few = {"BATCHES": (8, 16), "AGAIN": ("", "block"), "AWAY": ("", "residual"), "CHUNKS": (1,)}
     for name, value in (few | {"STREAMED": ({},)}).items():
         monkeypatch.setattr(sweep, name, value)
-    sweep.main("tiny", "1GiB", card="h100", within=90.0, sequences=16)
-    text = capsys.readouterr().out
-    runs = yaml.safe_load(text)["runs"]
-    assert "# 6 combinations" in text and len(runs) > 1
-    configs = [make_config(run) for run in runs]
-    assert len(set(configs)) == len(configs)
+    other = {"model": "tiny-llama", "memory": "80GiB", "within": 90, "source": ""}
+    other |= {"combinations": 1, "rows": [{"options": {"model": "tiny-llama"}, "predicted": 1.0}]}
+    file.write_text(json.dumps({"sweeps": [other | {"model": "tiny"}, other]}))
+    sweep.plan(file, ["tiny"], ["80GiB"], card="h100", within=90.0, sequences=16)
+    kept, found = json.loads(file.read_text())["sweeps"]
+    assert kept == other and found["model"] == "tiny"
+    # All fit, so that nothing that saves memory can be faster.
+    configs = [make_config(row["options"]) for row in found["rows"]]
+    assert found["combinations"] > len(configs) > 1 and len(set(configs)) == len(configs)
     assert {c.batch_size * c.grad_accumulation for c in configs} == {16}
+    assert not any(c.recompute_block or c.offload_residual for c in configs)
+
+    # Rows that were measured are not measured again, and those that fail are left out.
+    def speed(options):
+        if options["model"] == "tiny-llama":
+            raise LlmqError("it does not fit")
+        return {"measured": 1000.0 + len(asked)}
+
+    asked = []
+    monkeypatch.setattr(sweep, "speed", lambda options: (asked.append(options), speed(options))[1])
+    capsys.readouterr()
+    sweep.run(file, seconds=0.0)
+    assert not asked
+    sweep.run(file)
+    sweep.run(file)
+    assert len(asked) == len(configs) + len(other["rows"])
+    sweep.table(file)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("| tiny |"))
+    assert f" {len(configs)} of {len(configs)} " in row and row.endswith(" % |")
+    assert any(line.split(" | ")[1:2] == ["it does not fit"] for line in lines)
+
+
+def test_a_rival_that_does_a_part_of_anothers_work(tool):
+    sweep = tool("fit_sweep")
+    base = make_config({"model": "tiny", "batch-size": 4})
+    more = replace(base, recompute_swiglu=True, lmhead_chunks=4)
+    assert sweep.does_less(base, more) and not sweep.does_less(more, base)
+    assert not sweep.does_less(base, base)
+    assert not sweep.does_less(replace(base, batch_size=8), more)
+    assert not sweep.does_less(replace(base, offload_residual=True), more)
+    # In fewer layers, and what a block has in it.
+    few = replace(more, recompute_layers="0-1")
+    assert sweep.does_less(few, more) and not sweep.does_less(more, few)
+    assert sweep.does_less(more, replace(base, recompute_block=True, lmhead_chunks=4))
+    assert sweep.does_less(base, replace(base, keep_transposed=False))
 
 
 # -- fingerprint ---------------------------------------------------------------------------------

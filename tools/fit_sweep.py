@@ -1,41 +1,52 @@
 #!/usr/bin/env python3
-"""Write a file for `llmq bench` that checks what --fit finds: every rival that could be faster.
+"""Check what --fit finds: measure every rival of it that could be faster, for memories and models.
 
-    PYTHONPATH=. tools/fit_sweep.py --card h100 --model Qwen2.5-1.5B --memory 16GiB > sweep.yaml
+    PYTHONPATH=. tools/fit_sweep.py plan --card h100 --model Qwen2.5-1.5B --memory 16GiB fit.json
+    PYTHONPATH=. tools/fit_sweep.py run --seconds 300 fit.json
+    PYTHONPATH=. tools/fit_sweep.py table fit.json > fit.md
 
-All combinations of micro-batch, recomputation, offloading, and chunks of the LM head are planned.
-Of those that fit, the file has the best one that --fit finds, and all whose predicted speed is
-within --within percent of it: where predictions are within half of that, no other can be faster.
-Steps are short (--sequences), because options are what is compared.
+`plan` needs no GPU. It goes through all combinations of micro-batch, recomputation, offloading,
+streaming, transposed codes, and chunks of the LM head, each with recomputation in as few layers as
+will do. A rival is left out where its predicted speed is --within percent below that of what --fit
+finds: where predictions are within e percent, and it is asked whether anything is more than 3
+percent faster, 2 e - 3 are enough. Also where another one does a part of its work and nothing else,
+or exactly the same. The file may hold several models and memories: others than these stay in it.
+
+`run` measures rivals in one process, each as soon as the one before is done, and notes each in its
+file at once: run again, it goes on with those that are missing. Steps are short (--sequences),
+because options are what is compared.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
+import math
+import statistics
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llmq.base.errors import ConfigError
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.files import write_file
+from llmq.bench.measure import open_trainer, predicted_speed, random_batches, timed_steps
 from llmq.config.option_types import parse_size
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.plan.estimate import Estimate, Planner
-from llmq.plan.fit import Fit
+from llmq.plan.estimate import RECOMPUTE, Planner
+from llmq.plan.fit import Candidate, Fit
 from llmq.plan.target import target
 from llmq.rig.rows import flags_of
 
 BATCHES = (1, 2, 4, 8, 16, 32)
-RECOMPUTE = (
-    *("", "swiglu", "norm swiglu", "norm ffn", "norm ffn qkv", "norm swiglu att"),
-    *("norm ffn att", "ffn att", "block"),
-)
-OFFLOAD = ("", "residual", "opt_m opt_v master", "residual opt_m opt_v master")
+AGAIN = ("", "swiglu", "norm swiglu", "norm ffn", "norm ffn qkv", "norm swiglu att")
+AGAIN += ("norm ffn att", "ffn", "ffn att", "block")
+AWAY = ("", "residual", "opt_m opt_v master", "residual opt_m opt_v master")
 WEIGHTS = {"shard_weights": True}
 STREAMED = ({}, WEIGHTS, WEIGHTS | dict.fromkeys(
     ("shard_gradients", "offload_gradients", "offload_quants", "persistent_quants"), True
@@ -51,77 +62,214 @@ SHARED = {
     "seq-len": 1024,
     "gpus": 1,
     "device": "cuda",
+    "watchdog": 0,
 }
+# Options that cost time and save memory: with fewer of them a run is not slower.
+SAVERS = (
+    *(*RECOMPUTE, "offload_residual", "offload_master", "offload_opt_m", "offload_opt_v"),
+    *("offload_gradients", "shard_weights", "shard_gradients"),
+)
+# What others do, too: a block is all that can be recomputed, and the MLP ends with its SwiGLU.
+INCLUDED = {"recompute_block": frozenset(RECOMPUTE), "recompute_ffn": {"recompute_swiglu"}}
+SAME = ("batch_size", "persistent_quants", "offload_quants")
+WARM_UP, REPEATS, TIMED = 3, 3, 0.6  # steps; of so many seconds at least
+
+HIDDEN = {*SHARED, "model", "memory-limit"}  # in the table: the same in all rows
+
+app = typer.Typer(add_completion=False)
 
 
-def grid(base: TrainConfig, sequences: int) -> list[TrainConfig]:
-    """Every combination that options allow, each of the same number of sequences."""
+def grid(base: TrainConfig, sequences: int) -> Iterator[TrainConfig]:
+    """Every combination that options allow, each of the same number of sequences, those with the
+    fewest savers first."""
     found = []
-    for batch, again, away, streamed, chunks in itertools.product(
-        BATCHES, RECOMPUTE, OFFLOAD, STREAMED, CHUNKS
+    for batch, again, away, streamed, chunks, kept in itertools.product(
+        BATCHES, AGAIN, AWAY, STREAMED, CHUNKS, (True, False)
     ):
         if sequences % batch:
             continue
         changes: dict[str, Any] = {f"recompute_{name}": True for name in again.split()}
         changes |= {f"offload_{name}": True for name in away.split()}
-        changes |= streamed
+        changes |= streamed | {"keep_transposed": kept}
         changes |= {"batch_size": batch, "grad_accumulation": sequences // batch}
         changes |= {"lmhead_chunks": chunks, "attn_bwd_chunks": min(chunks, batch)}
         try:
             found.append(replace(base, **changes).normalized())
         except ConfigError:
             continue
-    return list(dict.fromkeys(found))
+    return iter(sorted(dict.fromkeys(found), key=lambda config: len(_savers(config))))
+
+
+def _savers(config: TrainConfig) -> frozenset[str]:
+    names = {name for name in SAVERS if getattr(config, name)}
+    names |= {"no transposed codes"} if not config.keep_transposed else set()
+    return frozenset(names.union(*(INCLUDED.get(name, ()) for name in names)))
+
+
+def _layers(config: TrainConfig) -> float:
+    """In how many something is recomputed: "0-N", "0" or all of them, as --fit has them."""
+    if not any(getattr(config, name) for name in RECOMPUTE):
+        return 0
+    layers = config.recompute_layers
+    return math.inf if layers == "all" else int(layers.removeprefix("0-")) + 1
+
+
+def does_less(one: TrainConfig, other: TrainConfig) -> bool:
+    """Whether all that `one` does `other` does too, and it does more."""
+    if one == other or any(getattr(one, name) != getattr(other, name) for name in SAME):
+        return False
+    pairs = [(_savers(one), _savers(other)), (_layers(one), _layers(other))]
+    pairs += [(getattr(one, n), getattr(other, n)) for n in ("lmhead_chunks", "attn_bwd_chunks")]
+    return all(a <= b for a, b in pairs)
 
 
 def rivals(
-    planner: Planner, fit: Fit, configs: list[TrainConfig], within: float
-) -> tuple[TrainConfig, list[tuple[TrainConfig, Estimate]]]:
+    planner: Planner, fit: Fit, configs: Iterator[TrainConfig], within: float
+) -> tuple[Candidate, list[Candidate]]:
     """What --fit finds, and what fits and is predicted to be almost as fast, or faster."""
     best = fit.search()[0]
     least = best.need.speed * (1 - within / 100)
-    found = []
+    slow: set[TrainConfig] = set()
+    found: list[TrainConfig] = []
+
+    def worth(config: TrainConfig) -> bool:
+        """Whether it may be fast enough with recomputation in no layer at all."""
+        plain = replace(config, **dict.fromkeys(RECOMPUTE, False)).normalized()
+        if plain not in slow and planner.estimate(plain).speed < least:
+            slow.add(plain)
+        return plain not in slow
+
     for config in configs:
+        if not worth(config) or any(does_less(known, config) for known in found):
+            continue
         need = planner.estimate(config)
-        if need.speed >= least and not fit.limits.excess(need.device, need.host):
-            exact = planner.exact(config)
-            if not fit.limits.excess(exact.device, exact.host) and config != best.config:
-                found.append((config, exact))
-    return best.config, sorted(found, key=lambda pair: -pair[1].speed)
+        if fit.limits.excess(need.device, need.host):
+            continue
+        if need.speed >= least or _savers(config) & set(RECOMPUTE):
+            config = fit._fewer_layers(config)
+            if planner.estimate(config).speed >= least:
+                found.append(config)
+    found = [c for c in dict.fromkeys(found) if not any(does_less(o, c) for o in found)]
+    exact = [Candidate(config=c, need=planner.exact(c)) for c in found if c != best.config]
+    exact = [c for c in exact if not fit.limits.excess(c.need.device, c.need.host)]
+    exact.sort(key=lambda candidate: -candidate.need.speed)
+    # Of those that launch the same the one with the fewest savers, which stable sorting has first.
+    alike = {(c.config.batch_size, round(c.need.speed, 3)): c for c in reversed(exact)}
+    return best, sorted(alike.values(), key=lambda candidate: -candidate.need.speed)
 
 
-def main(
-    model: Annotated[str, typer.Option()],
-    memory: Annotated[str, typer.Option(help="Of the GPU that it is for.")],
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="To write, JSON.")],
+    model: Annotated[list[str], typer.Option()],
+    memory: Annotated[list[str], typer.Option(help="Of the GPU that it is for.")],
     card: Annotated[str | None, typer.Option()] = None,
     card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig.")] = None,
     host_memory: Annotated[str, typer.Option()] = "100GiB",
-    within: Annotated[float, typer.Option(help="Percent of the best predicted speed.")] = 10.0,
+    within: Annotated[float, typer.Option(help="Percent of the best predicted speed.")] = 7.0,
     sequences: Annotated[int, typer.Option(help="Of a step.")] = 32,
-    most: Annotated[int, typer.Option(help="Rivals in the file, the fastest.")] = 12,
 ) -> None:
-    """Print the file, as YAML of JSON's kind."""
-    options = SHARED | {"model": model, "memory-limit": memory}
-    options |= {"batch-size": 16, "grad-accumulation": sequences // 16}
-    base, chosen = make_config(options), preset(model)
-    memories = (parse_size(memory), parse_size(host_memory))
-    where = target(base, chosen, *memories, card, None, search=True, card_file=card_file)
-    planner = where.planner(chosen)
-    fit = Fit(base, planner, where.limits, frozenset({"gpus", "memory_limit"}))
-    configs = grid(base, sequences)
-    best, found = rivals(planner, fit, configs, within)
-    runs = [(best, planner.exact(best)), *found[:most]]
-    command = " ".join(["tools/fit_sweep.py", *sys.argv[1:]])
-    print(f"# {command}")
-    print(f"# {len(configs)} combinations; {len(found)} rivals fit and are predicted to reach")
-    print(
-        f"# {100 - within:.0f} % of what --fit finds, which comes first; of them {len(runs) - 1}."
-    )
-    print("runs:")
-    for config, need in runs:
-        print(f"  # {need.speed:,.0f} tokens/s predicted")
-        print(f"  - {json.dumps(flags_of(config))}")
+    """Write what has to be measured of models and sizes of memory, the fastest first."""
+    for name, size in itertools.product(model, memory):
+        options = SHARED | {"model": name, "memory-limit": size}
+        options |= {"batch-size": 16, "grad-accumulation": sequences // 16}
+        base, chosen = make_config(options), preset(name)
+        memories = (parse_size(size), parse_size(host_memory))
+        where = target(base, chosen, *memories, card, None, search=True, card_file=card_file)
+        planner = where.planner(chosen)
+        fit = Fit(base, planner, where.limits, frozenset({"gpus", "memory_limit"}))
+        configs = list(grid(base, sequences))
+        best, found = rivals(planner, fit, iter(configs), within)
+        rows = [
+            {"options": flags_of(c.config) | {"watchdog": 0}, "predicted": c.need.speed}
+            for c in (best, *found)
+        ]
+        sweep = {"model": name, "memory": size, "within": within, "source": planner.card.source}
+        sweep |= {"combinations": len(configs), "rows": rows}
+        others = _read(file) if file.exists() else []
+        kept = [o for o in others if (o["model"], o["memory"]) != (name, size)]
+        _write(file, [*kept, sweep])
+        print(f"{name} in {size}: {len(found)} rivals of {len(configs)} combinations", flush=True)
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())["sweeps"]
+
+
+def _write(file: Path, sweeps: list[dict[str, Any]]) -> None:
+    write_file(file, json.dumps({"sweeps": sweeps}, indent=1) + "\n")
+
+
+def speed(options: dict[str, Any]) -> dict[str, Any]:
+    """Of one row: `measured` and `spread`, and `predicted_here` by the card file of this rig."""
+    with open_trainer(options, 10_000) as trainer:
+        batches = random_batches(trainer)
+        for _ in range(WARM_UP):
+            trainer.step(batches)
+        once = timed_steps(trainer, batches, 1)[0]
+        count = max(1, round(TIMED / once))
+        times = [timed_steps(trainer, batches, count)[0] for _ in range(REPEATS)]
+        step = statistics.median(times)
+        return {
+            "measured": trainer.plan.tokens / step,
+            "spread": (max(times) - min(times)) / step,
+            "predicted_here": predicted_speed(trainer),
+        }
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="Of plan.")],
+    seconds: Annotated[float, typer.Option(help="After which no row begins.")] = 300.0,
+) -> None:
+    """Measure the rows that are missing: the first of all models and memories, then the second."""
+    start = time.monotonic()
+    sweeps = _read(file)
+    rows = [(index, sweep, row) for sweep in sweeps for index, row in enumerate(sweep["rows"])]
+    for index, sweep, row in sorted(rows, key=lambda row: row[0]):
+        if "measured" in row or "error" in row:
+            continue
+        if time.monotonic() - start > seconds:
+            break
+        row["error"] = "it ended the process"  # unless it does not
+        _write(file, sweeps)
+        began = time.monotonic()
+        try:
+            row |= speed(row["options"])
+            del row["error"]
+        except LlmqError as error:
+            row["error"] = " ".join(str(error).split())
+        row["seconds"] = time.monotonic() - began
+        _write(file, sweeps)
+        said = row.get("error") or f"{row['measured']:,.0f} of {row['predicted']:,.0f} predicted"
+        where = f"{sweep['model']} in {sweep['memory']}, {index}"
+        print(f"{where}: {said}, {row['seconds']:.1f} s", flush=True)
+
+
+@app.command()
+def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
+    """Print, for each model and memory, how far what --fit finds is from the fastest; all rows."""
+    print(f"`tools/fit_sweep.py table {file}`: tokens/s\n")
+    print("| model | memory | measured rows | --fit's | the fastest | faster by |")
+    print("|" + " --- |" * 6)
+    sweeps = _read(file)
+    for sweep in sweeps:
+        own, *_ = speeds = [row.get("measured", 0.0) for row in sweep["rows"]]
+        made = f"{sum(map(bool, speeds))} of {len(speeds)}"
+        most = f"{100 * (max(speeds) / own - 1):.1f} %" if own else ""
+        cells = (sweep["model"], sweep["memory"], made, f"{own:,.0f}", f"{max(speeds):,.0f}", most)
+        print(f"| {' | '.join(cells)} |")
+    for sweep in sweeps:
+        print(f"\n## {sweep['model']} in {sweep['memory']}\n")
+        print(f"Of {sweep['combinations']} combinations those predicted within {sweep['within']} %")
+        print(f"of what --fit finds, which is the first ({sweep['source']}).\n")
+        print("| flags | measured | predicted |\n| --- | --- | --- |")
+        for row in sweep["rows"]:
+            flags = {k: v for k, v in row["options"].items() if k not in HIDDEN}
+            words = " ".join(f"--{k}" if v is True else f"--{k}={v}" for k, v in flags.items())
+            measured = f"{row['measured']:,.0f}" if "measured" in row else row.get("error", "")
+            print(f"| {words} | {measured} | {row['predicted']:,.0f} |")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
