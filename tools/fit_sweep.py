@@ -149,7 +149,8 @@ def rivals(
             config = fit._fewer_layers(config)
             if planner.estimate(config).speed >= least:
                 found.append(config)
-    found = [c for c in dict.fromkeys(found) if not any(does_less(o, c) for o in found)]
+    known = [best.config, *found]
+    found = [c for c in dict.fromkeys(found) if not any(does_less(o, c) for o in known)]
     exact = [Candidate(config=c, need=planner.exact(c)) for c in found if c != best.config]
     exact = [c for c in exact if not fit.limits.excess(c.need.device, c.need.host)]
     exact.sort(key=lambda candidate: -candidate.need.speed)
