@@ -22,6 +22,8 @@ from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
 
+NOWHERE = Target(None)
+
 
 def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
     """The calls of the model's activation: forward, backward."""
@@ -49,12 +51,12 @@ class MlpHalf:
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
         mlp_up = layer.mlp_up.place(self.dev, temps)
-        self.linear.forward(layer.index, "up", mlp_up, x, w)
 
-        def activate(to: Target) -> None:
+        def write(to: Target) -> None:
+            self.linear.forward(layer.index, "up", mlp_up, x, w)
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
-        mlp_act = self.operands.input(temps, layer.mlp_act, activate)
+        mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out
         self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
@@ -103,39 +105,36 @@ class MlpHalf:
     ) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
         with ExitStack() as temps:
-            shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
-            d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
-            needed = self.linear.needs_input(layer.index, "down", g)
-            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
+
+            def write(act: Target) -> None:
+                self._d_mlp_up(layer, w, g, mlp_up, d_down, to, act)
+
+            mlp_act = self.operands.kept(layer.mlp_act)
+            if mlp_act is None and self.linear.needs_input(layer.index, "down", g):
+                mlp_act = self.operands.input_again(temps, layer.mlp_act, write, product=False)
+            else:
+                write(NOWHERE)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
 
-    def _activate_backward(
+    def _d_mlp_up(
         self,
-        temps: ExitStack,
         layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
         mlp_up: Tensor,
-        d_mlp_act: Tensor,
+        d_down: Operand,
         to: Target,
-        *,
-        needed: bool,
-    ) -> Operand | None:
-        """Returns the activation, which the same kernel makes again if it was not kept.
-
-        needed: by a gradient; else it may be None.
-        """
-        dev, backward = self.dev, self.activate_backward
-        kept = self.operands.kept(layer.mlp_act)
-        if kept is not None or not needed:
-            backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
-            return kept
-
-        def write(act: Target) -> None:
-            backward(
-                dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
+        act: Target,
+    ) -> None:
+        """`to` from d_down; and the activation once more, where `act` wants it."""
+        with ExitStack() as temps:
+            d_mlp_act = act.out  # may go where its gradient is, which is not needed again
+            if d_mlp_act is None:
+                shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
+                d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
+            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
+            self.activate_backward(
+                self.dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
                 out=act.out, out_fp8=act.fp8,
             )  # fmt: skip
-
-        # The activation may go where its gradient is, which is not needed again.
-        return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)
