@@ -1,0 +1,142 @@
+"""The up product of a gated MLP for Hopper, with the activation behind it: one launch.
+
+What the product leaves in registers is rounded as it would be kept, and the activation is computed
+of that, while the next tile is multiplied: no kernel reads it again. The adapters beside the matrix
+are in the product as in `llmq.ops.matmul_adapted`.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
+from llmq.ops.common import FP8_ARGS, abs_max_consts, fp8_args, fp8_consts
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+CAPABILITY = 90  # the only one whose tensor cores have these instructions
+MULTIPLE = 16  # M and F; and bytes, of which rows of all matrices are a multiple
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+THREADS = 512
+TILE = (256, 96)  # of out, of a cluster of two blocks
+STAGES = 4
+# Pairs of tiles, one tile of up and gate, barriers, alignment.
+SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 7) + 1024
+
+MIN_ROWS, MIN_COLUMNS = 2048, 4864
+
+FORWARD = Kernel(
+    "matmul_swiglu.cu",
+    "matmul_swiglu",
+    args="bf16*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
+    "const bf16[96]*? tail, const f32*? scale_a, const f32*? scale_b, i32 M, i32 F, i32 K, "
+    "inout f32*? abs_max, " + FP8_ARGS,
+    capability=CAPABILITY,
+)
+
+
+def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
+    """Whether this is the way to compute the activation (M, F) of a (M, K) on a device.
+
+    rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
+    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
+    and its grid counts on all of them.
+    """
+    if dev.spec.capability != CAPABILITY or dev.world_size > 1 or a.dtype not in (BF16, E4M3):
+        return False
+    M, K = a.shape
+    sizes = (M, F, a.dtype.itemsize * K, 2 * rank)
+    return (
+        M >= MIN_ROWS
+        and F >= MIN_COLUMNS
+        and rank <= MAX_RANK
+        and all(size % MULTIPLE == 0 for size in sizes)
+    )
+
+
+def forward(
+    dev: Device,
+    up_gate: Tensor | None,
+    out: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
+    """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
+
+    The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU.
+
+    Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
+        up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None
+        out         out    BF16            (M,F)   may be None with fp8
+        a           in     BF16 or E4M3    (M,K)
+        b           in     as a            (2F,K)  the rows of up, and then those of gate
+        h           in     BF16            (M,R)   R at most MAX_RANK; or None
+        tail        in     BF16            (2F,R)  or None, with h
+        scale_a     in     F32             (1,)    of fp8 codes, else None
+        scale_b     in     F32             (1,)
+        abs_max     inout  F32             (1,)    or None; raised to the largest |out|
+        fp8         out                    (M,F)   or None; out in FP8
+
+    Cost:    4*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
+    Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
+    """
+    op = "matmul_swiglu.forward"
+    if out is None and fp8 is None:
+        raise TypeError(f"{op}: out or fp8 must be given, both are None")
+    if b.shape[0] % 2:
+        raise ValueError(f"{op}: b must have rows of up and of gate, got {b.shape}")
+    (M, K), F = a.shape, b.shape[0] // 2
+    if M % MULTIPLE or F % MULTIPLE:
+        raise ValueError(f"{op}: M and F must be multiples of {MULTIPLE}, got {M} and {F}")
+    for name, tensor, width in (("up_gate", up_gate, 2 * F), ("out", out, F)):
+        if tensor is not None:
+            expect(op, name, tensor, BF16, (M, width))
+    _check_operands(op, a, b, scale_a, scale_b)
+    R = _rank(op, h, tail, M, 2 * F)
+    consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F)
+    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
+    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
+    sizes = (M, F, K)
+    dev.launch(
+        FORWARD,
+        2 * clusters,
+        THREADS,
+        (up_gate, out, a, b, h, tail, scale_a, scale_b, *sizes, abs_max, *fp8_args(fp8)),
+        consts=consts,
+        smem=SHARED,
+        flops=4 * M * F * (K + R),
+    )
+
+
+def _check_operands(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    if a.dtype == E4M3:
+        expect(op, "scale_a", scale_a, F32, (1,))
+        expect(op, "scale_b", scale_b, F32, (1,))
+    elif a.dtype != BF16:
+        raise TypeError(f"{op}: a must be {E4M3.label} or BF16, got {a.dtype.label}")
+    elif scale_a is not None or scale_b is not None:
+        raise TypeError(f"{op}: only fp8 codes have scales")
+    expect(op, "b", b, a.dtype, (b.shape[0], a.shape[1]))
+
+
+def _rank(op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int) -> int:
+    """R, 0 without h and tail."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(op, "h", h, BF16, (M, R))
+    expect(op, "tail", tail, BF16, (N, R))
+    return R
