@@ -40,6 +40,16 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], SharedAd
                  : "memory");
 }
 
+// 16 bytes of shared memory, aligned.
+__device__ __forceinline__ uint4 load_shared(SharedAddress from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
 // d += a b, BF16 products summed in F32; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {
@@ -91,6 +101,13 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x by the special function unit: relative error below 2^-22.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -17,7 +17,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 CAPABILITY = 90  # the only one whose tensor cores have these instructions
 MULTIPLE = 16  # M and F; and bytes, of which rows of all matrices are a multiple
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
-THREADS = 640
+THREADS = 512
 TILE = (256, 96)  # of out, of a cluster of two blocks
 STAGES = 4
 # Pairs of tiles, one tile of up and gate, barriers, alignment.
