@@ -33,6 +33,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.plan import make_plan
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
+from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from llmq.state.params import weight_table
 from tests.kept import kept_runs
@@ -251,31 +252,45 @@ def test_small_products_are_less_efficient():
     assert rate(H100, 8192, 4096, 4096, dtype=F32) < 0.2 * rates[3]
 
 
-@pytest.mark.parametrize(
-    ("card", "options", "per_layer"),
-    [
-        (H100, {}, 2),  # up forward, and down's input gradient
-        (H100, {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, 2),
-        (
-            H100,
-            {"matmul-dtype": "e4m3", "base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
-            1,
-        ),
-        (H100, {"matmul-dtype": "int8", "base-dtype": "int8"}, 0),
-        (H100, {"lora-dropout": 0.1}, 1),
-        (H100, {"seq-len": 1024}, 0),
-        (H100, {"gpus": 2}, 0),
-        (RTX_4090, {}, 0),
-    ],
-)
-def test_where_adapters_are_within_products(card, options, per_layer):
-    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+FORWARD, D_INPUT, AGAIN = {"matmul_swiglu": 1}, {"matmul_adapted": 1}, {"matmul_adapted": 1}
+LORA = {"lora-rank": 16}
+DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
+FUSED_WHERE = [
+    (H100, LORA, FORWARD | D_INPUT),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, FORWARD | D_INPUT),
+    (H100, LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"}, FORWARD),
+    (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
+    (H100, LORA | {"lora-dropout": 0.1}, FORWARD),
+    (H100, LORA | {"seq-len": 1024}, {}),
+    (H100, LORA | {"gpus": 2}, {}),
+    (RTX_4090, LORA, {}),
+    (H100, {}, FORWARD),
+    (H100, {"recompute-swiglu": True}, FORWARD),
+    (H100, {"recompute-ffn": True}, FORWARD | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, FORWARD),
+    (H100, DELAYED, FORWARD),
+    (H100, DELAYED | {"recompute-block": True}, FORWARD | AGAIN),
+    (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
+    (H100, {"matmul-dtype": "int8"}, {}),
+    (H100, {"model-dtype": "fp32"}, {}),
+    (H100, {"model": "Qwen3-0.6B"}, {}),
+    (H100, {"model": "gpt2-xl", "seq-len": 1024, "batch-size": 4}, {}),
+    (H100, {"model": "gemma-3-1b"}, FORWARD),
+]
+
+
+@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
+def test_where_more_is_within_products(card, options, per_layer):
+    """Adapters, or the activation beside a product."""
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
-    config = make_config(config | {"lora-rank": 16, "grad-accumulation": 1, "gpus": 1} | options)
-    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    model = replace(preset(config.model), num_layers=2)
+    plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
-    entries = [item.entry for item in trace if isinstance(item, Work)]
-    assert entries.count("matmul_adapted") == 2 * per_layer
+    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert {name: entries[name] for name in FUSED if entries[name]} == {
+        name: 2 * count for name, count in per_layer.items()
+    }
 
 
 def test_adapters_within_a_product_take_hardly_any_time():

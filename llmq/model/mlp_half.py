@@ -2,6 +2,7 @@
 
     x -> up -> swiglu|geglu|gelu -> down -> out
 
+Where `BlockLinear.activates`, a product and the activation behind it are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 """
 
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Activated, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model.activations import Layer
@@ -47,14 +48,20 @@ class MlpHalf:
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
+        self.gelu = config.activation == "geglu"
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
-        mlp_up = layer.mlp_up.place(self.dev, temps)
 
         def write(to: Target) -> None:
-            self.linear.forward(layer.index, "up", mlp_up, x, w)
-            self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+            if self.linear.activates(layer.index, "up", x, w):
+                out = Activated(layer.mlp_up.tensor, to, self.gelu)
+                self.linear.forward(layer.index, "up", out, x, w)
+                return
+            with ExitStack() as inner:
+                mlp_up = layer.mlp_up.place(self.dev, inner)
+                self.linear.forward(layer.index, "up", mlp_up, x, w)
+                self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out

@@ -20,10 +20,11 @@ from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import attention_window, launch_kind
+from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind
 from llmq.runtime.plan_device import Trace, Work
 
-PRODUCTS = ("matmul", "matmul_adapted.cu", "matmul_int8.cu")  # files of matrix products
+# Files of matrix products.
+PRODUCTS = ("matmul", "matmul_int8.cu", *(f"{entry}.cu" for entry in FUSED))
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
@@ -220,16 +221,19 @@ class Rates:
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
 
     def _product(self, work: Work, memory: float) -> float:
-        out, a = work.args[:2]
-        entry, fast = work.entry, bool(work.args[-1])  # whether it may accumulate fast
-        if entry == "matmul_adapted":
-            entry, fast = ("matmul_fp8" if a.dtype.itemsize == 1 else "matmul"), True
+        if work.entry in FUSED:
+            entry, (a, _), (*_, depth) = fused_product(work.entry, work.args)
+            fast = True
+        else:
+            out, a = work.args[:2]
+            entry, depth = work.entry, work.flops // (2 * out.size)
+            fast = bool(work.args[-1])  # whether it may accumulate fast
         rate = self._products[entry]
         if entry == "matmul_fp8" and fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms
-        last_wave = half_wave(work.flops // (2 * out.size), self.card.num_sms) / rate
+        last_wave = half_wave(depth, self.card.num_sms) / rate
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:

@@ -35,6 +35,8 @@ class Measured:
                     merged[words[:count]][tuple(sizes)].append(seconds)
         for words, by_sizes in merged.items():
             self._by_words[words] = {s: statistics.median(times) for s, times in by_sizes.items()}
+        for name, points in file.launches.items():  # counts more than its like
+            self._by_words[tuple(name.split("/"))] |= {tuple(s): times for s, times in points}
         moves = [p for name, p in file.launches.items() if len(p[0][0]) == 1]
         self._least = min((t for points in moves for _, t in points), default=0.0)
         self.bandwidth = _bandwidth(moves)
@@ -69,8 +71,11 @@ class Measured:
         known = self._like(kind)
         if not known:
             return None
+        memory = 0.0 if self.bandwidth is None else device_bytes / self.bandwidth
         if kind.sizes in known:
-            return known[kind.sizes]
+            # What others of this size do not do may take longer than their product.
+            is_known = tuple(kind.name.split("/")) in self._by_words
+            return known[kind.sizes] if is_known else max(known[kind.sizes], memory)
         distances = {sizes: _distance(sizes, kind.sizes) for sizes in known}
         near = sorted(distances, key=distances.__getitem__)[:NEAREST]
         weights = [1 / distances[sizes] for sizes in near]
@@ -79,7 +84,6 @@ class Measured:
             known[sizes] / (2 * math.prod(sizes) + half_wave(sizes[2], num_sms)) for sizes in near
         ]
         mean = sum(map(float.__mul__, weights, per_flop)) / sum(weights)
-        memory = 0.0 if self.bandwidth is None else device_bytes / self.bandwidth
         return max((flops + half_wave(kind.sizes[2], num_sms)) * mean, memory, self._least)
 
     def _moves(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
