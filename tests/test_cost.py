@@ -252,30 +252,34 @@ def test_small_products_are_less_efficient():
     assert rate(H100, 8192, 4096, 4096, dtype=F32) < 0.2 * rates[3]
 
 
-FORWARD, D_INPUT, AGAIN = {"matmul_swiglu": 1}, {"matmul_adapted": 1}, {"matmul_adapted": 1}
+FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
+AGAIN = {"matmul_adapted": 1}  # without adapters
+BOTH = FORWARD | BACKWARD
 LORA = {"lora-rank": 16}
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
-    (H100, LORA, FORWARD | D_INPUT),
-    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, FORWARD | D_INPUT),
+    (H100, LORA, BOTH),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH),
     (H100, LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"}, FORWARD),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD),
+    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | AGAIN),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
-    (H100, {}, FORWARD),
-    (H100, {"recompute-swiglu": True}, FORWARD),
-    (H100, {"recompute-ffn": True}, FORWARD | AGAIN),
-    (H100, {"matmul-dtype": "e4m3"}, FORWARD),
-    (H100, DELAYED, FORWARD),
-    (H100, DELAYED | {"recompute-block": True}, FORWARD | AGAIN),
+    (H100, {}, BOTH),
+    (H100, {"recompute-swiglu": True}, BOTH),
+    (H100, {"recompute-ffn": True}, BOTH | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, BOTH),
+    (H100, DELAYED, BOTH),
+    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, BOTH | AGAIN),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),
     (H100, {"model": "gpt2-xl", "seq-len": 1024, "batch-size": 4}, {}),
-    (H100, {"model": "gemma-3-1b"}, FORWARD),
+    (H100, {"model": "gemma-3-1b"}, BOTH),
 ]
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from llmq.ops import matmul_adapted, matmul_swiglu
+from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward
 from llmq.runtime.launch_kind import FUSED
 from tests.covering import pairwise
 from tests.models import exported, random_batch, trainer_for
@@ -35,6 +35,7 @@ def fuse(monkeypatch):
         for operation in operations:
             for name, value in {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1}.items():
                 monkeypatch.setattr(operation, name, value)
+        monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
 
     return fuse
 
@@ -71,12 +72,12 @@ def test_activation_within_products(name, format, recompute, fuse):
     options, adapters = FORMATS[format], "adapters" in format
     fuse(*[matmul_adapted] * adapters)  # which rounds otherwise than two products
     want = beside(name, format)
-    fuse(matmul_adapted, matmul_swiglu)
+    fuse(matmul_adapted, matmul_swiglu, matmul_swiglu_backward)
     found = run(name, **options, **({f"recompute_{recompute}": True} if recompute else {}))
     assert found[0] == want[0]
     for weight, values in want[1].items():
         np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
-    # Adapters: of qkv, o and down forward, of all backward; and products that are computed again.
-    adapted = 7 * adapters + {"ffn": 1, "block": 1 + 2 * adapters}.get(recompute, 0)
-    want = {"matmul_swiglu": 1, "matmul_adapted": adapted}
+    # Adapters: of three matrices in each direction; and products that are computed again.
+    adapted = 6 * adapters + {"ffn": 1, "block": 1 + 2 * adapters}.get(recompute, 0)
+    want = {"matmul_swiglu": 1, "matmul_swiglu_backward": 1, "matmul_adapted": adapted}
     assert found[2] == {entry: LAYERS * n for entry, n in want.items() if n}

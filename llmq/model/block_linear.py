@@ -5,7 +5,7 @@
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
 Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
-the MLP's activation makes of y.
+the MLP's activation makes of y, or its gradient of d_x.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Activated, Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -99,14 +99,19 @@ class BlockLinear:
         return self.linear.adds and not self._parts
 
     def activates(self, layer: int, key: str, x: Operand, w: BlockWeights) -> bool:
-        """Whether forward takes Activated as `out`: the activation behind the product of x."""
-        if key != "up" or not self.config.gated or w.up_bias is not None:
-            return False
-        return self.linear.activates(x, w.up, self.config.intermediate_size, self._rank(layer, key))
+        """Whether the activation is part of the product of x beside it.
 
-    def _rank(self, layer: int, key: str) -> int:
-        parts = self._parts.get((layer, key))
-        return 0 if parts is None else parts.hidden.shape[1]
+        up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
+        is d_out. Others never.
+        """
+        parts, backward = self._parts.get((layer, key)), key == "down"
+        if key not in ("up", "down") or not self.config.gated:
+            return False
+        # A bias comes before the activation, and dropout before the sum that it is of.
+        if w.up_bias is not None if key == "up" else parts and self._probability:
+            return False
+        F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
+        return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
 
     def forward(
         self,
@@ -124,7 +129,7 @@ class BlockLinear:
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         # Also of a tensor: what is computed again gets the bits of the first time.
-        fused = self.activates(layer, key, x, w)
+        fused = key == "up" and self.activates(layer, key, x, w)
         if parts is None and fused:
             self.linear.fused(out, x, weight)
             return
@@ -144,16 +149,27 @@ class BlockLinear:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
-        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights, g: BlockGrads
+        self,
+        layer: int,
+        key: str,
+        d_x: Tensor | ActivatedGradient,
+        d_out: Operand,
+        w: BlockWeights,
+        g: BlockGrads,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
+        fused = isinstance(d_x, ActivatedGradient)
+        if parts is None and fused:
+            self.linear.fused(d_x, d_out, weight, backward=True)
+            return
         if parts is None:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
-        joins = self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
-        joins = joins and not self._probability
+        joins = fused or (
+            not self._probability and self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
+        )
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")

@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Activated, Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
-from llmq.ops import matmul_adapted, matmul_swiglu, reduce
+from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward, reduce
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.runtime.device import Device
 
@@ -77,18 +77,21 @@ class Linear:
             return False
         return matmul_adapted.is_faster(self.dev, out, _multiplied(x), h)
 
-    def activates(self, x: Operand, weight: Operand, F: int, rank: int) -> bool:
+    def activates(
+        self, x: Operand, weight: Operand, F: int, rank: int, *, backward: bool = False
+    ) -> bool:
         """Whether `fused` is the way to compute a gated activation (rows, F) of the product.
 
-        rank: R, of the adapters' part; 0: there is none.
+        backward: the activation's gradient. rank: R, of the adapters' part; 0: there is none.
         """
-        if not self._may_fuse(weight, backward=False):
+        if not self._may_fuse(weight, backward):
             return False
-        return matmul_swiglu.serves(self.dev, _multiplied(x), F, rank)
+        operation = matmul_swiglu_backward if backward else matmul_swiglu
+        return operation.serves(self.dev, _multiplied(x), F, rank)
 
     def fused(
         self,
-        out: Tensor | Activated,
+        out: Tensor | Activated | ActivatedGradient,
         x: Operand,
         weight: Operand,
         h: Tensor | None = None,
@@ -112,6 +115,13 @@ class Linear:
             matmul_swiglu.forward(
                 self.dev, up_gate, to.out, *operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
             )
+        elif isinstance(out, ActivatedGradient):
+            x, weight, *others = operands
+            up_gate, to, act, gelu = out
+            matmul_swiglu_backward.backward(
+                self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
+                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+            )  # fmt: skip
         else:
             matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)
 

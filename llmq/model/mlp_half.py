@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Activated, Operand, Target
+from llmq.base.operand import Activated, ActivatedGradient, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model.activations import Layer
@@ -135,6 +135,10 @@ class MlpHalf:
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
+        if self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act, self.gelu)
+            self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
+            return
         with ExitStack() as temps:
             d_mlp_act = act.out  # may go where its gradient is, which is not needed again
             if d_mlp_act is None:

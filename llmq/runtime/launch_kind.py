@@ -7,10 +7,13 @@ from typing import NamedTuple
 from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
 
-
-# Products of our own, which take about as long as the library's of the same matrices: which of their
-# arguments are these, and a word for what they do besides.
-FUSED = {"matmul_adapted": (1, "adapted"), "matmul_swiglu": (2, "swiglu")}
+# Products of our own, which take about as long as the library's of the same matrices: where these
+# are among their arguments, and a word for what they do besides.
+FUSED = {
+    "matmul_adapted": (1, "adapted"),
+    "matmul_swiglu": (2, "swiglu"),
+    "matmul_swiglu_backward": (1, "swiglu_backward"),
+}
 
 
 class Kind(NamedTuple):
@@ -56,7 +59,7 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
 def fused_product(
     entry: str, args: tuple
 ) -> tuple[str, tuple[Tensor, Tensor], tuple[int, int, int]]:
-    """Of a launch of FUSED: the library's entry point for the same product, its a and b, M, N, K."""
+    """Of a launch of FUSED: the library's entry point of the same product, its a and b, M, N, K."""
     first, _ = FUSED[entry]
     a, b = args[first : first + 2]
     m, k = a.shape
