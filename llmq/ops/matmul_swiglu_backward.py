@@ -26,10 +26,10 @@ CAPABILITY = 90  # the only one whose tensor cores have these instructions
 MULTIPLE = 16  # M; and bytes, of which rows of all matrices are a multiple
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
-THREADS = 640
+THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
 STAGE_BYTES, BOX_BYTES, TURNED_BYTES, BOXES = 40960, 16384, 8192, 3
-BARRIERS = 256  # of 8 bytes: more than there are
+BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 
 MIN_ROWS, MIN_COLUMNS = 2048, 4864
 
@@ -135,7 +135,7 @@ def backward(
         "RANK": RANK_STEP * ceil_div(R, RANK_STEP),
         "TENSOR": int(d_up_gate is not None),
     }
-    consts["STAGES"] = 4 - consts["OUT_TRANSPOSED"]
+    consts["RING"] = 4 - consts["OUT_TRANSPOSED"]
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
     factors = (h, tail, scale_a, scale_b)
     dev.launch(
@@ -153,7 +153,7 @@ def backward(
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
     turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
-    tiles = consts["STAGES"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
+    tiles = consts["RING"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
     return tiles + 8 * BARRIERS + 1024
 
 
