@@ -90,3 +90,36 @@ def test_equals_two_operations(hopper, rng, case, dtype, layout):
     """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
     M, F, K, R = case
     check(hopper, operands_of(rng, *case, dtype) | results_of(M, F, layout))
+
+
+def test_low_gates_and_saturation(hopper, rng):
+    """Gates whose sigmoid is no normal number, sums that are saturated, and a NaN."""
+    M, F, K, R = case = SMALL["tiles"]
+    arrays = operands_of(rng, *case, E4M3) | results_of(M, F, "both")
+    arrays["scale_b"][:] = 4
+    arrays["a"][-1, 0] = np.nan  # in the last row, of which the first tiles see nothing
+    check(hopper, arrays)
+
+
+# What follows are sources of their own, which take long to compile for the emulator.
+gpu_only = pytest.mark.parametrize(
+    "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@gpu_only
+@pytest.mark.parametrize("left_out", [(), ("up_gate",), ("out",)], ids=str)
+@pytest.mark.parametrize("layout", ["codes", "transposed", "both"])
+def test_all_multiprocessors(hopper, rng, layout, left_out):
+    """Several tiles of each cluster, in several groups of columns."""
+    M, F, K, R = case = (2064, 4112, 1040, 0)
+    arrays = operands_of(rng, *case, E4M3) | results_of(M, F, layout)
+    check(hopper, arrays, left_out=left_out)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_with_adapters_and_gelu(hopper, rng, dtype):
+    M, F, K, R = case = (2064, 4112, 1040, 72)
+    arrays = operands_of(rng, *case, dtype) | results_of(M, F, "both")
+    check(hopper, arrays, gelu=True)
