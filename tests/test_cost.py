@@ -15,7 +15,7 @@ from llmq.base.dtypes import BF16, E4M3, F32, I8
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.ops import attention
+from llmq.ops import attention, matmul, matmul_swiglu
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
@@ -312,6 +312,27 @@ def test_adapters_within_a_product_take_hardly_any_time():
         both = work("main", "matmul_adapted", args, *both)
         ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)
         assert ratio == pytest.approx(3616 / 3584, abs=1e-3)
+
+
+def test_an_activation_within_a_product_is_hidden_or_takes_its_bytes():
+    """Of 7B's up product nothing is left, a short product waits for memory."""
+    dev = PlanDevice(spec_of(H100))
+
+    def seconds(M, F, K):
+        shapes = {"out": (M, F), "up": (M, 2 * F), "a": (M, K), "b": (2 * F, K)}
+        out, up, a, b = (dev.alloc(n, s, BF16, "Activations") for n, s in shapes.items())
+        dev.graph(("fused",), lambda: matmul_swiglu.forward(dev, up, out, a, b))
+        dev.graph(("product",), lambda: matmul.matmul(dev, up, a, b, trans_b=True))
+        (_, fused), (_, alone) = dev.graphs[-2:]
+        assert fused[-1].flops == alone[-1].flops
+        return [Rates(H100).compute(trace[-1]) for trace in (fused, alone)]
+
+    fused, alone = seconds(4096, 18944, 3584)
+    assert fused == alone
+    fused, alone = seconds(4096, 18944, 128)
+    moved = 2 * (4096 * (3 * 18944 + 128) + 2 * 18944 * 128)
+    assert fused > alone
+    assert fused == pytest.approx(moved / (COPY_SHARE * 1e9 * H100.bandwidth), rel=0.15)
 
 
 def test_products_of_bytes():
