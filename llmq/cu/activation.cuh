@@ -11,8 +11,10 @@ constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
 constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
 constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the references round 3 * C3
 
-// argument: what s is the sigmoid of.
+// argument: what s is the sigmoid of. FAR: the bits of a BF16 number above those for which s is no
+// normal number, -87 and -9.875.
 struct Silu {
+    static constexpr u32 FAR = 0xC2AE;
     static __device__ __forceinline__ float argument(float x) { return x; }
     static __device__ __forceinline__ float share(float x) { return sigmoid(argument(x)); }
     // The derivative of x * s.
@@ -22,6 +24,7 @@ struct Silu {
 };
 
 struct Gelu {
+    static constexpr u32 FAR = 0xC11E;
     static __device__ __forceinline__ float argument(float x) { return (x * x * C3 + C1) * x; }
     static __device__ __forceinline__ float share(float x) { return sigmoid(argument(x)); }
     // s + s * (1 - s) * x * (C1 + 3 * C3 * x^2)
@@ -31,19 +34,18 @@ struct Gelu {
 };
 
 // s[k] = Activation::share(x[k]), the same bits. A division has a branch, for results that are not
-// normal numbers, between which the compiler cannot mix instructions: here there is one for all.
-template <class Activation, int COUNT>
+// normal numbers, between which the compiler cannot mix instructions. MAY_BE_FAR = false: all x are
+// above FAR, and there is no branch.
+template <class Activation, bool MAY_BE_FAR, int COUNT>
 __device__ __forceinline__ void shares(float (&s)[COUNT], const float (&x)[COUNT]) {
-    bool far = false;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-        const float y = 1.0f + expf(-Activation::argument(x[k]));
-        const float near = reciprocal_approx(y);
-        s[k] = fmaf(near, fmaf(-y, near, 1.0f), near);  // as division does it for normal numbers
-        far |= y >= 0x1p126f;
-    }
-    if (far) {
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) { s[k] = Activation::share(x[k]); }
+        if constexpr (MAY_BE_FAR) {
+            s[k] = Activation::share(x[k]);
+        } else {
+            const float y = 1.0f + expf(-Activation::argument(x[k]));
+            const float near = reciprocal_approx(y);
+            s[k] = fmaf(near, fmaf(-y, near, 1.0f), near);  // as division does it
+        }
     }
 }

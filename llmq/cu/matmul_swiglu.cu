@@ -9,12 +9,12 @@
 //
 // Data     a: A (M, K), b: A (2F, K), h: bf16 (M, R), tail: bf16 (2F, R); RANK: R rounded up to 16;
 //          0: there are no h and tail. scale_a, scale_b: F32 (1), of fp8 codes. up_gate: bf16 (M,
-//          2F) or null, out: bf16 (M, F) or null. abs_max: F32 (1), with ABS_MAX = 1 raised to the
+//          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32 (1), with ABS_MAX = 1 raised to the
 //          largest |out|; else not touched. codes, transposed, scale, saturated as in fp8.cuh, of
 //          out; codes with CODES = 1, transposed with TRANSPOSED = 1.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
 //          tiles; SHARED bytes of dynamic shared memory (ops/matmul_swiglu.py).
-// Cost     4 M F (K + R) FLOPs, and about 30 instructions for each element of out, which hide behind
+// Cost     4 M F (K + R) FLOPs, and about 25 instructions for each element of out, which hide behind
 //          the product where K is long enough. Only results are written.
 // Needs    compute capability 9.0; M and F multiples of 16; rows of multiples of 16 bytes.
 // Same name  llmq/ops/matmul_swiglu.py  llmq/ref/matmul_swiglu.py
@@ -31,63 +31,76 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 using Product = SharedProduct<A, A, false, RANK, false, true, STAGES, EPILOGUES>;
+using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 
-// What an epilogue's thread does with its boxes: of each 4 rows and 8 columns of out, from the words
-// of 16 bytes of up and gate.
+// What an epilogue's thread does with its units: of each 4 rows and 8 columns of out.
 struct Activation {
     bf16 *up_gate, *out;
     Q *codes, *transposed;
     int M, F;
-    Fp8Encoder<Q, CODES || TRANSPOSED> encoder;
-    u32 largest = 0;
+    Encoder encoder;
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
                                                SharedAddress lines) {
-        const int lane = threadIdx.x % 32, octet = lane % 4;
-        const int line = lane / 4 * 4;
+        const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
-        const bool inside = row < M && column < F;  // as M and F are multiples of 16
-        const i64 place = (i64)row * F + column;
-        bf16* kept = up_gate == nullptr ? nullptr : up_gate + place + (i64)row * F;
-        bf16* to = out == nullptr ? nullptr : out + place;
-        uint2 four[4];
-#pragma unroll ROWS_AT_ONCE
+        if (row >= M || column >= F) { return; }  // M and F are multiples of 16
+        u32 lowest = 0;  // as most_of orders negative numbers
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int r = line + i;
-            const SharedAddress word = lines + r * LINE + ((octet ^ r & 7) << 4);
-            const uint4 up = load_shared(word), gate = load_shared(word ^ 64);
-            const Vec<bf16> up_i = unpack<bf16>(up), gate_i = unpack<bf16>(gate);
-            if (kept != nullptr && inside) {
-                store_vec(kept, up_i);
-                store_vec(kept + F, gate_i);
-                kept += 2 * F;
+            lowest = max_halves(lowest, most_of(load_shared(word(lines, line + i, octet + 4))));
+        }
+        if (max(lowest << 16, lowest) < Gate::FAR << 16) {
+            work_on<false>(row, column, lines, line, octet);
+        } else {
+            work_on<true>(row, column, lines, line, octet);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ SharedAddress word(SharedAddress lines, int line, int index) {
+        return lines + line * LINE + ((index ^ line & 7) << 4);
+    }
+
+    // MAY_BE_FAR: see shares.
+    template <bool MAY_BE_FAR>
+    __device__ __forceinline__ void work_on(int row, int column, SharedAddress lines, int line,
+                                            int octet) {
+        const i64 place = (i64)row * F + column;
+        bf16* kept = up_gate + place + (i64)row * F;
+        uint2 four[4];
+#pragma unroll(MAY_BE_FAR ? 1 : ROWS_AT_ONCE)
+        for (int i = 0; i < 4; ++i) {
+            const uint4 up = load_shared(word(lines, line + i, octet));
+            const uint4 gate = load_shared(word(lines, line + i, octet + 4));
+            if constexpr (UP_GATE) {
+                *reinterpret_cast<uint4*>(kept + (i64)i * 2 * F) = up;
+                *reinterpret_cast<uint4*>(kept + (i64)i * 2 * F + F) = gate;
             }
-            float g[8], s[8];
-#pragma unroll
-            for (int k = 0; k < 8; ++k) { g[k] = to_f32(gate_i[k]); }
-            shares<Gate>(s, g);
-            Pack<bf16, 8> result;
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                result.set(k, from_f32<bf16>(to_f32(up_i[k]) * (g[k] * s[k])));
-            }
-            if (to != nullptr && inside) {
-                store_vec(to, result.part[0]);
-                to += F;
-            }
+            const uint4 result = activate<MAY_BE_FAR>(up, gate);
+            if constexpr (OUT) { *reinterpret_cast<uint4*>(out + place + (i64)i * F) = result; }
             // A loop that is not unrolled cannot have four[i].
             four[0] = four[1], four[1] = four[2], four[2] = four[3];
-            if (inside) {
-                if constexpr (ABS_MAX) { largest = max(largest, abs_max_bits(result)); }
-                four[3] = encoder.encode(result);
-                if constexpr (CODES) {
-                    *reinterpret_cast<uint2*>(codes + place + (i64)i * F) = four[3];
-                }
+            four[3] = encoder.encode(result);
+            if constexpr (CODES) {
+                *reinterpret_cast<uint2*>(codes + place + (i64)i * F) = four[3];
             }
         }
-        if constexpr (TRANSPOSED) {
-            if (inside) { store_transposed(transposed + (i64)column * M + row, four); }
-        }
+        if constexpr (TRANSPOSED) { store_transposed(transposed + (i64)column * M + row, four); }
+    }
+
+    template <bool MAY_BE_FAR>
+    static __device__ __forceinline__ uint4 activate(const uint4& up, const uint4& gate) {
+        const float g[8] = {lower_half(gate.x), upper_half(gate.x), lower_half(gate.y),
+                            upper_half(gate.y), lower_half(gate.z), upper_half(gate.z),
+                            lower_half(gate.w), upper_half(gate.w)};
+        float s[8];
+        shares<Gate, MAY_BE_FAR>(s, g);
+        return make_uint4(
+            to_pair(lower_half(up.x) * (g[0] * s[0]), upper_half(up.x) * (g[1] * s[1])),
+            to_pair(lower_half(up.y) * (g[2] * s[2]), upper_half(up.y) * (g[3] * s[3])),
+            to_pair(lower_half(up.z) * (g[4] * s[4]), upper_half(up.z) * (g[5] * s[5])),
+            to_pair(lower_half(up.w) * (g[6] * s[6]), upper_half(up.w) * (g[7] * s[7])));
     }
 
     // Four rows of eight columns: lanes that have the same columns write 32 bytes of each.
@@ -120,14 +133,9 @@ matmul_swiglu(bf16* up_gate, bf16* out, const __grid_constant__ TensorMap a,
     } else if (warp == 0) {
         if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, F); }
     } else {
-        Activation activation{up_gate, out, codes, transposed, M, F,
-                              Fp8Encoder<Q, CODES || TRANSPOSED>(scale)};
+        Activation activation{up_gate, out, codes, transposed, M, F, Encoder(scale)};
         product.take_boxes(work, warp < 4 ? warp - 1 : warp - 9, activation);
-        activation.encoder.finish(saturated);
-        if constexpr (ABS_MAX) {
-            const u32 largest = __reduce_max_sync(~0u, activation.largest);
-            if (threadIdx.x % 32 == 0) { store_abs_max(abs_max, __uint_as_float(largest)); }
-        }
+        activation.encoder.finish(saturated, abs_max);
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

@@ -251,24 +251,92 @@ struct SharedProduct {
         }
     }
 
-    // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, address of that) for each of its units of
-    // 32 lines of box b from that one, of which it reads nothing afterwards.
+    // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
+    // lines of box b from that one, of which it reads nothing afterwards.
     template <class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
         constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;
         u32 unit = me, parity = 0;
-        for (int t = work.cluster;; unit += EPILOGUES) {
-            if (unit >= UNITS) {
-                unit -= UNITS;
-                t += work.clusters;
-                parity ^= 1;
+        for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+            const Tile tile(t, work);
+#pragma unroll 1
+            for (; unit < UNITS; unit += EPILOGUES) {
+                const u32 b = unit / PARTS, line = unit % PARTS * 32;
+                barrier_wait(ready + 8 * b, parity);
+                work_on(tile, b, line, boxes + b * BOX_BYTES + line * LINE);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) { barrier_arrive(taken + 8 * b); }
             }
-            if (t >= work.tiles) { break; }
-            const u32 b = unit / PARTS, line = unit % PARTS * 32;
-            barrier_wait(ready + 8 * b, parity);
-            work_on(Tile(t, work), b, line, boxes + b * BOX_BYTES + line * LINE);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) { barrier_arrive(taken + 8 * b); }
+            unit -= UNITS;
+            parity ^= 1;
         }
+    }
+};
+
+// -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
+
+__device__ __forceinline__ float lower_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float upper_half(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 to_pair(float lower, float upper) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(lower, upper);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+// Of the bits, as unsigned numbers: of all lower, and of all upper halves.
+__device__ __forceinline__ u32 most_of(const uint4& x) {
+    return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
+}
+
+// As Fp8Encoder of fp8.cuh, which it gives the codes of; and with IS_MEASURED the largest abs_bits.
+template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
+    float factor;
+    u32 limit;        // twice the upper half of the largest number that is not saturated
+    u32 count = 0, largest = 0;  // largest: of lower and of upper halves
+
+    __device__ __forceinline__ explicit OctetEncoder(const float* scale) {
+        if constexpr (IS_WANTED) {
+            factor = 1.0f / *scale;
+            limit = (__float_as_uint(Fp8<Format>::MAX * *scale) >> 16) * 0x10001u;
+        }
+    }
+
+    __device__ __forceinline__ uint2 encode(const uint4& x) {
+        if constexpr (IS_WANTED || IS_MEASURED) {
+            const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
+            const u32 most = most_of(make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
+            if constexpr (IS_WANTED) {
+                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        count += is_saturated(pairs[k] & 0xFFFF) + is_saturated(pairs[k] >> 16);
+                    }
+                }
+                return make_uint2(four(x.x, x.y), four(x.z, x.w));
+            }
+        }
+        return make_uint2(0, 0);
+    }
+
+    // All threads of a warp call it once, at the end.
+    __device__ __forceinline__ void finish(i32* saturated, float* abs_max) const {
+        if constexpr (IS_WANTED) {
+            const u32 sum = __reduce_add_sync(~0u, count);
+            if (threadIdx.x % 32 == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
+        }
+        if constexpr (IS_MEASURED) {
+            const u32 most = __reduce_max_sync(~0u, max(largest << 16, largest & 0xFFFF0000u));
+            if (threadIdx.x % 32 == 0) { store_abs_max(abs_max, __uint_as_float(most)); }
+        }
+    }
+
+private:
+    static constexpr u32 ABS = 0x7FFF7FFF;
+    __device__ __forceinline__ bool is_saturated(u32 half) const {
+        return half > (limit & 0xFFFF) && half <= 0x7F80;  // a NaN is not
+    }
+    __device__ __forceinline__ u32 four(u32 first, u32 second) const {
+        return to_fp8<Format>(lower_half(first) * factor, upper_half(first) * factor,
+                              lower_half(second) * factor, upper_half(second) * factor);
     }
 };

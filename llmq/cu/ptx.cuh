@@ -111,6 +111,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// The larger ones of the lower and of the upper 16 bits, unsigned. Compute capability 9.0 and later.
+__device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int b) {
+    unsigned int larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 // -- Thread-block clusters (compute capability 9.0 and later) ------------------------------------
 
 // This block's place in its cluster.

@@ -103,6 +103,7 @@ def forward(
     _check_operands(op, a, b, scale_a, scale_b)
     R = _rank(op, h, tail, M, 2 * F)
     consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F)
+    consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
     consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
     sizes = (M, F, K)

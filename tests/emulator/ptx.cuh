@@ -189,6 +189,10 @@ static inline float exp2_approx(float x) {
 
 static inline float reciprocal_approx(float x) { return 1.0f / x; }
 
+static inline unsigned max_halves(unsigned a, unsigned b) {
+    return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
+}
+
 // -- Thread-block clusters: both halves of the barrier happen in the second one --------------------
 
 static inline unsigned cluster_rank() { return emulator::block_rank(); }
