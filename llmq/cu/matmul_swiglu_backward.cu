@@ -34,6 +34,12 @@
 #ifndef SKIP
 #define SKIP 0
 #endif
+#ifndef ROWS
+#define ROWS 2
+#endif
+#ifndef JOIN
+#define JOIN 0
+#endif
 
 template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
@@ -71,26 +77,29 @@ __device__ __forceinline__ void store_strip(bf16* p, const Strip& x) {
 }
 __device__ __forceinline__ void forget(Strip& x) { forget(reinterpret_cast<StripWord&>(x)); }
 
-__device__ __forceinline__ void gradients(Strip& d_up, Strip& d_gate, Strip& out, const Strip& d,
-                                          const Strip& up, const Strip& gate) {
-    float g[W], s[W];
+// Of ROWS rows together, so that there are many independent instructions.
+__device__ __forceinline__ void gradients(Strip (&d_up)[ROWS], Strip (&d_gate)[ROWS],
+                                          Strip (&out)[ROWS], const Strip (&d)[ROWS],
+                                          const Strip* up, const Strip* gate) {
+    float g[ROWS * W], s[ROWS * W];
 #pragma unroll
-    for (int i = 0; i < W; ++i) { g[i] = element(gate, i); }
+    for (int i = 0; i < ROWS * W; ++i) { g[i] = element(gate[i / W], i % W); }
     shares<Gate>(s, g);
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
+    for (int j = 0; j < ROWS * PAIRS; ++j) {
+        const int row = j / PAIRS, pair = j % PAIRS;
         float x[2], y[2], z[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int e = 2 * j + i;
-            const float share = g[e] * s[e];
-            x[i] = share * element(d, e);
-            y[i] = Gate::slope(g[e], s[e]) * element(up, e) * element(d, e);
-            z[i] = element(up, e) * share;
+            const float gate_e = g[2 * j + i], s_e = s[2 * j + i], share = gate_e * s_e;
+            const float d_e = element(d[row], 2 * pair + i), up_e = element(up[row], 2 * pair + i);
+            x[i] = share * d_e;
+            y[i] = Gate::slope(gate_e, s_e) * up_e * d_e;
+            z[i] = up_e * share;
         }
-        d_up.pair[j] = rounded(x[0], x[1]);
-        d_gate.pair[j] = rounded(y[0], y[1]);
-        out.pair[j] = rounded(z[0], z[1]);
+        d_up[row].pair[pair] = rounded(x[0], x[1]);
+        d_gate[row].pair[pair] = rounded(y[0], y[1]);
+        out[row].pair[pair] = rounded(z[0], z[1]);
     }
 }
 
@@ -126,14 +135,17 @@ template <class Format> struct StripEncoder {
         }
         return *reinterpret_cast<CodeWord*>(four);
     }
-    // What is saturated, if the largest is; it turns the strip, so that all indices are constants.
-    __device__ __forceinline__ void count_beyond(Strip x) {
+    // What is saturated, if the largest is; it turns the strips, so that all indices are constants.
+    __device__ __forceinline__ void count_beyond(Strip (&rows)[ROWS]) {
+        u32 x[ROWS * PAIRS];
+#pragma unroll
+        for (int i = 0; i < ROWS * PAIRS; ++i) { x[i] = rows[i / PAIRS].pair[i % PAIRS]; }
 #pragma unroll 1
-        for (int k = 0; k < PAIRS; ++k) {
-            const u32 low = x.pair[0] & 0x7FFFu, high = x.pair[0] >> 16 & 0x7FFFu;
+        for (int k = 0; k < ROWS * PAIRS; ++k) {
+            const u32 low = x[0] & 0x7FFFu, high = x[0] >> 16 & 0x7FFFu;
             count += (low > limit && low <= 0x7F80u) + (high > limit && high <= 0x7F80u);
 #pragma unroll
-            for (int i = 0; i < PAIRS - 1; ++i) { x.pair[i] = x.pair[i + 1]; }
+            for (int i = 0; i < ROWS * PAIRS - 1; ++i) { x[i] = x[i + 1]; }
         }
     }
     __device__ __forceinline__ void finish(i32* saturated) {
@@ -234,16 +246,16 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
     const Work work(M, F, Product::WIDTH);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
-        give_registers<TURNS ? 40 : 24>();
+        give_registers<56>();
         if (threadIdx.x == 0) {
             product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TURNS && SKIP != 1 && threadIdx.x >= 32) {
+        } else if (TURNS && SKIP != 1 && SKIP != 3 && threadIdx.x >= 32) {
             copy_boxes(work, shared, transposed, out_transposed, M, F);
         }
     } else if (warpgroup < 3) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
     } else {
-        take_registers<TURNS ? 216 : 232>();
+        take_registers<200>();
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const int octet = lane % 8, four = lane / 8;
         StripEncoder<typename Wanted<HAS_CODES, Q>::Type> encoder(scale);
@@ -275,7 +287,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
 #pragma unroll 1
             for (int box = 0; box < Product::BOXES; ++box) {
                 barrier_wait(product.ready + 8 * box, parity);
-                if (TURNS && SKIP != 1) { barrier_wait(shared.turned_empty, turned_parity); }
+                if (TURNS && SKIP != 1 && SKIP != 3) { barrier_wait(shared.turned_empty, turned_parity); }
                 turned_parity ^= 1;
 #pragma unroll DEPTH
                 for (int part = 0; part < PARTS; ++part) {
@@ -297,61 +309,95 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                     const unsigned char* lines = shared.boxes + box * Product::BOX_BYTES;
                     CodeWord up_codes[4], gate_codes[4], out_codes[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int row = line + part * 16 + i;
-                        const StripWord word = *reinterpret_cast<const StripWord*>(
-                            lines + row * LINE + ((octet ^ row & 7) << 4));
-                        const Strip d = *reinterpret_cast<const Strip*>(&word);
-                        Strip d_up, d_gate, again;
-                        forget(up[slot][i]), forget(gate[slot][i]);
+                    for (int first = 0; first < 4; first += ROWS) {
+                        Strip d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
+#pragma unroll
+                        for (int i = 0; i < ROWS; ++i) {
+                            const int row = line + part * 16 + first + i;
+                            const StripWord word = *reinterpret_cast<const StripWord*>(
+                                lines + row * LINE + ((octet ^ row & 7) << 4));
+                            d[i] = *reinterpret_cast<const Strip*>(&word);
+                            forget(up[slot][first + i]), forget(gate[slot][first + i]);
+#if SKIP == 3
+                            up[slot][first + i] = gate[slot][first + i] = d[i];
+#endif
+                        }
 #if SKIP == 1
-                        d_up = d, d_gate = d, again = d;
+                        for (int i = 0; i < ROWS; ++i) { d_up[i] = d[i], d_gate[i] = d[i], again[i] = d[i]; }
 #elif SKIP == 2
-                        d_up = up[slot][i], d_gate = gate[slot][i], again = d;
-#else
-                        gradients(d_up, d_gate, again, d, up[slot][i], gate[slot][i]);
-#endif
-                        if (SKIP != 1 && loads) {
-                            up[slot][i] = load_strip(from + (i64)i * 2 * F);
-                            gate[slot][i] = load_strip(from + (i64)i * 2 * F + F);
-                        }
-                        forget(d_up), forget(d_gate);
-                        const u32 pair = __vmaxu2(largest_pair(d_up), largest_pair(d_gate));
-                        if (inside) {
-                            largest = __vmaxu2(largest, pair);
-                            if (TENSOR && SKIP != 1) {
-                                store_strip(d_up_gate + wide + (i64)i * 2 * F, d_up);
-                                store_strip(d_up_gate + wide + (i64)i * 2 * F + F, d_gate);
-                            }
-                            if (OUT && SKIP != 1) {
-                                store_strip(out + wide - (i64)(tile.row + line + part * 16) * F + (i64)i * F, again);
-                            }
-                        }
-#if SKIP == 0
-                        if constexpr (HAS_CODES) {
-                            up_codes[i] = encoder.encode(d_up);
-                            gate_codes[i] = encoder.encode(d_gate);
-                            if (inside && larger_half(pair) > encoder.limit) {
-                                encoder.count_beyond(d_up);
-                                encoder.count_beyond(d_gate);
-                            }
-                        }
-                        if constexpr (OUT_TRANSPOSED) {
-                            out_codes[i] = out_encoder.encode(again);
-                            if (inside && larger_half(largest_pair(again)) > out_encoder.limit) {
-                                out_encoder.count_beyond(again);
-                            }
+                        for (int i = 0; i < ROWS; ++i) {
+                            d_up[i] = up[slot][first + i], d_gate[i] = gate[slot][first + i], again[i] = d[i];
                         }
 #else
-                        up_codes[i] = *reinterpret_cast<CodeWord*>(&d_up);
-                        gate_codes[i] = *reinterpret_cast<CodeWord*>(&d_gate);
-                        out_codes[i] = *reinterpret_cast<CodeWord*>(&again);
+                        gradients(d_up, d_gate, again, d, up[slot] + first, gate[slot] + first);
 #endif
-                        if (CODES && SKIP != 1 && inside) {
-                            Q* const to = codes + wide + (i64)i * 2 * F;
-                            *reinterpret_cast<CodeWord*>(to) = up_codes[i];
-                            *reinterpret_cast<CodeWord*>(to + F) = gate_codes[i];
+                        if (SKIP != 1 && SKIP != 3 && loads) {
+#pragma unroll
+                            for (int i = first; i < first + ROWS; ++i) {
+                                up[slot][i] = load_strip(from + (i64)i * 2 * F);
+                                gate[slot][i] = load_strip(from + (i64)i * 2 * F + F);
+                            }
                         }
+                        u32 pair = 0, again_pair = 0;
+#pragma unroll
+                        for (int i = 0; i < ROWS; ++i) {
+                            forget(d_up[i]), forget(d_gate[i]);
+                            pair = __vmaxu2(pair, __vmaxu2(largest_pair(d_up[i]), largest_pair(d_gate[i])));
+                            if constexpr (OUT_TRANSPOSED) {
+                                again_pair = __vmaxu2(again_pair, largest_pair(again[i]));
+                            }
+                        }
+                        if (inside) { largest = __vmaxu2(largest, pair); }
+#pragma unroll
+                        for (int i = 0; i < ROWS; ++i) {
+                            const int k = first + i;
+#if SKIP == 0 || SKIP == 3
+                            if constexpr (HAS_CODES) {
+                                up_codes[k] = encoder.encode(d_up[i]);
+                                gate_codes[k] = encoder.encode(d_gate[i]);
+                            }
+                            if constexpr (OUT_TRANSPOSED) { out_codes[k] = out_encoder.encode(again[i]); }
+#else
+                            up_codes[k] = *reinterpret_cast<CodeWord*>(&d_up[i]);
+                            gate_codes[k] = *reinterpret_cast<CodeWord*>(&d_gate[i]);
+                            out_codes[k] = *reinterpret_cast<CodeWord*>(&again[i]);
+#endif
+#if SKIP == 3
+                            largest ^= up_codes[k].x ^ up_codes[k].y ^ gate_codes[k].x ^ gate_codes[k].y;
+#endif
+                            if (inside && SKIP != 1 && SKIP != 3) {
+                                const i64 at = wide + (i64)k * 2 * F;
+                                if constexpr (TENSOR) {
+                                    store_strip(d_up_gate + at, d_up[i]);
+                                    store_strip(d_up_gate + at + F, d_gate[i]);
+                                }
+                                if constexpr (OUT) {
+                                    store_strip(out + at - (i64)(tile.row + line + part * 16 + k) * F, again[i]);
+                                }
+                                if constexpr (CODES && !JOIN) {
+                                    *reinterpret_cast<CodeWord*>(codes + at) = up_codes[k];
+                                    *reinterpret_cast<CodeWord*>(codes + at + F) = gate_codes[k];
+                                }
+                            }
+                            if (CODES && JOIN && k % 2 == 1 && SKIP != 1 && SKIP != 3) {
+                                const uint4 x = join_pair(up_codes[k - 1], up_codes[k]);
+                                const uint4 y = join_pair(gate_codes[k - 1], gate_codes[k]);
+                                if (inside) {
+                                    Q* const to = codes + wide + (i64)(k - 1 + (lane & 1)) * 2 * F - (lane & 1) * 8;
+                                    *reinterpret_cast<uint4*>(to) = x;
+                                    *reinterpret_cast<uint4*>(to + F) = y;
+                                }
+                            }
+                        }
+#if SKIP == 0 || SKIP == 3
+                        if (HAS_CODES && inside && larger_half(pair) > encoder.limit) {
+                            encoder.count_beyond(d_up);
+                            encoder.count_beyond(d_gate);
+                        }
+                        if (OUT_TRANSPOSED && inside && larger_half(again_pair) > out_encoder.limit) {
+                            out_encoder.count_beyond(again);
+                        }
+#endif
                     }
                     if constexpr (TURNS && SKIP != 1) {
                         const int sixteen = warp * 2 + part;
@@ -368,7 +414,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                 __syncwarp();
                 if (lane == 0) {
                     barrier_arrive(product.taken + 8 * box);
-                    if (TURNS && SKIP != 1) { barrier_arrive(shared.turned_full); }
+                    if (TURNS && SKIP != 1 && SKIP != 3) { barrier_arrive(shared.turned_full); }
                 }
             }
             tile = next;
