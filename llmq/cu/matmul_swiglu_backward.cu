@@ -84,7 +84,7 @@ __device__ __forceinline__ void gradients(Strip (&d_up)[ROWS], Strip (&d_gate)[R
     float g[ROWS * W], s[ROWS * W];
 #pragma unroll
     for (int i = 0; i < ROWS * W; ++i) { g[i] = element(gate[i / W], i % W); }
-    shares<Gate>(s, g);
+    shares<Gate, true>(s, g);
 #pragma unroll
     for (int j = 0; j < ROWS * PAIRS; ++j) {
         const int row = j / PAIRS, pair = j % PAIRS;
