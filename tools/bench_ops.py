@@ -53,6 +53,7 @@ PRODUCTS = (
     "matmul_adapted",
     "matmul_fp8",
     "matmul_int8",
+    "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory
 
 

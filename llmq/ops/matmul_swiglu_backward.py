@@ -117,13 +117,13 @@ def backward(
     for name, tensor in (("a", a), ("b", b)):
         if len(tensor.shape) != 2:
             raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    _check_operands(op, a, b, scale_a, scale_b)
     codes = a.dtype != BF16
     (M, K), F = a.shape, b.shape[0 if codes else 1]
     if M % MULTIPLE or F % COLUMNS:
         raise ValueError(
             f"{op}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
         )
-    _check_operands(op, a, b, scale_a, scale_b)
     expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
     if d_up_gate is not None or fp8 is None:
         expect(op, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
@@ -137,13 +137,12 @@ def backward(
     }
     consts["RING"] = 4 - consts["OUT_TRANSPOSED"]
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    factors = (h, tail, scale_a, scale_b)
+    operands = (a, b, h, tail, scale_a, scale_b, up_gate)
     dev.launch(
         CODES_B if codes else HALVES_B,
         2 * clusters,
         THREADS,
-        (d_up_gate, a, b, *factors, up_gate, M, F, K, abs_max, *fp8_args(fp8))
-        + again_args(out, out_fp8),
+        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), *again_args(out, out_fp8)),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
