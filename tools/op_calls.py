@@ -49,6 +49,7 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_int8,
+    matmul_swiglu,
     matmul_swiglu_backward,
     nf4,
     norm,
@@ -342,6 +343,21 @@ def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     return [Call("matmul_int8", matmul_int8.matmul_int8, args)]
 
 
+def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
+    one, abs_max = f32(1, value=1.0), f32(1, value=5.0)
+    low = {"h": bf16(M, R), "tail": bf16(2 * F, R)} if R else {}
+    low |= {"up_gate": bf16(M, 2 * F), "out": bf16(M, F)}
+    halves = {"a": bf16(M, K), "b": bf16(2 * F, K)}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
+    both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
+    return [
+        Call("bf16", matmul_swiglu.forward, low | halves),
+        Call("bf16 gelu", matmul_swiglu.forward, low | halves | {"gelu": True}),
+        Call("fp8", matmul_swiglu.forward, low | codes),
+        Call("fp8 both", matmul_swiglu.forward, low | codes | both),
+    ]
+
+
 def nf4_calls(n: int) -> list[Call]:
     half, blocks, groups = nf4.sizes(n)
     codes, scales = Spec((half,), U8, value=7), f32(blocks)
@@ -581,6 +597,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
     "matmul_int8": matmul_int8_calls,
+    "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,

@@ -290,7 +290,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
     }
     cluster_arrive();
     cluster_wait();
-    const Work work(M, F, Product::WIDTH);
+    const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         give_registers<OTHER_REGISTERS>();
