@@ -15,7 +15,7 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 192, LINE = 128;  // LINE: bytes of K in a tile
 constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_COLUMNS * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
-constexpr int RESIDENT = 20 << 20;  // bytes of `right` that a group has at most; left is read once for each
+constexpr int RESIDENT = 20 << 20;  // bytes of `right` that a group has at most
 constexpr int BOX = 64;      // columns of a box of BF16; rows of a tile (K, N)
 constexpr int SLICES = 4;    // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;   // BF16 in a line: of the tiles of adapters
