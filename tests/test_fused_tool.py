@@ -26,7 +26,9 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
             self.dev = dev
 
         def empty(self, name, dtype, *shape):
-            return self.dev.alloc(name, shape, dtype, "Activations")
+            tensor = self.dev.alloc(name, shape, dtype, "Activations")
+            self.dev.zero(tensor)
+            return tensor
 
         def result(self, name, M, N):
             return self.empty(name, BF16, M, N)
