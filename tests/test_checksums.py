@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import threading
 import zlib
 
 import numpy as np
@@ -146,41 +144,6 @@ def test_the_loader_reads_nothing_that_is_damaged(path, monkeypatch):
     with loader(path) as batches, pytest.raises(DataError, match="is damaged"):
         for _ in range(batches.batches_per_epoch):
             batches.next_batch()
-
-
-def test_damage_is_named_before_what_follows_from_it(path, monkeypatch):
-    monkeypatch.setattr(TokenFile, "sample", lambda self: 0)
-    data = bytearray(path.read_bytes())
-    for at in range(1024 + 3, 3 * PIECE_BYTES, 4):  # not those of masks, which come first
-        data[at] = 1
-    path.write_bytes(data)
-    with loader(path) as batches, pytest.raises(DataError, match="is damaged: bytes"):
-        batches.next_batch()
-
-
-@pytest.mark.parametrize("files", [1, 18])
-def test_no_batch_is_handed_out_before_it_was_compared(tmp_path, monkeypatch, files):
-    """Of few files in the verifier's thread, of more in the one that reads; and none stays open."""
-    for number in range(files):
-        with TokenWriter(tmp_path / f"{number}.bin", 1000, with_checksums=True) as writer:
-            writer.write(np.arange(65))
-    compared, go_on = [], threading.Event()
-    real = checksums.Checksums._compare
-
-    def late(self, file, index):
-        go_on.wait(10)
-        real(self, file, index)
-        compared.append(self)
-
-    monkeypatch.setattr(TokenFile, "sample", lambda self: 0)
-    monkeypatch.setattr(checksums.Checksums, "_compare", late)
-    before = len(os.listdir("/proc/self/fd"))
-    shape = {"seq_len": 64, "micro_batch": files, "seed": 1, "vocab_size": 1000}
-    with DataLoader(str(tmp_path / "*.bin"), **shape) as batches:
-        threading.Timer(0.1, go_on.set).start()
-        batches.next_batch()
-        assert len(set(compared)) == files
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("with_checksums", [False, True])

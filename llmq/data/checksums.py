@@ -11,8 +11,7 @@
           44     n uint32 CRC-32 of each piece of the token file
 
 Everything is little-endian. A piece is small, because rows are read in a shuffled order and the
-first one that reads of a piece has to read all of it. A `Verifier` does that for a loader, beside
-its own reading.
+first one that reads of a piece has to read all of it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ import functools
 import os
 import struct
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -37,7 +33,6 @@ MAGIC = b"BIN.SUM\n"
 VERSION = 1
 SUFFIX = ".sums"
 PIECE_BYTES = 1 << 16
-_NOTED_FILES = 16  # that a verifier keeps open for each batch
 
 _FIELDS = struct.Struct("<8s2i2q2I")  # and the checksum of these
 _HEADER_BYTES = _FIELDS.size + 4
@@ -117,25 +112,19 @@ class Checksums:
         stamps = (own.st_mtime_ns, other.st_mtime_ns, own.st_ino, other.st_ino)
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
-    def verify(self, file: int, start: int, stop: int) -> None:
-        """Compare the pieces of bytes [start, stop) that were not compared yet.
+    def verify(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Compare the pieces of bytes [start, stop) that were not read yet.
 
-        file: descriptor of the token file. DataError names what is damaged. OSError.
+        file: the token file, unbuffered; its place is lost. DataError names what is damaged.
         """
-        while (index := self._first_unread(start, stop)) >= 0:
-            self._compare(file, index)
+        first, last = start // self._piece, -(-stop // self._piece)
+        while (first := self._unread.find(1, first, last)) >= 0:
+            self._compare(file, first)
 
-    def agrees(self, start: int, stop: int) -> bool:
-        """Whether all pieces of bytes [start, stop) were compared."""
-        return self._first_unread(start, stop) < 0
-
-    def _first_unread(self, start: int, stop: int) -> int:
-        """The first piece of bytes [start, stop) that was not compared yet, -1 if all were."""
-        return self._unread.find(1, start // self._piece, -(-stop // self._piece))
-
-    def _compare(self, file: int, index: int) -> None:
+    def _compare(self, file: BinaryIO, index: int) -> None:
         begin = index * self._piece
-        data = os.pread(file, min(self._piece, self.num_bytes - begin), begin)
+        file.seek(begin)
+        data = file.read(min(self._piece, self.num_bytes - begin))
         if zlib.crc32(data) != self._sums[index]:
             raise DataError(
                 f"'{self.token_file}' is damaged: bytes {begin} to {begin + self._piece} are not "
@@ -156,75 +145,6 @@ class Checksums:
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
                 "or of another token file; copy them together, or tokenize the data again"
             )
-
-
-class Verifier:
-    """Compares pieces in a thread of its own, while the one that notes what it reads reads on.
-
-    CRC-32 and reading release the interpreter, so that with a core to spare neither waits for the
-    other. What was read must not be used before its comparison has ended.
-    """
-
-    def __init__(self, name: str) -> None:
-        """name: of the thread."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._noted: dict[Checksums, _Noted] = {}
-
-    def note(self, checksums: Checksums, file: int, start: int, stop: int) -> None:
-        """Bytes [start, stop) of a token file are to be compared, as far as they were not yet.
-
-        file: its descriptor. DataError, OSError: those of more than a few files are compared now.
-        """
-        if checksums.agrees(start, stop):
-            return
-        if checksums not in self._noted:
-            if len(self._noted) == _NOTED_FILES:
-                checksums.verify(file, start, stop)
-                return
-            # The caller may close its own, and then its number is another file's.
-            self._noted[checksums] = _Noted(os.dup(file), [])
-        self._noted[checksums].ranges.append((start, stop))
-
-    def begin(self) -> Future[None] | None:
-        """Begin to compare what was noted since the last call; None: nothing.
-
-        The result raises DataError.
-        """
-        noted, self._noted = self._noted, {}
-        return self._thread.submit(_compare_noted, noted) if noted else None
-
-    def close(self) -> None:
-        """Wait for the thread, which has files open."""
-        self.begin()
-        self._thread.shutdown()
-
-
-class _Noted(NamedTuple):
-    """file: descriptor of a token file. ranges: of its bytes."""
-
-    file: int
-    ranges: list[tuple[int, int]]
-
-
-def _compare_noted(noted: dict[Checksums, _Noted]) -> None:
-    """Compare and close."""
-    try:
-        for checksums, (file, ranges) in noted.items():
-            with read_errors(checksums.token_file):
-                for start, stop in ranges:
-                    checksums.verify(file, start, stop)
-    finally:
-        for file, _ in noted.values():
-            os.close(file)
-
-
-@contextmanager
-def read_errors(token_file: Path) -> Iterator[None]:
-    """OSError becomes DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot read '{token_file}': {error.strerror}") from error
 
 
 @functools.cache

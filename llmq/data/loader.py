@@ -19,13 +19,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError, warn
-from llmq.data.checksums import Verifier
 from llmq.data.dataset import DataSet, Layout
 from llmq.data.epoch_plan import FilesInTurn
 from llmq.data.reader import RowReader, Span
@@ -49,17 +48,8 @@ class _Position:
     chunk_index: int = 0
 
 
-class _Read(NamedTuple):
-    """A batch, and the comparison with checksums that has to end before it is used, if any."""
-
-    batch: Batch
-    compared: Future[None] | None
-
-
 class DataLoader:
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
-
-    Another thread compares what is read for the first time with the files' checksums.
 
     data         the files and the plan of their epochs, which loaders of several ranks share
     batches_per_epoch  how many batches one epoch yields
@@ -123,16 +113,14 @@ class DataLoader:
         self.rank = rank
         self._position = _Position()  # of the next batch that next_batch will return
         self._ahead: _Position | None = self._position  # of the next batch to be read; None: end
-        self._pending: deque[tuple[Future[_Read], _Position]] = deque()
+        self._pending: deque[tuple[Future, _Position]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
-        self._verifier = Verifier(f"verifier-{rank}")
         data = self.data
         self._reader = RowReader(  # only the reading thread uses it
             [file.path for file in data.files],
             self.seq_len,
             data.vocab_size,
             document_mask=data.layout.document_mask,
-            verifier=self._verifier,
         )
 
     @property
@@ -214,9 +202,7 @@ class DataLoader:
                 f"DataLoader: epoch {self.epoch} has no further batch; call advance_epoch() first"
             )
         future, after = self._pending[0]
-        batch, compared = future.result()
-        if compared is not None:
-            compared.result()
+        batch = future.result()
         self._pending.popleft()
         self._position = after
         self._read_ahead()
@@ -298,9 +284,8 @@ class DataLoader:
         self._move(_Position(state["epoch"], state["file_index"], state["chunk_index"]))
 
     def close(self) -> None:
-        """Stop the threads and close the files."""
+        """Stop the reading thread and close the files."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._verifier.close()
         self._pending.clear()
         self._reader.close()
 
@@ -358,7 +343,7 @@ class DataLoader:
                 return rows, None
         return rows, _Position(at.epoch, file_index, chunk_index)
 
-    def _read_batch(self, seed: int, epoch: int, groups: list[tuple[int, int]]) -> _Read:
+    def _read_batch(self, seed: int, epoch: int, groups: list[tuple[int, int]]) -> Batch:
         """Read this rank's sequence of each group. Runs on the reading thread, in order."""
         plan, order = self.data.plan, self._order(epoch)
         rows: list[list[Span]] = []
@@ -367,10 +352,4 @@ class DataLoader:
             index, last = first + self.rank, self._counts[order[place]] - 1
             rows.append(plan.spans(seed, epoch, place, min(index, last)))
             counted.append(index <= last)  # else the group is incomplete
-        try:
-            batch = self._reader.read(rows, counted, self.micro_batch)
-        except DataError:  # perhaps because of damage, which says more
-            if (compared := self._verifier.begin()) is not None:
-                compared.result()
-            raise
-        return _Read(batch, self._verifier.begin())
+        return self._reader.read(rows, counted, self.micro_batch)

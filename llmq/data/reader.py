@@ -11,7 +11,6 @@ import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError
-from llmq.data.checksums import Verifier
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
 _OPEN_FILES = 16  # that one reader keeps open
@@ -44,20 +43,11 @@ class RowReader:
     """Reads rows of seq_len tokens. For one thread."""
 
     def __init__(
-        self,
-        paths: Sequence[Path],
-        seq_len: int,
-        vocab_size: int,
-        *,
-        document_mask: bool,
-        verifier: Verifier,
+        self, paths: Sequence[Path], seq_len: int, vocab_size: int, *, document_mask: bool
     ) -> None:
-        """paths: of the files that spans number. document_mask: whether batches have starts.
-
-        verifier: gets what is read of them.
-        """
+        """paths: of the files that spans number. document_mask: whether batches have starts."""
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
-        self.document_mask, self._verifier = document_mask, verifier
+        self.document_mask = document_mask
         self._open: OrderedDict[int, TokenFile] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
@@ -152,7 +142,7 @@ class RowReader:
         else:
             if len(self._open) == _OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[number] = TokenFile(self._paths[number], self._verifier)
+            self._open[number] = TokenFile(self._paths[number])
         return self._open[number]
 
     def close(self) -> None:

@@ -26,13 +26,7 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, disk_errors, sync_directory
-from llmq.data.checksums import (
-    Checksums,
-    Verifier,
-    checksums_path,
-    read_errors,
-    write_checksums,
-)
+from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.mask_file import MaskWriter, mask_path
 from llmq.data.patterns import find_token_files
@@ -98,7 +92,6 @@ class TokenFile:
 
     __slots__ = (
         "_file",
-        "_verifier",
         "checksums",
         "has_masks",
         "num_bytes",
@@ -108,12 +101,9 @@ class TokenFile:
         "vocab_size",
     )
 
-    def __init__(self, path: str | Path, verifier: Verifier | None = None) -> None:
-        """Check the header against the format and the file's length; DataError where it is off.
-
-        verifier: gets what is read, so that it may be compared later; None: it is at once.
-        """
-        self.path, self._verifier = Path(path), verifier
+    def __init__(self, path: str | Path) -> None:
+        """Check the header against the format and the file's length; DataError where it is off."""
+        self.path = Path(path)
         self._file: BinaryIO | None = None
         try:
             check_readable(self.path)
@@ -198,24 +188,20 @@ class TokenFile:
     def _read_into(self, offset: int, out: np.ndarray) -> None:
         # Plain reads instead of a memory map: a file that shrinks or a network disk that fails
         # then raises here, where a map would kill the process with SIGBUS.
-        with read_errors(self.path):
+        try:
             if self._file is None:
                 self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (kept open)
             if self.checksums is not None:
-                self._compare(offset, offset + out.nbytes)
+                self.checksums.verify(self._file, offset, offset + out.nbytes)
             self._file.seek(offset)
             got = self._file.readinto(out)
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
         if got != out.nbytes:
             raise DataError(
                 f"'{self.path}' became shorter while it was used: {got} of {out.nbytes} bytes at "
                 f"offset {offset}; restore the file and continue from the last checkpoint"
             )
-
-    def _compare(self, start: int, stop: int) -> None:
-        if self._verifier is None:
-            self.checksums.verify(self._file.fileno(), start, stop)
-        else:
-            self._verifier.note(self.checksums, self._file.fileno(), start, stop)
 
     def close(self) -> None:
         """Give the file descriptor back; the next read opens the file again."""
