@@ -438,7 +438,8 @@ def test_checksum_cost(tool, capsys):
     tool("checksum_cost").main(mib=1, seq_len=64, micro_batch=4, speed=1000.0, rounds=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "an epoch of 1 MiB in rows of 64 tokens, 4 at a time:"
-    assert lines[3].endswith("ns per token") and lines[4].endswith("%")
+    assert [line.split()[0] for line in lines[2:4]] == ["memory", "disk"]
+    assert re.fullmatch("from memory, of the time of a run of 1,000 tokens/s: -?[0-9.]+%", lines[4])
 
 
 # -- save_cost -----------------------------------------------------------------------------------

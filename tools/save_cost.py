@@ -59,17 +59,19 @@ Records = list[dict[str, Any]]
 class Window(NamedTuple):
     """Steps first to last, both included. saves: whether a checkpoint is written in it. seconds:
     from the end of the step before to the end of the last one. median: milliseconds of a step,
-    without what comes between steps."""
+    without what comes between steps. between: seconds that no step took."""
 
     first: int
     last: int
     saves: bool
     seconds: float
     median: float
+    between: float
 
     def __str__(self) -> str:
         what = "one" if self.saves else "none"
-        return f"| {self.first} to {self.last} | {what} | {self.seconds:.3f} | {self.median:.1f} |"
+        times = f"{self.seconds:.3f} | {self.between:.3f} | {self.median:.1f}"
+        return f"| {self.first} to {self.last} | {what} | {times} |"
 
 
 def windows_of(records: Records, interval: int) -> Iterator[Window]:
@@ -84,8 +86,9 @@ def windows_of(records: Records, interval: int) -> Iterator[Window]:
                 "longer --interval or a faster --folder"
             )
         seconds = inside[-1]["time"] - steps[first - 1]["time"]
-        median = statistics.median(step["duration_ms"] for step in inside)
-        yield Window(first, inside[-1]["step"], saves, seconds, median)
+        times = [step["duration_ms"] for step in inside]
+        median, between = statistics.median(times), max(seconds - sum(times) / 1e3, 0.0)
+        yield Window(first, inside[-1]["step"], saves, seconds, median, between)
 
 
 def seconds_of_write(records: Records, step: int, end: float) -> float | None:
@@ -166,7 +169,17 @@ def place_for(folder: Path | None, needed: int, report: Report) -> Path:
     raise SystemExit("there is no room for the checkpoints: choose another --folder")
 
 
-def measure(command: list[str], log: Path, interval: int, count: int, report: Report) -> Records:
+def heading(records: Records, way: str) -> list[str]:
+    """Of the table of windows."""
+    gpus = [record["name"] for record in records if record["log"] == "gpu-model"]
+    title = f"{gpus[0] if gpus else 'CPU'}, checkpoints {way}"
+    names = "| steps | checkpoints | seconds | between steps | median step, ms |"
+    return ["", title, "", names, "| --- | --- | --- | --- | --- |"]
+
+
+def measure(
+    command: list[str], log: Path, way: str, interval: int, count: int, report: Report
+) -> Records:
     """Run until the log has so many windows, telling of each; its records."""
     said, records, told = log.with_name("said.txt"), [], 0
     reader = LogReader(log)
@@ -180,6 +193,9 @@ def measure(command: list[str], log: Path, interval: int, count: int, report: Re
             with suppress(DataError):  # there is no log yet
                 records += reader.new_records()
             for window in list(windows_of(records, interval))[told:]:
+                if not told:
+                    for line in heading(records, way):
+                        report.say(line)
                 report.say(str(window))
                 told += 1
             if ended and told < count:
@@ -211,7 +227,7 @@ def main(
     command += ["--no-save-training-state", "--eval-file", "none", "--ckpt-background"]
     command += extra or []
     plan = planned([*command, "--train-file", "train.bin"])
-    report.say(f"{plan['device']}: {' '.join(['llmq', *command[3:]])}")
+    report.say(" ".join(["llmq", *command[3:]]))
     tokens = plan["tokens_per_step"] * (steps + 1) + 1
     needed = (plan["checkpoints_kept"] + 1) * plan["checkpoint_bytes"] + 4 * tokens
     where = place_for(folder, needed, report)
@@ -224,11 +240,7 @@ def main(
             run = [*command, "--train-file", str(data), "--log-file", str(log)]
             if way == "between steps":
                 run.remove("--ckpt-background")
-            report.say(
-                f"\nCheckpoints {way}\n\n| steps | checkpoints | seconds | median step, ms |"
-            )
-            report.say("| --- | --- | --- | --- |")
-            records = measure(run, log, interval, count, report)
+            records = measure(run, log, way, interval, count, report)
         windows = list(windows_of(records, interval))[:count]
         writes = [
             seconds_of_write(records, window.first, float("inf"))
