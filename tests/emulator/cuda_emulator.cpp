@@ -376,7 +376,23 @@ static void run_cluster() {
     }
 }
 
-const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args) {
+// Each stack lies behind a page that nobody may touch.
+static bool make_stacks(Stacks& stacks, size_t count) {
+    const size_t pitch = STACK_BYTES + GUARD_BYTES;
+    if (stacks.memory == nullptr) {
+        void* memory = mmap(nullptr, pitch * MAX_THREADS * MAX_CLUSTER, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) { return false; }
+        stacks.memory = (char*)memory;
+    }
+    if (count > MAX_THREADS * MAX_CLUSTER) { return false; }
+    for (; stacks.count < count; ++stacks.count) {
+        if (mprotect(stacks.memory + stacks.count * pitch, GUARD_BYTES, PROT_NONE)) { return false; }
+    }
+    return true;
+}
+
+const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args, Stacks& stacks) {
     grid_dim = dim3(geometry[0], geometry[1], geometry[2]);
     block_dim = dim3(geometry[3], geometry[4], geometry[5]);
     const unsigned threads = block_dim.x * block_dim.y * block_dim.z, size = geometry[6];
@@ -386,24 +402,20 @@ const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**
     failure = nullptr;
     idle_switches = 0;
     cluster.resize(size);
-    const size_t pitch = STACK_BYTES + GUARD_BYTES, bytes = (size_t)threads * size * pitch;
-    char* stacks = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                               -1, 0);
-    if (stacks == MAP_FAILED) { return "no memory for the fibers' stacks"; }
-    for (size_t i = 0; i < (size_t)threads * size; ++i) { mprotect(stacks + i * pitch, GUARD_BYTES, PROT_NONE); }
+    if (!make_stacks(stacks, (size_t)threads * size)) { return "no memory for the fibers' stacks"; }
+    const size_t of_block = threads * (STACK_BYTES + GUARD_BYTES);
     unsigned number = 0;
     for (unsigned z = 0; z < grid_dim.z; ++z) {
         for (unsigned y = 0; y < grid_dim.y; ++y) {
             for (unsigned x = 0; x < grid_dim.x && !failure; x += size, ++number) {
                 for (unsigned rank = 0; rank < size; ++rank) {
                     cluster[rank].reversed = number & 1;
-                    start_block(cluster[rank], make_uint3(x + rank, y, z), rank, stacks + rank * threads * pitch);
+                    start_block(cluster[rank], make_uint3(x + rank, y, z), rank, stacks.memory + rank * of_block);
                 }
                 run_cluster();
             }
         }
     }
-    munmap(stacks, bytes);
     return failure;
 }
 

@@ -49,7 +49,7 @@
 
 namespace emulator {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, NAMED_BARRIERS = 16;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 16, NAMED_BARRIERS = 16;
 constexpr size_t MAX_DYNAMIC = 228 << 10;
 constexpr unsigned char POISON = 0xFF;
 
@@ -203,8 +203,14 @@ template <class T> static inline T* map_shared(T* pointer, unsigned rank) {
 
 // -- launching -----------------------------------------------------------------------------------
 
+// The fibers' stacks, which all kernels' programs share; zero before the first launch.
+struct Stacks {
+    char* memory;
+    size_t count;  // of those that can be used
+};
+
 // geometry: grid x y z, block x y z, cluster size. Returns null, or what went wrong.
-const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args);
+const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args, Stacks& stacks);
 
 template <class... P, size_t... I>
 static inline void call_with(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
@@ -450,8 +456,8 @@ static inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bf
 // One entry point, as tests/emulator/device.py finds it.
 #define EMULATOR_ENTRY(kernel)                                                                     \
     extern "C" __attribute__((visibility("default"))) const char* launch_##kernel(                 \
-        const unsigned* geometry_, size_t dynamic_, void** args_) {                                \
-        return emulator::launch(geometry_, dynamic_, emulator::call<::kernel>, args_);             \
+        const unsigned* geometry_, size_t dynamic_, void** args_, emulator::Stacks* stacks_) {     \
+        return emulator::launch(geometry_, dynamic_, emulator::call<::kernel>, args_, *stacks_);   \
     }                                                                                              \
     extern "C" __attribute__((visibility("default"))) const char* parameters_##kernel() {          \
         return emulator::describe(::kernel);                                                       \

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 HEADER, PTX = "cuda_emulator.h", "ptx.h"
 RUNTIME = ("cuda_emulator.cpp", "ptx.cpp")  # compiled once for all kernels
 FLAGS = (
-    *("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden"),
+    *("-Og", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden"),
     "-fno-strict-aliasing",  # kernels reinterpret vectors
     "-ffp-contract=off",  # as -fmad=false: a fused multiply-add only where fmaf is written
 )
@@ -59,6 +59,7 @@ _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(\w+)\s*\(')
 _CLUSTER = re.compile(r"__cluster_dims__\s*\(\s*(\w+)")
 
 _launches = itertools.count()
+_stacks = (ctypes.c_size_t * 2)()  # Stacks of cuda_emulator.h
 _lock = threading.Lock()  # a compiled kernel file keeps its launch in static variables
 
 
@@ -118,7 +119,8 @@ def _compiler() -> str:
 
 def _command() -> list[str]:
     includes = [HERE / "stub", compile.cuda_include_dirs()[0]]
-    return ["g++", *FLAGS, *(f"-I{folder}" for folder in includes)]
+    linker = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # takes half the time
+    return ["g++", *FLAGS, *linker, *(f"-I{folder}" for folder in includes)]
 
 
 @functools.cache
@@ -235,7 +237,8 @@ class EmulatorDevice(HostDevice):
         run.restype = ctypes.c_char_p
         with guarded(args, front=next(_launches) % 2 == 0) as inside, _lock:
             arguments.set(inside)
-            problem = run(numbers, ctypes.c_size_t(smem), ctypes.c_void_p(arguments.address))
+            address = ctypes.c_void_p(arguments.address)
+            problem = run(numbers, ctypes.c_size_t(smem), address, _stacks)
         if problem:
             raise RuntimeError(f"{kernel.entry}: {problem.decode()}")
 
