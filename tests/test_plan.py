@@ -29,6 +29,7 @@ from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
 from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.runtime.machine import PLAN_SPEC
 from tests.kept import kept_runs
 from tests.models import hf_model, random_batch, trainer_for
 from tests.without_cuda import WITHOUT_CUDA
@@ -217,6 +218,18 @@ def test_memory_is_what_the_kept_runs_have_used():
             gone += (rows + C) * F * BF16.itemsize
         used = run["result"]["memory"]["used"]
         assert needed_bytes(plan, spec) + gone == pytest.approx(used, rel=0.01), run["flags"]
+
+
+def test_any_gpu_is_planned_to_need_what_each_one_needs():
+    """Also those whose products leave the activation to a kernel of its own, and its scratch."""
+    more = {"batch-size": 16, "seq-len": 1024, "lmhead-chunks": 64, "lora-rank": 16, "gpus": 1}
+    config = make_config(FULL | more | {"device": "cuda"})
+    model = replace(preset(config.model), num_layers=1)
+    h100, ada, anyone = (
+        make_plan(config, model, spec).usage.device_bytes
+        for spec in (spec_of(find_card("h100")), spec_of(find_card("4090")), PLAN_SPEC)
+    )
+    assert h100 < ada <= anyone
 
 
 @pytest.mark.parametrize(
