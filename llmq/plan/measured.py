@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 
 from llmq.config.card_file import CardFile, Points
-from llmq.runtime.launch_kind import Kind
+from llmq.runtime.launch_kind import LONGER, Kind
 
 NEAREST = 4  # products that one of another size is compared with
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
@@ -33,7 +33,8 @@ class Measured:
         merged = defaultdict(lambda: defaultdict(list))
         for name, points in file.launches.items():
             words = tuple(name.split("/"))
-            for count in range(1, len(words) + 1):
+            # What is computed besides a product is in its time: no other product is like it.
+            for count in range(len(words) if words[-1] in LONGER else 1, len(words) + 1):
                 for sizes, seconds in points:
                     merged[words[:count]][tuple(sizes)].append(seconds)
         for words, by_sizes in merged.items():

@@ -14,6 +14,7 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
 
 
 class Kind(NamedTuple):
