@@ -9,9 +9,10 @@
 //
 // Data     a: A (M, K), b: A (2F, K), h: bf16 (M, R), tail: bf16 (2F, R); RANK: R rounded up to 16;
 //          0: there are no h and tail. scale_a, scale_b: F32 (1), of fp8 codes. up_gate: bf16 (M,
-//          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32 (1), with ABS_MAX = 1 raised to the
-//          largest |out|; else not touched. codes, transposed, scale, saturated as in fp8.cuh, of
-//          out; codes with CODES = 1, transposed with TRANSPOSED = 1.
+//          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32
+//          (1), with ABS_MAX = 1 raised to the largest |out|; else not touched. codes, transposed,
+//          scale, saturated as in fp8.cuh, of out; codes with CODES = 1, transposed with
+//          TRANSPOSED = 1.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
 //          tiles; SHARED bytes of dynamic shared memory (ops/matmul_swiglu.py).
 // Cost     4 M F (K + R) FLOPs, and about 25 instructions for each element of out, which hide behind
@@ -26,7 +27,6 @@
 #include "product_sm90.cuh"
 
 constexpr int STAGES = 4, EPILOGUES = 7;
-constexpr int ROWS_AT_ONCE = 4;  // of the four that a thread has in a box: how far code is unrolled
 template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
@@ -45,16 +45,34 @@ struct Activation {
         const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
         if (row >= M || column >= F) { return; }  // M and F are multiples of 16
-        u32 lowest = 0;  // as most_of orders negative numbers
+        uint2 four[4];
+#pragma unroll 1
+        for (int i = 0; i < 4; i += 2) {
+            uint4 up[2], gate[2], result[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            lowest = max_halves(lowest, most_of(load_shared(word(lines, line + i, octet + 4))));
+            for (int j = 0; j < 2; ++j) {
+                up[j] = load_shared(word(lines, line + i + j, octet));
+                gate[j] = load_shared(word(lines, line + i + j, octet + 4));
+            }
+            const i64 place = (i64)(row + i) * F + column;
+            if constexpr (UP_GATE) { keep(place + (i64)(row + i) * F, up, gate); }
+            // Of negative numbers the lowest one has the most bits.
+            const u32 lowest = max_halves(most_of(gate[0]), most_of(gate[1]));
+            if (max(lowest << 16, lowest) < Gate::FAR << 16) {
+                activate<false>(result, up, gate);
+            } else {
+                activate<true>(result, up, gate);
+            }
+            four[0] = four[2], four[1] = four[3];  // four[i] would need the loop unrolled
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const i64 to = place + (i64)j * F;
+                if constexpr (OUT) { *reinterpret_cast<uint4*>(out + to) = result[j]; }
+                four[2 + j] = encoder.encode(result[j]);
+                if constexpr (CODES) { *reinterpret_cast<uint2*>(codes + to) = four[2 + j]; }
+            }
         }
-        if (max(lowest << 16, lowest) < Gate::FAR << 16) {
-            work_on<false>(row, column, lines, line, octet);
-        } else {
-            work_on<true>(row, column, lines, line, octet);
-        }
+        if constexpr (TRANSPOSED) { store_transposed(transposed + (i64)column * M + row, four); }
     }
 
 private:
@@ -62,31 +80,23 @@ private:
         return lines + line * LINE + ((index ^ line & 7) << 4);
     }
 
+    // Two rows of up_gate, of which nothing is read soon.
+    __device__ __forceinline__ void keep(i64 place, const uint4 (&up)[2],
+                                         const uint4 (&gate)[2]) const {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            bf16* to = up_gate + place + (i64)j * 2 * F;
+            __stcs(reinterpret_cast<uint4*>(to), up[j]);
+            __stcs(reinterpret_cast<uint4*>(to + F), gate[j]);
+        }
+    }
+
     // MAY_BE_FAR: see shares.
     template <bool MAY_BE_FAR>
-    __device__ __forceinline__ void work_on(int row, int column, SharedAddress lines, int line,
-                                            int octet) {
-        const i64 place = (i64)row * F + column;
-        bf16* kept = up_gate + place + (i64)row * F;
-        uint2 four[4];
-#pragma unroll(MAY_BE_FAR ? 1 : ROWS_AT_ONCE)
-        for (int i = 0; i < 4; ++i) {
-            const uint4 up = load_shared(word(lines, line + i, octet));
-            const uint4 gate = load_shared(word(lines, line + i, octet + 4));
-            if constexpr (UP_GATE) {
-                *reinterpret_cast<uint4*>(kept + (i64)i * 2 * F) = up;
-                *reinterpret_cast<uint4*>(kept + (i64)i * 2 * F + F) = gate;
-            }
-            const uint4 result = activate<MAY_BE_FAR>(up, gate);
-            if constexpr (OUT) { *reinterpret_cast<uint4*>(out + place + (i64)i * F) = result; }
-            // A loop that is not unrolled cannot have four[i].
-            four[0] = four[1], four[1] = four[2], four[2] = four[3];
-            four[3] = encoder.encode(result);
-            if constexpr (CODES) {
-                *reinterpret_cast<uint2*>(codes + place + (i64)i * F) = four[3];
-            }
-        }
-        if constexpr (TRANSPOSED) { store_transposed(transposed + (i64)column * M + row, four); }
+    static __device__ __forceinline__ void activate(uint4 (&result)[2], const uint4 (&up)[2],
+                                                    const uint4 (&gate)[2]) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) { result[j] = activate<MAY_BE_FAR>(up[j], gate[j]); }
     }
 
     template <bool MAY_BE_FAR>
@@ -110,7 +120,7 @@ private:
         transpose_bytes(turned[1], {four[0].y, four[1].y, four[2].y, four[3].y});
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            *reinterpret_cast<u32*>(to + (i64)i * M) = turned[i / 4][i % 4];
+            __stcs(reinterpret_cast<u32*>(to + (i64)i * M), turned[i / 4][i % 4]);
         }
     }
 };
@@ -126,7 +136,7 @@ matmul_swiglu(bf16* up_gate, bf16* out, const __grid_constant__ TensorMap a,
     if (threadIdx.x == 0) { product.init(); }
     cluster_arrive();
     cluster_wait();
-    const Work work(M, F, Product::WIDTH);
+    const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
     if (warpgroup == 1 || warpgroup == 2) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);

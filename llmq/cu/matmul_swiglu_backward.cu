@@ -4,12 +4,12 @@
 //   d_out = bf16(scale_a * scale_b * (a @ b) + h @ tail)
 //   d_up_gate, out = swiglu_backward(d_out, up_gate)        as in swiglu.cu, with the same bits
 //
-// The product is that of product_sm90.cuh. While two warpgroups multiply a tile of d_out, another one
-// computes what follows from the one before: one warp on each scheduler of the multiprocessor, with
+// The product is that of product_sm90.cuh. While two warpgroups multiply a tile of d_out, another
+// one computes what follows from the one before: one warp on each scheduler, with
 // all registers that the others do not need, so that a warp has enough independent instructions. A
-// warp has 32 rows of each box, a thread 4 rows and 8 columns at a time: a row's codes are 8 bytes, and
-// those of a column 4, which go through shared memory, from where three warps copy whole lines. What
-// is read of up_gate is loaded a step ahead, into registers.
+// warp has 32 rows of each box, a thread 4 rows and 8 columns at a time: a row's codes are 8 bytes,
+// and those of a column 4, which go through shared memory, from where three warps copy whole lines.
+// What is read of up_gate is loaded 16 rows ahead, into registers.
 //
 // Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
@@ -28,140 +28,36 @@
 #include "fp8.cuh"
 #include "product_sm90.cuh"
 
-#ifndef DEPTH
-#define DEPTH 1
-#endif
-#ifndef SKIP
-#define SKIP 0
-#endif
-
 template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, 4>;
-constexpr bool HAS_CODES = CODES || TRANSPOSED, TURNS = TRANSPOSED || OUT_TRANSPOSED;
 
-constexpr int W = 8, PAIRS = W / 2;  // columns of a thread; its registers of BF16 in a row
-constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box: 16 each
+constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box
+constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
+constexpr int ROWS = 2;              // computed together, for many independent instructions
 constexpr int COPIERS = 3;           // warps that store transposed codes
-constexpr int TURNED_BYTES = BOX * TILE_ROWS, TURNED = 2 * TRANSPOSED + OUT_TRANSPOSED;  // tiles of them
+constexpr bool TURNS = TRANSPOSED || OUT_TRANSPOSED;
+constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
+constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
 
-// One row of a thread's columns, packed.
-struct Strip {
-    u32 pair[PAIRS];
-};
-__device__ __forceinline__ float lower(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float upper(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ __forceinline__ float element(const Strip& x, int i) {
-    return i % 2 ? upper(x.pair[i / 2]) : lower(x.pair[i / 2]);
-}
-__device__ __forceinline__ u32 rounded(float a, float b) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const u32*>(&pair);
-}
-using StripWord = uint4;
-using CodeWord = uint2;
-
-__device__ __forceinline__ Strip load_strip(const bf16* p) {
-    const StripWord x = __ldcs(reinterpret_cast<const StripWord*>(p));
-    return *reinterpret_cast<const Strip*>(&x);
-}
-__device__ __forceinline__ void store_strip(bf16* p, const Strip& x) {
-    *reinterpret_cast<StripWord*>(p) = *reinterpret_cast<const StripWord*>(&x);
-}
-__device__ __forceinline__ void forget(Strip& x) { forget(reinterpret_cast<StripWord&>(x)); }
-
-__device__ __forceinline__ void gradients(Strip& d_up, Strip& d_gate, Strip& out, const Strip& d,
-                                          const Strip& up, const Strip& gate) {
-    float g[W], s[W];
-#pragma unroll
-    for (int i = 0; i < W; ++i) { g[i] = element(gate, i); }
-    shares<Gate>(s, g);
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-        float x[2], y[2], z[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int e = 2 * j + i;
-            const float share = g[e] * s[e];
-            x[i] = share * element(d, e);
-            y[i] = Gate::slope(g[e], s[e]) * element(up, e) * element(d, e);
-            z[i] = element(up, e) * share;
-        }
-        d_up.pair[j] = rounded(x[0], x[1]);
-        d_gate.pair[j] = rounded(y[0], y[1]);
-        out.pair[j] = rounded(z[0], z[1]);
-    }
-}
-
-// A pair of the largest absolute values, as the numbers' bits, of even and odd columns.
-__device__ __forceinline__ u32 largest_pair(const Strip& x) {
-    u32 pair = 0;
-#pragma unroll
-    for (int j = 0; j < PAIRS; ++j) { pair = __vmaxu2(pair, x.pair[j] & 0x7FFF7FFFu); }
-    return pair;
-}
-__device__ __forceinline__ u32 larger_half(u32 pair) { return max(pair >> 16, pair & 0xFFFFu); }
-
-// How Strips become codes. Format: any type if there are none.
-template <class Format> struct StripEncoder {
-    float factor;
-    u32 limit;  // the upper half of the limit's bits: x is above it if the bits of |x| are
-    u32 count = 0;
-
-    __device__ __forceinline__ explicit StripEncoder(const float* scale) {
-        if constexpr (sizeof(Format) == 1) {
-            factor = 1.0f / *scale;
-            limit = __float_as_uint(Fp8<Format>::MAX * *scale) >> 16;
-        }
-    }
-    __device__ __forceinline__ CodeWord encode(const Strip& x) const {
-        u32 four[W / 4] = {};
-        if constexpr (sizeof(Format) == 1) {
-#pragma unroll
-            for (int j = 0; j < W; j += 4) {
-                four[j / 4] = to_fp8<Format>(element(x, j) * factor, element(x, j + 1) * factor,
-                                             element(x, j + 2) * factor, element(x, j + 3) * factor);
-            }
-        }
-        return *reinterpret_cast<CodeWord*>(four);
-    }
-    // What is saturated, if the largest is; it turns the strip, so that all indices are constants.
-    __device__ __forceinline__ void count_beyond(Strip x) {
-#pragma unroll 1
-        for (int k = 0; k < PAIRS; ++k) {
-            const u32 low = x.pair[0] & 0x7FFFu, high = x.pair[0] >> 16 & 0x7FFFu;
-            count += (low > limit && low <= 0x7F80u) + (high > limit && high <= 0x7F80u);
-#pragma unroll
-            for (int i = 0; i < PAIRS - 1; ++i) { x.pair[i] = x.pair[i + 1]; }
-        }
-    }
-    __device__ __forceinline__ void finish(i32* saturated) {
-        if constexpr (sizeof(Format) == 1) {
-            const u32 sum = __reduce_add_sync(~0u, count);
-            if (threadIdx.x % 32 == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
-        }
-    }
-};
-template <bool, class Format> struct Wanted { using Type = Format; };
-template <class Format> struct Wanted<false, Format> { using Type = float; };
+using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, WARPS>;
+using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 
 // Codes of 64 columns and 128 rows, transposed, in shared memory: a line for each column, in which
-// 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. four: of the lane's 4 rows.
-__device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int octet, int word,
-                                           const CodeWord (&rows)[4]) {
+// 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. rows: of the lane's four.
+__device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int octet, int four,
+                                           const uint2 (&rows)[4]) {
+    u32 turned[2][4];
+    transpose_bytes(turned[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
+    transpose_bytes(turned[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        u32 turned[4];
-        transpose_bytes(turned, {j ? rows[0].y : rows[0].x, j ? rows[1].y : rows[1].x,
-                                 j ? rows[2].y : rows[2].x, j ? rows[3].y : rows[3].x});
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int place = (8 * octet + 4 * j + i) * LINE + ((sixteen ^ octet) << 4) + 4 * word;
-            *reinterpret_cast<u32*>(tile + place) = turned[i];
-        }
+    for (int i = 0; i < 8; ++i) {
+        const int place = (8 * octet + i) * LINE + ((sixteen ^ octet) << 4) + 4 * four;
+        *reinterpret_cast<u32*>(tile + place) = turned[i / 4][i % 4];
     }
 }
+
 // To transposed (columns, rows), from this row and column of it, by the copying warps.
 template <class Format>
 __device__ __forceinline__ void copy_turned(Format* transposed, const unsigned char* tile, int row,
@@ -176,15 +72,18 @@ __device__ __forceinline__ void copy_turned(Format* transposed, const unsigned c
     }
 }
 
-// The epilogue of a tile: what lies in shared memory behind the product's.
+// What lies in shared memory: the boxes, and behind the product's barriers two, and tiles of
+// transposed codes: of up, of gate and of out.
 struct Shared {
-    unsigned char *boxes, *turned;
-    SharedAddress turned_full, turned_empty;
-    __device__ __forceinline__ Shared(unsigned char* shared, const Product& product) {
-        boxes = shared + (product.boxes - shared_address(shared));
-        turned = boxes + Product::BOXES * Product::BOX_BYTES + 512;  // behind the product's barriers
-        turned_full = shared_address(turned) - 16;
-        turned_empty = turned_full + 8;
+    unsigned char *boxes, *up, *gate, *out;
+    SharedAddress full, empty;
+    __device__ __forceinline__ Shared(unsigned char* dynamic, const Product& product) {
+        boxes = dynamic + (product.boxes - shared_address(dynamic));
+        up = boxes + Product::BOXES * Product::BOX_BYTES + 512;
+        gate = up + TURNED_BYTES;
+        out = TRANSPOSED ? gate + TURNED_BYTES : up;
+        full = shared_address(up) - 16;
+        empty = full + 8;
     }
 };
 
@@ -197,22 +96,182 @@ __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& share
 #pragma unroll 1
         for (int box = 0; box < Product::BOXES; ++box, parity ^= 1) {
             const int column = tile.column + box * BOX;
-            barrier_wait(shared.turned_full, parity);
+            barrier_wait(shared.full, parity);
             if (column < F) {
                 if constexpr (TRANSPOSED) {
-                    copy_turned(transposed, shared.turned, tile.row, column, M);
-                    copy_turned(transposed, shared.turned + TURNED_BYTES, tile.row, column + F, M);
+                    copy_turned(transposed, shared.up, tile.row, column, M);
+                    copy_turned(transposed, shared.gate, tile.row, column + F, M);
                 }
                 if constexpr (OUT_TRANSPOSED) {
-                    copy_turned(out_transposed, shared.turned + (TURNED - 1) * TURNED_BYTES, tile.row,
-                                column, M);
+                    copy_turned(out_transposed, shared.out, tile.row, column, M);
                 }
             }
             __syncwarp();
-            if (threadIdx.x % 32 == 0) { barrier_arrive(shared.turned_empty); }
+            if (threadIdx.x % 32 == 0) { barrier_arrive(shared.empty); }
         }
     }
 }
+
+// What a thread of the epilogue does.
+struct Gradients {
+    bf16* d_up_gate;
+    const bf16* up_gate;
+    bf16* out;
+    Q* codes;
+    int M, F;
+    Encoder encoder;
+    OutEncoder out_encoder;
+    uint4 up[4], gate[4];  // of the part that comes next, a row each
+
+    static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
+    static __device__ __forceinline__ int four() { return threadIdx.x % 32 / 8; }
+
+    // A warp's rows of a box: their place in up_gate, of the thread's first element.
+    struct Part {
+        int row, column;  // of the warp's first
+        bool inside;      // M and F are multiples of what a part has
+        i64 place;
+        __device__ __forceinline__ Part(const Tile& tile, int box, int part, int M, int F) {
+            row = tile.row + (threadIdx.x / 32 % WARPS * PARTS + part) * LINES;
+            column = tile.column + box * BOX;
+            inside = row < M && column < F;
+            row += 4 * four();
+            column += 8 * octet();
+            place = (i64)row * 2 * F + column;
+        }
+    };
+
+    __device__ __forceinline__ void load(const Part& part, int row) {
+        const bf16* const from = up_gate + part.place + (i64)row * 2 * F;
+        up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
+        gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
+    }
+
+    // All tiles of this block.
+    __device__ __forceinline__ void take(const Work& work, const Product& product,
+                                         const Shared& shared) {
+        u32 parity = 0, turned_parity = 1;
+        Tile tile(work.cluster, work);
+        const Part first(tile, 0, 0, M, F);
+        if (first.inside) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { load(first, i); }
+        }
+        for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
+            const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
+#pragma unroll 1
+            for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
+                barrier_wait(product.ready + 8 * box, parity);
+                if constexpr (TURNS) { barrier_wait(shared.empty, turned_parity); }
+#pragma unroll 1
+                for (int part = 0; part < PARTS; ++part) {
+                    const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
+                    const Part then(wraps ? next : tile, wraps ? 0 : box + is_last,
+                                    is_last ? 0 : part + 1, M, F);
+                    work_on(Part(tile, box, part, M, F), then, shared,
+                            shared.boxes + box * Product::BOX_BYTES, part);
+                }
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) {
+                    barrier_arrive(product.taken + 8 * box);
+                    if constexpr (TURNS) { barrier_arrive(shared.full); }
+                }
+            }
+            tile = next;
+        }
+    }
+
+private:
+    // part, while what `then` needs is loaded.
+    __device__ __forceinline__ void work_on(const Part& part, const Part& then,
+                                            const Shared& shared, const unsigned char* box,
+                                            int index) {
+        const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
+        const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
+        uint2 up_codes[4], gate_codes[4], out_codes[4];
+#pragma unroll
+        for (int first = 0; first < 4; first += ROWS) {
+            uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int row = first + i, swizzled = octet() ^ (4 * four() + row) & 7;
+                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (swizzled << 4));
+                forget(up[row]), forget(gate[row]);
+            }
+            compute(d_up, d_gate, again, d, up + first, gate + first);
+            if (then.inside) {
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) { load(then, first + i); }
+            }
+            if (!part.inside) { continue; }
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int row = first + i;
+                const i64 place = part.place + (i64)row * 2 * F;
+                forget(d_up[i]), forget(d_gate[i]);
+                up_codes[row] = encoder.encode(d_up[i]);
+                gate_codes[row] = encoder.encode(d_gate[i]);
+                if constexpr (TENSOR) {
+                    *reinterpret_cast<uint4*>(d_up_gate + place) = d_up[i];
+                    *reinterpret_cast<uint4*>(d_up_gate + place + F) = d_gate[i];
+                }
+                if constexpr (CODES) {
+                    *reinterpret_cast<uint2*>(codes + place) = up_codes[row];
+                    *reinterpret_cast<uint2*>(codes + place + F) = gate_codes[row];
+                }
+                if constexpr (OUT) {
+                    *reinterpret_cast<uint4*>(out + place - (i64)(part.row + row) * F) = again[i];
+                }
+                if constexpr (OUT_TRANSPOSED) { out_codes[row] = out_encoder.encode(again[i]); }
+            }
+        }
+        if (!part.inside) { return; }
+        if constexpr (TRANSPOSED) {
+            put_turned(shared.up, sixteen, octet(), four(), up_codes);
+            put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
+        }
+        if constexpr (OUT_TRANSPOSED) { put_turned(shared.out, sixteen, octet(), four(), out_codes); }
+    }
+
+    static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {
+        return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+    }
+    static __device__ __forceinline__ float element(const uint4& x, int i) {
+        return i % 2 ? upper_half(pair_of(x, i / 2)) : lower_half(pair_of(x, i / 2));
+    }
+
+    // again: forward's result.
+    static __device__ __forceinline__ void compute(uint4 (&d_up)[ROWS], uint4 (&d_gate)[ROWS],
+                                                   uint4 (&again)[ROWS], const uint4 (&d)[ROWS],
+                                                   const uint4* up, const uint4* gate) {
+        float g[ROWS * 8], s[ROWS * 8];
+        u32 lowest = 0;  // as most_of orders negative numbers
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) { lowest = max_halves(lowest, most_of(gate[i])); }
+#pragma unroll
+        for (int i = 0; i < ROWS * 8; ++i) { g[i] = element(gate[i / 8], i % 8); }
+        shares<Gate, false>(s, g);
+        if (max(lowest << 16, lowest) >= Gate::FAR << 16) { shares<Gate, true>(s, g); }
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            u32 x[4], y[4], z[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int k = 8 * row + 2 * j;
+                const float d_0 = element(d[row], 2 * j), d_1 = element(d[row], 2 * j + 1);
+                const float up_0 = element(up[row], 2 * j), up_1 = element(up[row], 2 * j + 1);
+                const float share_0 = g[k] * s[k], share_1 = g[k + 1] * s[k + 1];
+                x[j] = to_pair(share_0 * d_0, share_1 * d_1);
+                y[j] = to_pair(Gate::slope(g[k], s[k]) * up_0 * d_0,
+                               Gate::slope(g[k + 1], s[k + 1]) * up_1 * d_1);
+                z[j] = to_pair(up_0 * share_0, up_1 * share_1);
+            }
+            d_up[row] = make_uint4(x[0], x[1], x[2], x[3]);
+            d_gate[row] = make_uint4(y[0], y[1], y[2], y[3]);
+            again[row] = make_uint4(z[0], z[1], z[2], z[3]);
+        }
+    }
+};
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
 matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
@@ -225,160 +284,30 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
     const Product product(dynamic, K);
     const Shared shared(dynamic, product);
     if (threadIdx.x == 0) {
-        barrier_init(shared.turned_full, WARPS);
-        barrier_init(shared.turned_empty, COPIERS);
+        barrier_init(shared.full, WARPS);
+        barrier_init(shared.empty, COPIERS);
         product.init();
     }
     cluster_arrive();
     cluster_wait();
-    const Work work(M, F, Product::WIDTH);
+    const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
-        give_registers<TURNS ? 40 : 24>();
+        give_registers<OTHER_REGISTERS>();
         if (threadIdx.x == 0) {
             product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TURNS && SKIP != 1 && threadIdx.x >= 32) {
+        } else if (TURNS && threadIdx.x >= 32) {
             copy_boxes(work, shared, transposed, out_transposed, M, F);
         }
     } else if (warpgroup < 3) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
     } else {
-        take_registers<TURNS ? 216 : 232>();
-        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        const int octet = lane % 8, four = lane / 8;
-        StripEncoder<typename Wanted<HAS_CODES, Q>::Type> encoder(scale);
-        StripEncoder<typename Wanted<OUT_TRANSPOSED, e4m3>::Type> out_encoder(out_scale);
-        u32 largest = 0;
-        Strip up[DEPTH][4], gate[DEPTH][4];
-        const int line = warp * 32 + four * 4;  // the first row of the first part
-        const auto is_inside = [&](const Tile& tile, int box, int part) {
-            return tile.row + warp * 32 + part * 16 < M && tile.column + box * BOX < F;
-        };
-        const auto place = [&](const Tile& tile, int box, int part) {  // in up_gate
-            return (i64)(tile.row + line + part * 16) * 2 * F + tile.column + box * BOX + octet * W;
-        };
-        Tile tile(work.cluster, work);
-#pragma unroll
-        for (int part = 0; part < DEPTH; ++part) {
-            if (work.cluster < work.tiles && is_inside(tile, 0, part)) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const bf16* from = up_gate + place(tile, 0, part) + (i64)i * 2 * F;
-                    up[part][i] = load_strip(from);
-                    gate[part][i] = load_strip(from + F);
-                }
-            }
-        }
-        u32 parity = 0, turned_parity = 1;
-        for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
-            const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
-#pragma unroll 1
-            for (int box = 0; box < Product::BOXES; ++box) {
-                barrier_wait(product.ready + 8 * box, parity);
-                if (TURNS && SKIP != 1) { barrier_wait(shared.turned_empty, turned_parity); }
-                turned_parity ^= 1;
-#pragma unroll DEPTH
-                for (int part = 0; part < PARTS; ++part) {
-                    const int slot = DEPTH == 2 ? part : 0;
-                    // What is loaded meanwhile.
-                    int box_then = box, part_then = part;
-                    bool wraps = false;
-                    if (DEPTH == 2 || ++part_then == PARTS) {
-                        part_then = DEPTH == 2 ? part : 0;
-                        wraps = ++box_then == Product::BOXES;
-                        if (wraps) { box_then = 0; }
-                    }
-                    Tile then = tile;
-                    if (wraps) { then = next; }
-                    const bool loads = is_inside(then, box_then, part_then);
-                    const bf16* const from = up_gate + place(then, box_then, part_then);
-                    const bool inside = is_inside(tile, box, part);
-                    const i64 wide = place(tile, box, part);
-                    const unsigned char* lines = shared.boxes + box * Product::BOX_BYTES;
-                    CodeWord up_codes[4], gate_codes[4], out_codes[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int row = line + part * 16 + i;
-                        const StripWord word = *reinterpret_cast<const StripWord*>(
-                            lines + row * LINE + ((octet ^ row & 7) << 4));
-                        const Strip d = *reinterpret_cast<const Strip*>(&word);
-                        Strip d_up, d_gate, again;
-                        forget(up[slot][i]), forget(gate[slot][i]);
-#if SKIP == 1
-                        d_up = d, d_gate = d, again = d;
-#elif SKIP == 2
-                        d_up = up[slot][i], d_gate = gate[slot][i], again = d;
-#else
-                        gradients(d_up, d_gate, again, d, up[slot][i], gate[slot][i]);
-#endif
-                        if (SKIP != 1 && loads) {
-                            up[slot][i] = load_strip(from + (i64)i * 2 * F);
-                            gate[slot][i] = load_strip(from + (i64)i * 2 * F + F);
-                        }
-                        forget(d_up), forget(d_gate);
-                        const u32 pair = __vmaxu2(largest_pair(d_up), largest_pair(d_gate));
-                        if (inside) {
-                            largest = __vmaxu2(largest, pair);
-                            if (TENSOR && SKIP != 1) {
-                                store_strip(d_up_gate + wide + (i64)i * 2 * F, d_up);
-                                store_strip(d_up_gate + wide + (i64)i * 2 * F + F, d_gate);
-                            }
-                            if (OUT && SKIP != 1) {
-                                store_strip(out + wide - (i64)(tile.row + line + part * 16) * F + (i64)i * F, again);
-                            }
-                        }
-#if SKIP == 0
-                        if constexpr (HAS_CODES) {
-                            up_codes[i] = encoder.encode(d_up);
-                            gate_codes[i] = encoder.encode(d_gate);
-                            if (inside && larger_half(pair) > encoder.limit) {
-                                encoder.count_beyond(d_up);
-                                encoder.count_beyond(d_gate);
-                            }
-                        }
-                        if constexpr (OUT_TRANSPOSED) {
-                            out_codes[i] = out_encoder.encode(again);
-                            if (inside && larger_half(largest_pair(again)) > out_encoder.limit) {
-                                out_encoder.count_beyond(again);
-                            }
-                        }
-#else
-                        up_codes[i] = *reinterpret_cast<CodeWord*>(&d_up);
-                        gate_codes[i] = *reinterpret_cast<CodeWord*>(&d_gate);
-                        out_codes[i] = *reinterpret_cast<CodeWord*>(&again);
-#endif
-                        if (CODES && SKIP != 1 && inside) {
-                            Q* const to = codes + wide + (i64)i * 2 * F;
-                            *reinterpret_cast<CodeWord*>(to) = up_codes[i];
-                            *reinterpret_cast<CodeWord*>(to + F) = gate_codes[i];
-                        }
-                    }
-                    if constexpr (TURNS && SKIP != 1) {
-                        const int sixteen = warp * 2 + part;
-                        if constexpr (TRANSPOSED) {
-                            put_turned(shared.turned, sixteen, octet, four, up_codes);
-                            put_turned(shared.turned + TURNED_BYTES, sixteen, octet, four, gate_codes);
-                        }
-                        if constexpr (OUT_TRANSPOSED) {
-                            put_turned(shared.turned + (TURNED - 1) * TURNED_BYTES, sixteen, octet,
-                                       four, out_codes);
-                        }
-                    }
-                }
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(product.taken + 8 * box);
-                    if (TURNS && SKIP != 1) { barrier_arrive(shared.turned_full); }
-                }
-            }
-            tile = next;
-        }
-        encoder.finish(saturated);
-        out_encoder.finish(out_saturated);
-        if constexpr (ABS_MAX) {
-            largest = __reduce_max_sync(~0u, larger_half(largest));
-            if (lane == 0) { store_abs_max(abs_max, __uint_as_float(largest << 16)); }
-        }
+        take_registers<EPILOGUE_REGISTERS>();
+        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale),
+                            OutEncoder(out_scale)};
+        gradients.take(work, product, shared);
+        gradients.encoder.finish(saturated, abs_max);
+        gradients.out_encoder.finish(out_saturated, nullptr);
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

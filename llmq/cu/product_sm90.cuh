@@ -2,9 +2,9 @@
 //
 // A block computes tiles of 128 rows and 192 columns, left (M, K) times right (N, K), or (K, N) with
 // K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of `right`,
-// of which each loads a half for both. Grids are persistent; tiles go through GROUP columns of tiles
-// at a time, so that what neighbours read is in L2. One thread keeps pairs of tiles on their way
-// (TMA), in a ring of stages.
+// of which each loads a half for both. Grids are persistent; tiles go through a group of columns of
+// tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their way (TMA),
+// in a ring of stages.
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those.
@@ -15,7 +15,7 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 192, LINE = 128;  // LINE: bytes of K in a tile
 constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_COLUMNS * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
-constexpr int GROUP = 16;
+constexpr int RESIDENT = 20 << 20;  // bytes of `right` that a group has at most
 constexpr int BOX = 64;      // columns of a box of BF16; rows of a tile (K, N)
 constexpr int SLICES = 4;    // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;   // BF16 in a line: of the tiles of adapters
@@ -32,26 +32,31 @@ template <int STAGES> struct Ring {
     }
 };
 
-// All tiles of a product, and which of them are this cluster's. width: columns from one to the next.
+// All tiles of a product, and which of them are this cluster's. width: columns from one to the next;
+// depth: bytes of K.
 struct Work {
-    int pairs, columns, tiles, width, cluster, clusters;
+    int pairs, columns, tiles, width, group, cluster, clusters;
     u32 rank;
-    __device__ __forceinline__ Work(int rows, int all_columns, int width)
+    __device__ __forceinline__ Work(int rows, int all_columns, int width, int depth)
         : pairs((rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS)),
           columns((all_columns + width - 1) / width),
           tiles(pairs * columns),
           width(width),
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
-          rank(cluster_rank()) {}
+          rank(cluster_rank()) {
+        const int most = max(1, RESIDENT / (TILE_COLUMNS * depth));
+        const int groups = (columns + most - 1) / most;
+        group = (columns + groups - 1) / groups;  // all of about the same width
+    }
 };
 
 // The place of tile t; the two blocks of a cluster have rows below each other.
 struct Tile {
     int row, column;
     __device__ __forceinline__ Tile(int t, const Work& work) {
-        const int group = t / (GROUP * work.pairs), first = group * GROUP;
-        const int wide = min(GROUP, work.columns - first), rest = t - first * work.pairs;
+        const int first = t / (work.group * work.pairs) * work.group;
+        const int wide = min(work.group, work.columns - first), rest = t - first * work.pairs;
         row = (rest / wide * 2 + work.rank) * TILE_ROWS;
         column = (first + rest % wide) * work.width;
     }
@@ -106,9 +111,8 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress st
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
 // One thread loads. Two warpgroups multiply one tile together, 64 rows each; they scale it, round it
-// to BF16, put it into shared memory, and go on with the next one. The second one begins late: so
-// one of them multiplies while the other one rounds. EPILOGUES further warps take the tile from there,
-// each 32 lines of a box, in turns.
+// to BF16, put it into shared memory, and go on with the next one. EPILOGUES further warps take the
+// tile from there, each 32 lines of a box, in turns.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
@@ -127,10 +131,9 @@ struct SharedProduct {
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
     static constexpr bool SCALED = sizeof(Left) == 1;
     static constexpr int STEP_K = LINE / sizeof(Left);
-    static constexpr int LATE = 1;  // steps that the second warpgroup begins later
 
-    // Barriers, as many as stages or boxes; late has one. stages, boxes: 1024-byte aligned.
-    SharedAddress stages, boxes, full, empty, ready, taken, late;
+    // Barriers, as many as stages or boxes. stages, boxes: 1024-byte aligned.
+    SharedAddress stages, boxes, full, empty, ready, taken;
     int steps;  // of K, without tails
 
     __device__ __forceinline__ SharedProduct(void* shared, int K) : steps((K + STEP_K - 1) / STEP_K) {
@@ -140,7 +143,6 @@ struct SharedProduct {
         empty = full + 8 * STAGES;
         ready = empty + 8 * STAGES;
         taken = ready + 8 * BOXES;
-        late = taken + 8 * BOXES;
     }
 
     // By one thread of the block; all threads of the cluster meet after that.
@@ -153,7 +155,6 @@ struct SharedProduct {
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
             barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
         }
-        barrier_init(late, 1);
         barriers_ready();
     }
 
@@ -185,7 +186,6 @@ struct SharedProduct {
         const u32 thread = threadIdx.x % 128;
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
-        if (me == 1) { barrier_wait(late, 0); }
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             float d[1][96];
             SharedAddress before = empty;
@@ -197,9 +197,6 @@ struct SharedProduct {
                 wgmma_wait<1>();
                 if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
                 before = empty + 8 * ring.stage;
-                if (t == work.cluster && me == 0 && k == min(LATE, steps - 1) && thread == 0) {
-                    barrier_arrive(late);
-                }
             }
             wgmma_wait<0>();
             if (thread < 2) { barrier_arrive_at(before, thread); }

@@ -8,7 +8,7 @@ while the next tile is multiplied. The adapters beside the matrix are in the pro
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -22,6 +22,7 @@ from llmq.ops.common import (
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
+OP = "matmul_swiglu_backward"
 CAPABILITY = 90  # the only one whose tensor cores have these instructions
 MULTIPLE = 16  # M; and bytes, of which rows of all matrices are a multiple
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
@@ -30,15 +31,14 @@ THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
 STAGE_BYTES, BOX_BYTES, TURNED_BYTES, BOXES = 40960, 16384, 8192, 3
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
-
-MIN_ROWS, MIN_COLUMNS = 2048, 4864
+MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
 
 def _kernel(b_rows: int) -> Kernel:
     """b_rows: of the half of a tile of b, or with K outside of a third of it."""
     return Kernel(
-        "matmul_swiglu_backward.cu",
-        "matmul_swiglu_backward",
+        f"{OP}.cu",
+        OP,
         args=f"bf16*? d_up_gate, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
         "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16* up_gate, "
         f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out, "
@@ -113,41 +113,79 @@ def backward(
     Cost:    2*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
-    op = "matmul_swiglu_backward"
-    for name, tensor in (("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    codes = a.dtype != BF16
-    (M, K), F = a.shape, b.shape[0 if codes else 1]
-    if M % MULTIPLE or F % COLUMNS:
-        raise ValueError(
-            f"{op}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
-        )
-    _check_operands(op, a, b, scale_a, scale_b)
-    expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
-    if d_up_gate is not None or fp8 is None:
-        expect(op, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
-    R = _rank(op, h, tail, M, F)
-    consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, 2 * F)
-    consts |= again_consts(op, out, out_fp8, BF16, (M, F))
-    consts |= {
-        "GELU": int(gelu),
-        "RANK": RANK_STEP * ceil_div(R, RANK_STEP),
-        "TENSOR": int(d_up_gate is not None),
-    }
-    consts["RING"] = 4 - consts["OUT_TRANSPOSED"]
+    (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
+    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8)
+    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    factors = (h, tail, scale_a, scale_b)
+    operands = (a, b, h, tail, scale_a, scale_b, up_gate)
     dev.launch(
-        CODES_B if codes else HALVES_B,
+        HALVES_B if a.dtype == BF16 else CODES_B,
         2 * clusters,
         THREADS,
-        (d_up_gate, a, b, *factors, up_gate, M, F, K, abs_max, *fp8_args(fp8))
-        + again_args(out, out_fp8),
+        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), *again_args(out, out_fp8)),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
     )
+
+
+def _check(
+    a: Tensor, b: Tensor, up_gate: Tensor, h: Tensor | None, tail: Tensor | None, *scales
+) -> tuple[tuple[int, ...], int, int]:
+    """The shape of a, F and R, if what is read fits together."""
+    for name, tensor in (("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{OP}: {name} must have 2 dimensions, got {tensor.shape}")
+    K = a.shape[1]
+    if a.dtype == BF16:
+        F = b.shape[1]
+        expect(OP, "b", b, BF16, (K, F))
+        if scales != (None, None):
+            raise TypeError(f"{OP}: only fp8 codes have scales")
+    elif a.dtype in (E4M3, E5M2):
+        F = b.shape[0]
+        expect(OP, "b", b, E4M3, (F, K))
+        for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
+            expect(OP, name, scale, F32, (1,))
+    else:
+        raise TypeError(f"{OP}: a must be fp8 or BF16, got {a.dtype.label}")
+    M = a.shape[0]
+    if M % MULTIPLE or F % COLUMNS:
+        raise ValueError(
+            f"{OP}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
+        )
+    expect(OP, "up_gate", up_gate, BF16, (M, 2 * F))
+    return a.shape, F, _rank(h, tail, M, F)
+
+
+def _rank(h: Tensor | None, tail: Tensor | None, M: int, F: int) -> int:
+    """R, 0 without h and tail."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(OP, "h", h, BF16, (M, R))
+    expect(OP, "tail", tail, BF16, (R, F))
+    return R
+
+
+def _results(
+    d_up_gate: Tensor | None,
+    shape: tuple[int, int],
+    abs_max: Tensor | None,
+    fp8: Fp8Out | None,
+    out: Tensor | None,
+    out_fp8: Fp8Out | None,
+) -> dict[str, int]:
+    """The constants that switch what is written on and off. shape: of out."""
+    M, F = shape
+    if d_up_gate is not None or fp8 is None:
+        expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
+    consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
+    consts |= again_consts(OP, out, out_fp8, BF16, shape)
+    # A fourth stage has no place beside transposed codes of out.
+    return consts | {"TENSOR": int(d_up_gate is not None), "RING": 4 - consts["OUT_TRANSPOSED"]}
 
 
 def _shared(consts: dict[str, int]) -> int:
@@ -155,35 +193,3 @@ def _shared(consts: dict[str, int]) -> int:
     turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
     tiles = consts["RING"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
     return tiles + 8 * BARRIERS + 1024
-
-
-def _check_operands(
-    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
-) -> None:
-    K, right = a.shape[1], _right(a.dtype)
-    if a.dtype == BF16:
-        expect(op, "b", b, right, (K, b.shape[1]))
-        if scale_a is not None or scale_b is not None:
-            raise TypeError(f"{op}: only fp8 codes have scales")
-        return
-    if a.dtype not in (E4M3, E5M2):
-        raise TypeError(f"{op}: a must be fp8 or BF16, got {a.dtype.label}")
-    expect(op, "b", b, right, (b.shape[0], K))
-    expect(op, "scale_a", scale_a, F32, (1,))
-    expect(op, "scale_b", scale_b, F32, (1,))
-
-
-def _right(left: DType) -> DType:
-    return BF16 if left == BF16 else E4M3
-
-
-def _rank(op: str, h: Tensor | None, tail: Tensor | None, M: int, F: int) -> int:
-    """R, 0 without h and tail."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (R, F))
-    return R

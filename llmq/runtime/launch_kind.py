@@ -66,6 +66,14 @@ def fused_product(
     return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
 
 
+def more_bytes(entry: str, args: tuple, device_bytes: int) -> int:
+    """Bytes that a launch moves beside what the library's product would, which is all of others."""
+    if entry not in FUSED:
+        return 0
+    _, (a, b), (m, n, _) = fused_product(entry, args)
+    return max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
+
+
 def attention_window(file: str, entry: str, args: tuple) -> int:
     """How many keys a query sees, of the arguments of one of attention's kernels."""
     return args[-2 if (file, entry) == ("attention", "attention_forward") else -1]

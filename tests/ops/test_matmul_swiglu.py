@@ -3,16 +3,19 @@
 Operands are small integers, so that sums are exact in any order.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.ops import matmul_swiglu, swiglu
 from llmq.ops.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu import CASES
+from llmq.runtime.plan_device import PlanDevice
 from tests.fp8_out import outputs
-from tests.harness import run
+from tests.harness import GPU_SPEC, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
@@ -108,8 +111,8 @@ gpu_only = pytest.mark.parametrize(
 @pytest.mark.parametrize("left_out", [(), ("up_gate",), ("out",)], ids=str)
 @pytest.mark.parametrize("layout", ["codes", "transposed", "both"])
 def test_all_multiprocessors(hopper, rng, layout, left_out):
-    """Several tiles of each cluster, in several groups of columns."""
-    M, F, *_ = case = (2064, 4112, 1040, 0)
+    """Several tiles of each cluster, in several groups of columns, of which K makes few."""
+    M, F, *_ = case = (2064, 1552, 8208, 0)
     arrays = operands_of(rng, *case, E4M3) | results_of(M, F, layout)
     check(hopper, arrays, left_out=left_out)
 
@@ -120,3 +123,64 @@ def test_with_adapters_and_gelu(hopper, rng, dtype):
     M, F, *_ = case = (2064, 4112, 1040, 72)
     arrays = operands_of(rng, *case, dtype) | results_of(M, F, "both")
     check(hopper, arrays, gelu=True)
+
+
+def test_which_products_it_serves():
+    dev = PlanDevice(GPU_SPEC)
+
+    def serves(dev=dev, M=4096, F=18944, K=3584, rank=0, dtype=E4M3):
+        a = dev.alloc("a", (M, K), dtype, "Activations")
+        return matmul_swiglu.serves(dev, a, F, rank)
+
+    assert serves() and serves(dtype=BF16) and serves(rank=128) and serves(F=4864, K=896)
+    assert not serves(F=4096) and not serves(M=1024) and not serves(rank=136)
+    assert not serves(M=4104) and not serves(F=18952)  # codes of both layouts
+    assert not serves(rank=12) and not serves(K=3592)  # rows of no multiple of 16 bytes
+    assert not serves(dtype=F32) and not serves(dtype=E5M2)
+    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
+        assert not serves(PlanDevice(spec))
+    assert not serves(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def tensor(dtype, *shape):
+        return dev.alloc("t", shape, dtype, "Weights")
+
+    def call(up_gate, out, a, b, *rest, **more):
+        matmul_swiglu.forward(dev, up_gate, out, a, b, *rest, **more)
+
+    both = tensor(BF16, 32, 96), tensor(BF16, 32, 48)
+    halves = tensor(BF16, 32, 64), tensor(BF16, 96, 64)
+    h, tail, one = tensor(BF16, 32, 8), tensor(BF16, 96, 8), tensor(F32, 1)
+    codes = tensor(E4M3, 32, 64), tensor(E4M3, 96, 64)
+    call(*both, *halves, h, tail)
+    assert dev.flops["matmul_swiglu"] == 4 * 32 * 48 * (64 + 8)
+    with pytest.raises(TypeError, match="out or fp8 must be given"):
+        call(both[0], None, *halves)
+    with pytest.raises(TypeError, match="up_gate must be BF16, got F32"):
+        call(tensor(F32, 32, 96), both[1], *halves)
+    with pytest.raises(ValueError, match=r"out must have shape \(32, 48\)"):
+        call(both[0], both[0], *halves)
+    with pytest.raises(ValueError, match="b must have rows of up and of gate"):
+        call(*both, halves[0], tensor(BF16, 95, 64))
+    with pytest.raises(ValueError, match="M and F must be multiples of 16, got 32 and 40"):
+        call(None, tensor(BF16, 32, 40), halves[0], tensor(BF16, 80, 64))
+    with pytest.raises(TypeError, match="b must be BF16, got F8_E4M3"):
+        call(*both, halves[0], codes[1])
+    with pytest.raises(TypeError, match="a must be F8_E4M3 or BF16, got F8_E5M2"):
+        call(*both, tensor(E5M2, 32, 64), codes[1], None, None, one, one)
+    with pytest.raises(TypeError, match="scale_a must be a tensor"):
+        call(*both, *codes)
+    with pytest.raises(TypeError, match="only fp8 codes have scales"):
+        call(*both, *halves, None, None, one, one)
+    with pytest.raises(ValueError, match=r"h must be .* with R from 1 to 128"):
+        call(*both, *halves, tensor(BF16, 32, 136), tensor(BF16, 96, 136))
+    with pytest.raises(ValueError, match=r"tail must have shape \(96, 8\)"):
+        call(*both, *halves, h, h)
+    fp8 = Fp8Out(tensor(E4M3, 48, 32), None, one, tensor(I32, 1))
+    with pytest.raises(ValueError, match="codes must have shape"):
+        call(*both, *halves, fp8=fp8)
+    with pytest.raises(ValueError, match="a must be a matrix with rows of a multiple of 16 bytes"):
+        call(*both, tensor(BF16, 32, 60), tensor(BF16, 96, 60))
