@@ -332,14 +332,16 @@ template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
 
-// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py.
+// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py, MAX_CODE: its code.
 template <class F> struct Fp8;
 template <> struct Fp8<e4m3> {
     static constexpr float MAX = 448.0f;
+    static constexpr u32 MAX_CODE = 0x7Eu;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E4M3;
 };
 template <> struct Fp8<e5m2> {
     static constexpr float MAX = 57344.0f;
+    static constexpr u32 MAX_CODE = 0x7Bu;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E5M2;
 };
 
@@ -349,4 +351,10 @@ template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float
     const float2 low = make_float2(a, b), high = make_float2(c, d);
     return (u32)__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, Fp8<F>::FORMAT) |
            (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
+}
+
+// What the two codes in the lower half stand for, the lowest first.
+template <class F> __device__ __forceinline__ float2 from_fp8(u32 two) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, Fp8<F>::FORMAT);
+    return __half22float2(__half2(pair));
 }

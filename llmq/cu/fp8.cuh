@@ -196,6 +196,79 @@ template <class Element> struct OctetRows {
     }
 };
 
+// What it loads there of codes that a product has written; elements are code * scale.
+template <class Format> struct OctetCodes {
+    struct Eight {
+        float v[8];
+        __device__ __forceinline__ float at(int i) const { return v[i]; }
+    };
+    uint2 four[4];
+    float scale;
+
+    __device__ __forceinline__ explicit OctetCodes(const float* scale) : scale(*scale) {}
+
+    // Row i is at p + i * stride, a multiple of 8 bytes; zeros where i >= there.
+    __device__ __forceinline__ void load(const Format* p, i64 stride, int there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            four[i] = make_uint2(0, 0);
+            if (i < there) { four[i] = __ldcs(reinterpret_cast<const uint2*>(p + i * stride)); }
+        }
+    }
+    __device__ __forceinline__ Eight row(int i) {
+        forget(four[i]);
+        Eight out;
+        const u32 word[2] = {four[i].x, four[i].y};
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+            const float2 two = from_fp8<Format>(word[k / 4] >> k % 4 * 8);
+            out.v[k] = two.x * scale;
+            out.v[k + 1] = two.y * scale;
+        }
+        return out;
+    }
+    // Elements that are +-MAX.
+    __device__ __forceinline__ u32 largest_codes() const {
+        u32 count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 word[2] = {four[i].x & 0x7F7F7F7Fu, four[i].y & 0x7F7F7F7Fu};
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                count += (word[k / 4] >> k % 4 * 8 & 0xFFu) == Fp8<Format>::MAX_CODE;
+            }
+        }
+        return count;
+    }
+};
+
+// OctetRows or OctetCodes, by the element; both are made of a scale.
+template <class Element> struct OctetOf {
+    struct Type : OctetRows<Element> {
+        __device__ __forceinline__ explicit Type(const float*) {}
+    };
+};
+template <> struct OctetOf<e4m3> { using Type = OctetCodes<e4m3>; };
+template <> struct OctetOf<e5m2> { using Type = OctetCodes<e5m2>; };
+
+// What a product cannot tell of its codes; see ProductCodes in llmq/base/operand.py. All threads of
+// all blocks call it, with one or more OctetCodes of the same tensor. Nothing if abs_max is null,
+// and nothing of OctetRows.
+template <class... Rows>
+__device__ __forceinline__ void look_at_codes(const float*, float*, i32*, const Rows&...) {}
+template <class Format, class... More>
+__device__ __forceinline__ void look_at_codes(const float* largest, float* abs_max, i32* saturated,
+                                              const OctetCodes<Format>& first, const More&... more) {
+    if (abs_max == nullptr) { return; }
+    const float seen = *largest;
+    if (seen > Fp8<Format>::MAX * first.scale) {
+        const u32 count = (first.largest_codes() + ... + more.largest_codes());
+        const u32 sum = __reduce_add_sync(0xFFFFFFFFu, count);
+        if ((threadIdx.x & 31) == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
+    }
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { store_abs_max(abs_max, seen); }
+}
+
 // As that of 16 bytes in ptx.cuh: one register for two elements of BF16, until they are used next.
 template <class Element, int COUNT>
 __device__ __forceinline__ void forget(Pack<Element, COUNT>& x) {

@@ -10,14 +10,17 @@
 //          OUT = 1, which may be d_out; else it may be null.
 //          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of forward's out or d_up_gate,
 //          which may be null; codes with CODES = 1, transposed with TRANSPOSED = 1. The same of
-//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1.
+//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1. With CODED = 1 up_gate and d_out
+//          are FP8 codes as products write them, 8-byte aligned, of up_scale and in_scale; in_*: what
+//          is found out about the newer of the two, as in fp8.cuh. All other tensors are then BF16.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
 //          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30
 //          instructions per output element. _fp8: twice as many loads in flight, 40 (forward) or
 //          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
-//          shared memory for transposed codes, and 8 KiB for those of out.
+//          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
+//          of what is read, 8-byte loads.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "activation.cuh"
@@ -34,19 +37,25 @@ constexpr bool ON_BLACKWELL = true;
 #else
 constexpr bool ON_BLACKWELL = false;
 #endif
-constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
+// The format of results beside inputs of Element.
+template <class Element> struct ResultOf { using Type = Element; };
+template <> struct ResultOf<e4m3> { using Type = bf16; };
+using V = ResultOf<U>::Type;
+constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that the registers must do for
 
-__device__ __forceinline__ T activation(T up, T gate) {
+template <class R, class In> __device__ __forceinline__ R activation(In up, In gate) {
     const float g = to_f32(gate);
-    return from_f32<T>(to_f32(up) * (g * Gate::share(g)));
+    return from_f32<R>(to_f32(up) * (g * Gate::share(g)));
 }
 
 // out: activation() again, of the same sigmoid.
-__device__ __forceinline__ void gradients(T& d_up, T& d_gate, T& out, T d_out, T up, T gate) {
+template <class R, class Gradient, class In>
+__device__ __forceinline__ void gradients(R& d_up, R& d_gate, R& out, Gradient d_out, In up,
+                                          In gate) {
     const float g = to_f32(gate), s = Gate::share(g), d = to_f32(d_out);
-    d_up = from_f32<T>(g * s * d);
-    d_gate = from_f32<T>(Gate::slope(g, s) * to_f32(up) * d);
-    out = from_f32<T>(to_f32(up) * (g * s));
+    d_up = from_f32<R>(g * s * d);
+    d_gate = from_f32<R>(Gate::slope(g, s) * to_f32(up) * d);
+    out = from_f32<R>(to_f32(up) * (g * s));
 }
 
 // Element offsets of output vector i of this thread: in out, and in up_gate.
@@ -82,7 +91,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
 #pragma unroll
-        for (int k = 0; k < N; ++k) { result[k] = activation(up_i[k], gate_i[k]); }
+        for (int k = 0; k < N; ++k) { result[k] = activation<T>(up_i[k], gate_i[k]); }
         store_vec(out + place.out, result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -126,26 +135,28 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
-swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F,
+swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows, i32 F,
                    f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
-                   const f32* __restrict__ scale, i32* saturated) {
-#if CODES || TRANSPOSED
+                   const f32* __restrict__ scale, i32* saturated, const f32* __restrict__ in_scale,
+                   const f32* __restrict__ in_largest, f32* in_abs_max, i32* in_saturated) {
+#if CODES || TRANSPOSED || CODED
     __shared__ OctetTile tile;
     const OctetPlace place(rows, F);
-    OctetRows<T> up, gate;
+    OctetOf<U>::Type up(in_scale), gate(in_scale);
     up.load(up_gate + place.row * 2 * F + place.column, 2 * F, place.there);
     gate.load(up_gate + place.row * 2 * F + F + place.column, 2 * F, place.there);
-    Fp8Encoder<Q, true> encoder(scale);
+    look_at_codes(in_largest, in_abs_max, in_saturated, up, gate);
+    Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     u32 largest = 0;
     uint2 result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Pack<T, 8> up_i = up.row(i), gate_i = gate.row(i);
-        Pack<T, 8> out_i;
+        const auto up_i = up.row(i), gate_i = gate.row(i);
+        Pack<V, 8> out_i;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) { out_i.set(k, activation(up_i.at(k), gate_i.at(k))); }
+        for (int k = 0; k < 8; ++k) { out_i.set(k, activation<V>(up_i.at(k), gate_i.at(k))); }
         if (out != nullptr && place.inside) {
-            out_i.store(out + (place.row + i) * F + place.column);
+            out_i.store(reinterpret_cast<V*>(out) + (place.row + i) * F + place.column);
         }
         largest = max(largest, abs_max_bits(out_i));
         result[i] = encoder.encode(out_i);
@@ -167,30 +178,35 @@ swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows,
 // compiler the codes of one are, too.
 constexpr bool THIRD = OUT || (OUT_TRANSPOSED && ON_BLACKWELL);
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
-swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
+swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,
                     e4m3* __restrict__ out_transposed, const f32* __restrict__ out_scale,
-                    i32* out_saturated) {
-#if CODES || TRANSPOSED || OUT_TRANSPOSED
+                    i32* out_saturated, const f32* __restrict__ up_scale,
+                    const f32* __restrict__ in_scale, const f32* __restrict__ in_largest,
+                    f32* in_abs_max, i32* in_saturated) {
+#if CODES || TRANSPOSED || OUT_TRANSPOSED || CODED
     __shared__ OctetTile up_tile, gate_tile, out_tile;
     const OctetPlace place(rows, F);
     const i64 narrow = place.row * F + place.column, wide = narrow + place.row * F;
-    OctetRows<T> d, up, gate;
+    OctetOf<D>::Type d(in_scale);
+    OctetOf<U>::Type up(up_scale), gate(up_scale);
     d.load(d_out + narrow, F, place.there);
     up.load(up_gate + wide, 2 * F, place.there);
     gate.load(up_gate + wide + F, 2 * F, place.there);
+    look_at_codes(in_largest, in_abs_max, in_saturated, d);
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
     uint2 up_result[4], gate_result[4], out_result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Pack<T, 8> d_i = d.row(i), up_i = up.row(i), gate_i = gate.row(i);
-        Pack<T, 8> d_up, d_gate, out_i;
+        const auto d_i = d.row(i);
+        const auto up_i = up.row(i), gate_i = gate.row(i);
+        Pack<V, 8> d_up, d_gate, out_i;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            T d_up_k, d_gate_k, out_k;
+            V d_up_k, d_gate_k, out_k;
             gradients(d_up_k, d_gate_k, out_k, d_i.at(k), up_i.at(k), gate_i.at(k));
             d_up.set(k, d_up_k);
             d_gate.set(k, d_gate_k);
@@ -198,11 +214,12 @@ swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i3
         }
         if constexpr (OUT || OUT_TRANSPOSED) { forget(d_up), forget(d_gate), forget(out_i); }
         if (d_up_gate != nullptr && place.inside) {
-            d_up.store(d_up_gate + wide + (i64)i * 2 * F);
-            d_gate.store(d_up_gate + wide + (i64)i * 2 * F + F);
+            V* const to = reinterpret_cast<V*>(d_up_gate) + wide + (i64)i * 2 * F;
+            d_up.store(to);
+            d_gate.store(to + F);
         }
         if constexpr (OUT) {
-            if (place.inside) { out_i.store(out + narrow + (i64)i * F); }
+            if (place.inside) { out_i.store(reinterpret_cast<V*>(out) + narrow + (i64)i * F); }
         }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
         up_result[i] = encoder.encode(d_up);

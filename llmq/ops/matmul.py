@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
+from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -14,7 +15,10 @@ MATMUL_ACCUMULATE = Kernel(
     "matmul", "matmul", args=f"inout D* out, const S* a, const S* b, const D*? bias, {_REST}"
 )
 
-_FP8_OPERANDS = "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias"
+_FP8_OPERANDS = (
+    "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
+    "const f32*? factor, f32*? largest"
+)
 _FP8_REST = "u8* workspace, i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
 MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_OPERANDS}, {_FP8_REST}")
 MATMUL_FP8_ACCUMULATE = Kernel(
@@ -48,10 +52,7 @@ def matmul(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"matmul: {name} must have 2 dimensions, got {tensor.shape}")
-        if tensor.dtype not in (F32, BF16):
-            raise TypeError(f"matmul: {name} must be F32 or BF16, got {tensor.dtype.label}")
+        _expect_matrix("matmul", name, tensor, (F32, BF16))
     if a.dtype == F32 and out.dtype != F32:
         raise TypeError("matmul: out must be F32 where a is F32, got BF16")
     M, N = out.shape
@@ -74,7 +75,7 @@ def matmul(
 
 def matmul_fp8(
     dev: Device,
-    out: Tensor,
+    out: Tensor | ProductCodes,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -89,7 +90,8 @@ def matmul_fp8(
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
     Args (contiguous; M, N and K multiples of 16):
-        out         out  F32 or BF16   (M,N)   F32 with accumulate
+        out         out  F32 or BF16   (M,N)   F32 with accumulate; or codes, as ProductCodes has
+                                               it: not with accumulate, E4M3 if a and b are
         a           in   E4M3 or E5M2  (M,K)
         b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
         scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
@@ -104,13 +106,15 @@ def matmul_fp8(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_fp8"
+    factor = largest = None
+    formats = (F32, BF16)
+    if isinstance(out, ProductCodes):
+        formats = (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2)
+        out, factor, largest = out.codes, out.factor, out.largest
+        expect(op, "factor", factor, F32, (1,))
+        expect(op, "largest", largest, F32, (1,))
     for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-        dtypes = (F32, BF16) if name == "out" else (E4M3, E5M2)
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(dtype.label for dtype in dtypes)
-            raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
+        _expect_matrix(op, name, tensor, formats if name == "out" else (E4M3, E5M2))
     if a.dtype == b.dtype == E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     (M, N), K = out.shape, a.shape[1]
@@ -123,7 +127,7 @@ def matmul_fp8(
     _check_accumulate(op, bias, accumulate, out)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
-    operands = (out, a, b, scale_a, scale_b, bias)
+    operands = (out, a, b, scale_a, scale_b, bias, factor, largest)
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         dev.launch(
             MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
@@ -132,6 +136,14 @@ def matmul_fp8(
             (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
             flops=2 * M * N * K,
         )
+
+
+def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:
+    if len(tensor.shape) != 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(dtype.label for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
 
 
 def _check_accumulate(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, row_blocks
+from llmq.ref.common import compute, decode_fp8, encode_fp8, update_abs_max
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -92,22 +91,6 @@ def matmul(
         out += bias
 
 
-@functools.cache
-def _values(dtype: np.dtype) -> np.ndarray:
-    """What each of an FP8 format's 256 codes stands for, F32."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-
-
-def _decode(codes: np.ndarray) -> np.ndarray:
-    """FP8 (rows, columns) as F32. The table is 8 times as fast as ml_dtypes' conversion."""
-    table, decoded = _values(codes.dtype), np.empty(codes.shape, np.float32)
-    codes = codes.view(np.uint8)
-    for rows in row_blocks(*codes.shape):
-        # "wrap", of which a byte has no need, writes to `out` without a buffer in between.
-        table.take(codes[rows], out=decoded[rows], mode="wrap")
-    return decoded
-
-
 def matmul_fp8(
     out: np.ndarray,
     a: np.ndarray,
@@ -115,6 +98,8 @@ def matmul_fp8(
     scale_a: np.ndarray,
     scale_b: np.ndarray,
     bias: np.ndarray | None,
+    factor: np.ndarray | None,
+    largest: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -125,14 +110,17 @@ def matmul_fp8(
     """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ out].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once.
+    computed in F32 and rounded to out once. With a factor, out are codes of that times the factor,
+    and largest[0] is the largest magnitude before.
     """
-    right = _decode(b).T
+    right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
     step = max(CHUNK // N, 256)
+    if largest is not None:
+        largest[0] = 0
     for start in range(0, M, step):
         rows = slice(start, min(start + step, M))
-        left = _decode(a[rows])
+        left = decode_fp8(a[rows])
         in_place = out.dtype == left.dtype and not accumulate
         if in_place:
             total = out[rows]
@@ -144,5 +132,8 @@ def matmul_fp8(
             total += compute(bias)
         if accumulate:
             total += compute(out[rows])
-        if not in_place:
+        if factor is not None:
+            update_abs_max(largest, total)
+            encode_fp8(out.view(np.uint8)[rows], total, factor[0], out.dtype)
+        elif not in_place:
             out[rows] = total

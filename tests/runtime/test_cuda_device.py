@@ -13,7 +13,7 @@ from llmq.base.errors import LlmqError
 from llmq.ops import fill
 from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin
-from llmq.runtime.cublaslt import Product
+from llmq.runtime.product import Product
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
