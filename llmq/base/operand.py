@@ -38,8 +38,8 @@ class ProductCodes(NamedTuple):
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
-        saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale, the
-                                                       reader adds the number of codes +-MAX
+        saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
+                                                       the reader adds the number of codes +-MAX
     """
 
     codes: Tensor

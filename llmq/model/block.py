@@ -68,7 +68,7 @@ class Blocks:
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.norms = BlockNorms(dev, config, operands)
         self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
-        self.mlp = MlpHalf(dev, config, operands, linear)
+        self.mlp = MlpHalf(dev, config, options, operands, linear)
 
     def forward(self, index: int, w: BlockWeights) -> None:
         """residual[l] or, for l > 0, residual_att and mlp_branch [l-1] -> those of this layer."""

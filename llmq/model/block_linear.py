@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -86,8 +86,13 @@ class BlockLinear:
         # Of one matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * max(widths),), dtype, "Activations")
 
-    def forward(self, layer: int, key: str, out: Tensor, x: Operand, w: BlockWeights) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'."""
+    def forward(
+        self, layer: int, key: str, out: Tensor | ProductCodes, x: Operand, w: BlockWeights
+    ) -> None:
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
+
+        Beside adapters no product writes codes.
+        """
         self.linear.forward(out, x, getattr(w, key), getattr(w, f"{key}_bias"))
         parts = self._parts.get((layer, key))
         if parts is None:
@@ -98,7 +103,12 @@ class BlockLinear:
             matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
-        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights
+        self,
+        layer: int,
+        key: str,
+        d_x: Tensor | ProductCodes,
+        d_out: Operand,
+        w: BlockWeights,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features)."""
         self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))

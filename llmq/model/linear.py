@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
 from llmq.ops import reduce
@@ -56,8 +56,17 @@ class Linear:
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
 
-    def forward(self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias."""
+    def forward(
+        self,
+        out: Tensor | ProductCodes,
+        x: Operand,
+        weight: Operand,
+        bias: Tensor | None = None,
+    ) -> None:
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias.
+
+        Fp8 products can write codes, here and in input_gradient.
+        """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
@@ -66,7 +75,9 @@ class Linear:
         else:
             matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
+    def input_gradient(
+        self, d_x: Tensor | ProductCodes, d_out: Operand, weight: Operand, salt: int = 0
+    ) -> None:
         """d_x (rows, in_features) = d_out (rows, out_features) @ weight.
 
         salt: a number of this weight's own, for products that round their operands stochastically.

@@ -3,6 +3,8 @@
     x -> up -> swiglu|geglu|gelu -> down -> out
 
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+With --mlp-dtype e4m3 it also turns the memory of what products write for the activation into fp8
+codes and a scale: mlp_up, and the gradient of the activation's output.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Operand, Target
+from llmq.base.dtypes import parse_dtype
+from llmq.base.operand import Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.block_linear import BlockLinear
-from llmq.model.operands import InputAgain, Operands
+from llmq.model.operands import InputAgain, Operands, Result
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
@@ -36,22 +40,32 @@ class MlpAgain(NamedTuple):
     a gated MLP (rows, 2F)."""
 
     x: Operand | None
-    mlp_up: Tensor
+    mlp_up: Result
 
 
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        operands: Operands,
+        linear: BlockLinear,
+    ):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
+        coded = options.mlp_dtype == "e4m3"
+        self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
 
     def forward(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
     ) -> None:
         """out (rows, C), from x (rows, C)."""
-        mlp_up = layer.mlp_up.place(self.dev, temps)
-        self.linear.forward(layer.index, "up", mlp_up, x, w)
+        place = layer.mlp_up.place(self.dev, temps)
+        multiply = partial(self.linear.forward, layer.index, "up", x=x, w=w)
+        mlp_up = self.operands.result(layer.mlp_up.slot, place, multiply)
 
         def activate(to: Target) -> None:
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
@@ -64,7 +78,8 @@ class MlpHalf:
     ) -> MlpAgain:
         """What backward needs: kept, or computed again."""
         computed = layer.recompute.ffn
-        mlp_up = layer.mlp_up.place(self.dev, temps)
+        place = layer.mlp_up.place(self.dev, temps)
+        mlp_up = self.operands.result_again(layer.mlp_up.slot, place)
         x = None
         if computed or self.linear.needs_input(layer.index, "up", g):
             x = x_again(product=computed)
@@ -81,7 +96,8 @@ class MlpHalf:
         d_out: Tensor,
         d_x: Tensor,
     ) -> None:
-        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up."""
+        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up, but
+        for codes."""
         mlp_up = again.mlp_up
 
         def write(to: Target) -> None:
@@ -89,7 +105,12 @@ class MlpHalf:
 
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
-            d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
+            out, shape = mlp_up, layer.mlp_up.shape
+            if isinstance(mlp_up, ProductCodes):  # their memory is too small
+                scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
+                out = temps.enter_context(scratch) if bias else None
+            gradient = self.operands.gradient
+            d_mlp_up = gradient(temps, slot, write, shape=shape, out=out, bias=bias)
             self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
@@ -98,16 +119,17 @@ class MlpHalf:
         layer: Layer,
         w: BlockWeights,
         g: BlockGrads,
-        mlp_up: Tensor,
+        mlp_up: Result,
         d_out: Tensor,
         to: Target,
     ) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
         with ExitStack() as temps:
-            shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
-            d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
+            shape, dtype = layer.mlp_act.shape, self._gradient_dtype
+            place = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w)
+            multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w)
+            d_mlp_act = self.operands.result(layer.slot("d_mlp_act"), place, multiply)
             needed = self.linear.needs_input(layer.index, "down", g)
             mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
@@ -116,8 +138,8 @@ class MlpHalf:
         self,
         temps: ExitStack,
         layer: Layer,
-        mlp_up: Tensor,
-        d_mlp_act: Tensor,
+        mlp_up: Result,
+        d_mlp_act: Result,
         to: Target,
         *,
         needed: bool,
@@ -126,17 +148,17 @@ class MlpHalf:
 
         needed: by a gradient; else it may be None.
         """
-        dev, backward = self.dev, self.activate_backward
-        kept = self.operands.kept(layer.mlp_act)
+        operands, slot = self.operands, layer.slot("d_mlp_up")
+        inputs = (self.dev, to.out, d_mlp_act, mlp_up)
+        backward = partial(self.activate_backward, *inputs, abs_max=to.abs_max, fp8=to.fp8)
+        kept = operands.kept(layer.mlp_act)
         if kept is not None or not needed:
-            backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+            operands.written(slot, backward)
             return kept
 
         def write(act: Target) -> None:
-            backward(
-                dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
-                out=act.out, out_fp8=act.fp8,
-            )  # fmt: skip
+            operands.written(slot, partial(backward, out=act.out, out_fp8=act.fp8))
 
         # The activation may go where its gradient is, which is not needed again.
-        return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)
+        out = None if isinstance(d_mlp_act, ProductCodes) else d_mlp_act
+        return operands.input_again(temps, layer.mlp_act, write, product=False, out=out)

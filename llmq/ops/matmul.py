@@ -106,15 +106,9 @@ def matmul_fp8(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_fp8"
-    factor = largest = None
-    formats = (F32, BF16)
-    if isinstance(out, ProductCodes):
-        formats = (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2)
-        out, factor, largest = out.codes, out.factor, out.largest
-        expect(op, "factor", factor, F32, (1,))
-        expect(op, "largest", largest, F32, (1,))
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        _expect_matrix(op, name, tensor, formats if name == "out" else (E4M3, E5M2))
+    out, *of_codes = _expect_result(op, out, a, b)
+    for name, tensor in (("a", a), ("b", b)):
+        _expect_matrix(op, name, tensor, (E4M3, E5M2))
     if a.dtype == b.dtype == E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     (M, N), K = out.shape, a.shape[1]
@@ -127,7 +121,7 @@ def matmul_fp8(
     _check_accumulate(op, bias, accumulate, out)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
-    operands = (out, a, b, scale_a, scale_b, bias, factor, largest)
+    operands = (out, a, b, scale_a, scale_b, bias, *of_codes)
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         dev.launch(
             MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
@@ -136,6 +130,19 @@ def matmul_fp8(
             (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
             flops=2 * M * N * K,
         )
+
+
+def _expect_result(
+    op: str, out: Tensor | ProductCodes, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensor, and of codes the factor and where their largest value goes."""
+    if not isinstance(out, ProductCodes):
+        _expect_matrix(op, "out", out, (F32, BF16))
+        return out, None, None
+    _expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
+    expect(op, "factor", out.factor, F32, (1,))
+    expect(op, "largest", out.largest, F32, (1,))
+    return out.codes, out.factor, out.largest
 
 
 def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:

@@ -128,7 +128,8 @@ class CublasLt:
         """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ out] on the stream.
 
         factor, largest: where out are codes, of what they are multiplied by, and the largest
-        magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not tuning takes it.
+        magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
+        tuning takes it.
         Raises RuntimeError as matmul does; no GPU before Ada can compute it.
         """
         types = (a.dtype, b.dtype, out.dtype)

@@ -13,12 +13,12 @@ from llmq.base.errors import LlmqError
 from llmq.ops import fill
 from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin
-from llmq.runtime.product import Product
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.pinned import PinnedMemory
+from llmq.runtime.product import Product
 from tests.conftest import gpu_problem
 from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
 
