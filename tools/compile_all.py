@@ -165,6 +165,10 @@ def all_launches(capability: int) -> Launches:
             note_training(spec, model, fields, noted)
             delayed = {"fp8_recipe": "delayed", "head_dtype": "e4m3"}
             note_training(spec, model, fields | delayed, noted)
+    for model in {model.activation: model for model in presets if model.gated}.values():
+        for gradient in ("e4m3", "e5m2"):
+            fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}
+            note_training(spec, model, fields | {"mlp_dtype": "e4m3"}, noted)
     for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B"):  # which have all its layouts and tiles
         note_training(spec, PRESETS[name].with_layers(PRESETS[name].layer_kinds), INT8, noted)
     for fields in (ADAPTERS, {"grad_accum_dtype": "fp32"}):
