@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -14,6 +14,7 @@ from llmq.model.operands import NAMES, RESULTS
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
+from llmq.train.diagnose import _activations, _measured_gradients, abs_maxes
 from tests.models import exported, random_batch, trainer_for
 
 T = 32
@@ -68,13 +69,13 @@ def test_learns_as_without_codes():
 
     def losses(**options):
         with trainer_on(learning_rate=3e-3, steps=100, **options) as trainer:
-            return np.array([trainer.step(step).loss for _ in range(40)])
+            return np.array([trainer.step(step).loss for _ in range(25)])
 
     bf16 = losses(matmul_dtype="bf16", fp8_recipe="jit", mlp_dtype="bf16")
     fp8, codes = losses(mlp_dtype="bf16"), losses()
-    assert codes[-1] < 0.05 * codes[0]
+    assert codes[-1] < 0.3 * codes[0]
     assert (codes != fp8).all()
-    # The loss falls by a factor of 30: the distances are some percent of it at each step.
+    # The loss falls fast: the distances are up to some percent of it at each step.
     assert np.abs(codes / fp8 - 1).mean() < 1.5 * np.abs(fp8 / bf16 - 1).mean() < 0.05
 
 
@@ -143,8 +144,15 @@ def test_history_and_scales_of_products():
             assert scale == np.float32(max(history)) * np.float32(MARGIN) / np.float32(limit[name])
             product = scales.product(f"layers.0.{name}", None)
             assert product.factor.numpy()[0] == np.float32(1) / scale
-        blocks = trainer._step.model.operands.largest()
-    assert blocks.shape == (2, len(NAMES) + len(RESULTS)) and (blocks > 0).all()
+        logged = abs_maxes(trainer.ranks)
+        seen = _activations(trainer._step) + _measured_gradients(trainer._step)
+    assert logged["act.mlp_up.1"] == state["fp8_abs_max.layers.1.mlp_up"][-1]
+    assert logged["grad.swiglu.0"] == state["fp8_abs_max.layers.0.d_mlp_act"][-1]
+    assert len(logged) == 2 * len(NAMES + RESULTS)
+    # They are looked at where a NaN is searched for, of which codes have no largest value.
+    for name, of_both in (("mlp_up", "mlp_up"), ("mlp_act", "swiglu")):
+        values = [entry.value for entry in seen if entry.name == f"{name} of layer 0"]
+        assert values == [logged[f"act.{of_both}.0"], logged[f"grad.{of_both}.0"]]
 
 
 def test_resume_and_another_format_of_the_mlp(tmp_path):
@@ -259,12 +267,3 @@ def test_ranks_share_their_scales():
         want = [one.step(step) for step in steps]
     for result, expected in zip(results, want, strict=True):
         assert result.loss == pytest.approx(expected.loss, rel=0.002)
-
-
-def test_counts_are_whole_numbers_of_the_device():
-    """What a product's reader adds to is what the step's statistics read."""
-    with trainer_on() as trainer:
-        product = trainer._step.model.operands.scales.product("layers.0.mlp_up", None)
-        assert product.saturated.dtype is I32 and product.abs_max is not None
-        again = trainer._step.model.operands.scales.product("layers.0.mlp_up", None, again=True)
-        assert again.saturated is None and again.abs_max is None

@@ -5,9 +5,10 @@
 #   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
 #
 # RUN: bf16; bf16-again, the same tokens in smaller micro-batches, which shows how far runs drift
-# apart that differ in rounding only; int8; fp8, or fp8 with -delayed, -head and one of -all and
-# -forward, such as fp8-delayed-head: delayed scales, the LM head in fp8, and fast accumulation in
-# all or only in forward's products instead of in those of forward and of activations' gradients.
+# apart that differ in rounding only; int8; fp8, or fp8 with -delayed, -mlp, -head and one of -all
+# and -forward, such as fp8-delayed-mlp-head: delayed scales, --mlp-dtype e4m3, the LM head in fp8,
+# and fast accumulation in all or only in forward's products instead of in those of forward and of
+# activations' gradients.
 # STEPS in the environment: how many steps of 65,536 tokens, 300 if not set. LR: the highest
 # learning rate, 1.5e-4 if not set. WORK gets the tokenizer, the token files, and of each RUN its
 # log, console output, model and what transformers say of it; what is there is not made again. The
@@ -19,7 +20,7 @@ work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
 for run in "$@"; do
-    if ! [[ $run =~ ^(bf16(-again)?|int8|fp8(-delayed)?(-head)?(-all|-forward)?)$ ]]; then
+    if ! [[ $run =~ ^(bf16(-again)?|int8|fp8(-delayed(-mlp)?)?(-head)?(-all|-forward)?)$ ]]; then
         echo "error: $run: $usage" >&2 && exit 64
     fi
 done
@@ -60,6 +61,7 @@ for run in "$@"; do
     [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
     [[ $run == int8 ]] && options+=(--matmul-dtype int8)
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
+    [[ $run == *-mlp* ]] && options+=(--mlp-dtype e4m3)
     [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
     [[ $run == *-all ]] && options+=(--fp8-fast-accumulation all)
     [[ $run == *-forward ]] && options+=(--fp8-fast-accumulation forward)

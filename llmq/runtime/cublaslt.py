@@ -335,4 +335,5 @@ class CublasLt:
         self._lt.matmul_desc_set_attribute(plan.desc, attribute, plan.address.ctypes.data, 8)
 
     def _no_algorithm(self, plan: Plan) -> str:
-        return f"matmul: {self._name} has no algorithm for {plan.product}"
+        hint = "; use --mlp-dtype bf16" if plan.product.makes_codes else ""
+        return f"matmul: {self._name} has no algorithm for {plan.product}{hint}"

@@ -322,6 +322,10 @@ def test_no_algorithm(costs):
     lt, _ = make(costs, tune=True)
     with pytest.raises(RuntimeError, match="matmul: GPU, cuBLASLt 130100 has no algorithm for 8x"):
         lt.matmul(*Arguments(*SHAPE))
+    with pytest.raises(
+        RuntimeError, match="e4m3->e4m3, 4096 bytes of workspace; use --mlp-dtype b"
+    ):
+        lt.fp8(*Fp8Arguments(*FP8_SHAPE, dtypes=(E4M3, E4M3, E4M3)))
 
 
 def tuned(path, costs, **kwargs):
