@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,13 +17,16 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
+from llmq.plan.larger_batch import WORTH, larger_batch
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.shrink import Shrinker, smaller_batch
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
+from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.usefixtures("shared_estimates")
 GIB = 1 << 30
 CARD = find_card("4090")
 SPEC = spec_of(CARD)
@@ -55,6 +59,7 @@ def commands(message: str) -> list[list[str]]:
     return [shlex.split(line)[2:] for line in lines if line.startswith("llmq train ")]
 
 
+@cache
 def needed(config: TrainConfig, model: ModelConfig) -> int:
     """What must fit into a GPU."""
     return needed_bytes(make_plan(config, model, SPEC), SPEC)
@@ -146,13 +151,15 @@ def test_coarser_numbers_only_where_they_are_needed_or_said_so():
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunks", "then"), [(97, 1, 1), (16, 16, 8), (15, 5, 5), (9, 9, 3)]
+    ("batch", "chunks", "then", "parts"),
+    [(97, 1, 1, 1), (16, 16, 8, 8), (15, 5, 5, 5), (9, 9, 3, 3), (4, 24, 2, 12), (3, 18, 1, 6)],
 )
-def test_micro_batches_of_any_size_get_smaller(batch, chunks, then):
+def test_micro_batches_of_any_size_get_smaller(batch, chunks, then, parts):
     config = options(batch_size=batch, grad_accumulation=2, attn_bwd_chunks=chunks, seq_len=64)
     config = replace(config, lmhead_chunks=batch)
     less = replace(config, **smaller_batch(config)).validate()
     assert less.batch_size == then and less.batch_size * less.grad_accumulation == 2 * batch
+    assert less.attn_bwd_chunks == parts
     assert smaller_batch(replace(config, batch_size=1)) == {}
 
 
@@ -264,3 +271,48 @@ def test_flags_of_changes():
     changes = {"recompute_norm": True, "offload_opt_m": True, "lmhead_chunks": 4}
     assert spelled(config, changes) == "--offload-opt-m --lmhead-chunks=4"
     assert spelled(config, {"recompute_norm": False}) == "--no-recompute-norm"
+
+
+H100 = find_card("h100")
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_larger_micro_batch_that_is_faster_fits(chunks):
+    """More chunks are taken where the head's logits have no room otherwise."""
+    model, spec = preset("Qwen2.5-0.5B"), spec_of(H100)
+    given = {"device": "cuda", "seq_len": 1024, "batch_size": 32, "grad_accumulation": 4}
+    config = options(**given, opt_m_dtype="bf16", opt_v_dtype="bf16")
+    plans = planner(model, spec)
+
+    def followed_exactly(limit: int) -> TrainConfig:
+        larger = larger_batch(config, plans, Limits(device=limit))
+        assert larger.device <= limit
+        flags = [flag.removeprefix("--").split("=") for flag in larger.flags.split()]
+        then = replace(config, **{name.replace("-", "_"): int(value) for name, value in flags})
+        now, need = (plans.exact(c) for c in (config, then))
+        assert need.tokens == now.tokens and need.device <= limit
+        assert need.speed == pytest.approx(larger.speed, rel=1e-3)  # which is an estimate
+        assert need.speed > (1 + WORTH / 2) * now.speed
+        return then
+
+    enough = followed_exactly(1 << 40)  # of the largest that there is
+    assert (enough.batch_size, enough.grad_accumulation) == (128, 1)
+    limit = needed_bytes(
+        make_plan(replace(config, batch_size=64, lmhead_chunks=chunks), model, spec), spec
+    )
+    then = followed_exactly(limit + 2 * MIB)
+    assert (then.batch_size, then.grad_accumulation, then.lmhead_chunks) == (64, 2, chunks)
+
+
+def test_no_larger_micro_batch_without_room_or_gain():
+    model, config = (
+        preset("Qwen2.5-0.5B"),
+        options(device="cuda", seq_len=1024, grad_accumulation=4),
+    )
+    plans, need = planner(model, SPEC), needed(config, model)
+    assert larger_batch(config, plans, Limits(device=2 * need)) is not None
+    assert larger_batch(config, plans, Limits(device=need + 2 * MIB)) is None
+    once = replace(config, grad_accumulation=1)
+    assert larger_batch(once, plans, Limits(device=1 << 40)) is None
+    large = replace(config, batch_size=128)
+    assert larger_batch(large, plans, Limits(device=1 << 40)) is None

@@ -16,7 +16,7 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
-from llmq.ops import attention, matmul
+from llmq.ops import attention, matmul, matmul_adapted
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import Measured
@@ -191,6 +191,18 @@ def test_a_product_of_another_layout_is_like_one_that_was_measured():
     assert Rates(card_of_file(FILE)).compute(work) == pytest.approx(
         Measured(FILE).seconds(kind_of(work), work.flops, work.device_bytes)
     )
+
+
+def test_a_product_with_adapters_is_like_one_without():
+    def call(dev, alloc):
+        out, a = alloc("out", (32768, 1024)), alloc("a", (32768, 4096))
+        b, h, tail = alloc("b", (4096, 1024)), alloc("h", (32768, 8)), alloc("tail", (8, 1024))
+        return lambda: matmul_adapted.matmul_adapted(dev, out, a, b, h, tail, transposed=True)
+
+    work, other = traced(call), product(32768, 1024, 4096)
+    assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/adapted"
+    rates = Rates(card_of_file(FILE))
+    assert rates.compute(other) < rates.compute(work) < 1.01 * rates.compute(other)
 
 
 def kind_of(work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from llmq.checkpoint.verify import _digest, hash_share, problem_of
 from llmq.commands.cli import _run
+from llmq.data.tokenized import gaps
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl
 
@@ -101,6 +103,88 @@ def test_what_is_damaged(capsys, name, at, arguments):
     assert "error: " in err and err.count("\n") == 1
     assert Path(name).parent.name in err
     assert "'data/eval.bin': 113 tokens, no checksums\n" in out, "the others are looked at, too"
+
+
+@pytest.fixture(scope="module")
+def shards(place, tmp_path_factory):
+    """A folder of seven token files."""
+    out = tmp_path_factory.mktemp("shards")
+    run(place / "a.jsonl", out=out, eval_fraction=0.1, shard_tokens=300)
+    assert len(list(out.glob("train-*.bin"))) == 7
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train-000.bin", "train-000.bin' is missing, 7 files were written for train: copy the"),
+        ("train-006.bin", "train-006.bin' is missing, 7 files"),
+        ("eval-000.bin", "eval-000.bin' is missing, 1 files"),
+        ("train-003.docs", "train-003.docs' is missing: copy it together with '"),
+        ("train-003.sums", "train-003.sums' is missing: copy it together with '"),
+        ("tokenizer/tokenizer.json", "tokenizer' is missing or damaged: copy the"),
+    ],
+)
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_missing(capsys, shards, tmp_path, name, said, link):
+    made = shutil.copytree(shards, tmp_path / "made")
+    (made / name).unlink()
+    if link:  # to itself
+        (made / name).symlink_to(Path(name).name)
+    status, _, err = check(capsys, made)
+    assert status == 2
+    assert re.search(said, err) or (link and name.endswith((".bin", ".sums")) and name in err)
+
+
+def test_a_run_says_which_token_files_are_missing(capsys, shards, tmp_path):
+    made = shutil.copytree(shards, tmp_path / "made")
+    data = {"train_file": made / "train*.bin", "eval_file": made / "eval*.bin"}
+    places = {"out_dir": "out-few", "checkpoint_dir": "ckpt-few", "log_file": "few.json"}
+    assert train(steps=0, **data, **places) == 0
+    assert "WARNING" not in capsys.readouterr().out
+    (made / "train-003.bin").unlink()
+    manifest = json.loads((made / "tokenize.json").read_text())
+    assert train(steps=0, **data, **places, overwrite="") == 0
+    said = "train-003.bin' is missing, 7 files were written for train: what is there is read\n"
+    assert capsys.readouterr().out.count(said) == 1
+    (made / "tokenize.json").write_text(json.dumps(manifest | {"complete": False}))
+    (made / "train-003.bin.partial").touch()
+    manifest["splits"]["train"] = 3 * 300 + 5
+    (made / "tokenize.json").write_text(json.dumps(manifest | {"complete": False}))
+    [*lines] = gaps(made.glob("*.bin"))
+    assert lines == [
+        f"WARNING: '{made}' is unfinished: the same tokenize command goes on; what is there is read"
+    ]
+    (made / "train-003.bin.partial").unlink()
+    assert "train-003.bin.partial' is missing" in gaps(made.glob("train*.bin"))[0]
+    (made / "tokenize.json").write_text("{}")
+    assert gaps(made.glob("*.bin")) == []
+
+
+def test_token_files_that_were_exchanged(capsys, shards, tmp_path):
+    made = shutil.copytree(shards, tmp_path / "made")
+    for suffix in ("bin", "docs", "sums"):
+        shutil.copy(made / f"train-006.{suffix}", made / f"train-001.{suffix}")
+        shutil.copy(made / f"train-006.{suffix}", made / f"train-007.{suffix}")
+    status, out, err = check(capsys, made)
+    assert status == 2 and out.count("DAMAGED") == 2
+    assert "train-001.bin' has 93 tokens and a vocabulary of 257, but '" in err
+    assert "tokenize.json' speaks of 300 tokens: copy" in err
+    assert "tokenize.json' speaks of no such file: copy" in err
+
+
+def test_a_folder_of_an_earlier_version(capsys, shards, tmp_path):
+    """It may lack what its manifest does not speak of."""
+    made = shutil.copytree(shards, tmp_path / "made")
+    manifest = json.loads((made / "tokenize.json").read_text())
+    del manifest["beside"], manifest["tokenizer"]
+    (made / "tokenize.json").write_text(json.dumps(manifest))
+    for path in made.glob("*.sums"):
+        path.unlink()
+    status, out, _ = check(capsys, made)
+    assert (
+        status == 0 and out.startswith(f"'{made}': complete\n") and out.count("no checksums") == 8
+    )
 
 
 def test_weights_that_are_not_numbers(capsys):

@@ -99,6 +99,14 @@ def test_any_flipped_bit_of_the_other_files(path):
     assert len(DocumentIndex.read(path)) == 3
 
 
+def test_a_link_to_itself_is_no_absence(path):
+    checksums_path(path).unlink()
+    assert TokenFile(path).checksums is None
+    checksums_path(path).symlink_to("a.sums")
+    with pytest.raises(DataError, match=r"cannot read '.*a\.sums': Too many levels"):
+        TokenFile(path)
+
+
 def test_a_piece_is_compared_once(path, monkeypatch):
     compared = []
     real = checksums.Checksums._compare

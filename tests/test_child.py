@@ -6,9 +6,16 @@ import time
 
 import pytest
 
+from llmq.bench import child
 from llmq.bench.child import KEPT_LINES, run_child, run_watched, watched
 
 TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(child, "POLL", 0.1)
+    monkeypatch.setattr(child, "LAST_WORDS", 0.5)
 
 
 def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
@@ -18,7 +25,7 @@ def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
 
 @pytest.mark.parametrize("limit", [0, 60])
 def test_input_output_and_status(tmp_path, limit, capfd):
-    code = "import sys, time; time.sleep(1); print(len(sys.stdin.read())); sys.exit(3)"
+    code = "import sys, time; time.sleep(0.3); print(len(sys.stdin.read())); sys.exit(3)"
     assert run(tmp_path, code, limit, "x" * 1_000_000) == 3  # more than a pipe holds
     assert capfd.readouterr() == ("", "1000000\n")
 
@@ -28,8 +35,8 @@ def test_a_child_that_ends_without_reading(tmp_path):
 
 
 def test_a_child_that_makes_progress_is_left_alone(tmp_path):
-    code = TOUCHING + "for _ in range(12): alive.touch(); time.sleep(0.5)"
-    assert run(tmp_path, code, 4) == 0
+    code = TOUCHING + "for _ in range(12): alive.touch(); time.sleep(0.25)"
+    assert run(tmp_path, code, 2) == 0
 
 
 def test_a_child_that_hangs_says_where_and_is_ended(tmp_path, capfd):
@@ -40,7 +47,7 @@ def test_a_child_that_hangs_says_where_and_is_ended(tmp_path, capfd):
         "stuck()"
     )
     start = time.monotonic()
-    assert run(tmp_path, code, 3) is None
+    assert run(tmp_path, code, 2) is None
     assert time.monotonic() - start < 30
     pid, *trace = capfd.readouterr().err.splitlines()
     assert any(line.endswith(" in stuck") for line in trace)

@@ -23,7 +23,8 @@ from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run, app
 from llmq.commands.common import load_run
 from llmq.config.option_types import NEWEST
-from llmq.config.options_io import make_config
+from llmq.config.options import OPTIONS
+from llmq.config.options_io import COMMAND_LINE_ONLY, make_config
 from llmq.config.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
@@ -76,6 +77,12 @@ def flag_list():
 def test_flags_are_the_golden_ones():
     """A new or changed flag is a decision: edit the golden file by hand."""
     assert flag_list() == GOLDEN.read_text().splitlines()
+
+
+def test_what_is_no_option_of_a_run():
+    own = {line.split()[1][2:] for line in flag_list() if line.startswith("train ")}
+    of_runs = {option.flags[0] for option in OPTIONS.values()}
+    assert own - of_runs == COMMAND_LINE_ONLY - {"help"}
 
 
 def test_plan_has_the_flags_of_train():

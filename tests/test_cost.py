@@ -131,6 +131,20 @@ def test_streams_wait_for_events_only():
     assert replay([], rates).wall == 0
 
 
+def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
+    rates, gigabyte = Rates(H100), 10**9
+    one = seconds(gigabyte)
+    beside = work("comm", entry="quantize", file="quantize.cu", size=gigabyte)
+    phase = replay([beside, work(size=4 * gigabyte)], rates)
+    assert phase.busy["memory_bound"] == pytest.approx(one + seconds(4 * gigabyte))
+    # As long as both go on.
+    phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
+    assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
+    event = Event()
+    after = [beside, Mark("comm", event, False), Mark("main", event, True), work(size=gigabyte)]
+    assert replay(after, rates).wall == pytest.approx(2 * one)
+
+
 def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
     rates, gigabyte = Rates(H100), 10**9
     load = 1 / H100.bus
@@ -237,6 +251,50 @@ def test_small_products_are_less_efficient():
     assert rate(H100, 8192, 4096, 4096, dtype=F32) < 0.2 * rates[3]
 
 
+@pytest.mark.parametrize(
+    ("card", "options", "per_layer"),
+    [
+        (H100, {}, 2),  # up forward, and down's input gradient
+        (H100, {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, 2),
+        (
+            H100,
+            {"matmul-dtype": "e4m3", "base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
+            1,
+        ),
+        (H100, {"matmul-dtype": "int8", "base-dtype": "int8"}, 0),
+        (H100, {"lora-dropout": 0.1}, 1),
+        (H100, {"seq-len": 1024}, 0),
+        (H100, {"gpus": 2}, 0),
+        (RTX_4090, {}, 0),
+    ],
+)
+def test_where_adapters_are_within_products(card, options, per_layer):
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
+    config = make_config(config | {"lora-rank": 16, "grad-accumulation": 1, "gpus": 1} | options)
+    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    entries = [item.entry for item in trace if isinstance(item, Work)]
+    assert entries.count("matmul_adapted") == 2 * per_layer
+
+
+def test_adapters_within_a_product_take_hardly_any_time():
+    dev = PlanDevice(spec_of(H100))
+    sizes = {"out": (4096, 37888), "a": (4096, 3584), "b": (37888, 3584)}
+    for dtype, entry in ((BF16, "matmul"), (E4M3, "matmul_fp8")):
+        out, a, b = (
+            dev.alloc(name, shape, BF16 if name == "out" else dtype, "Activations")
+            for name, shape in sizes.items()
+        )
+        flops, size = 2 * 4096 * 37888 * 3584, out.nbytes + a.nbytes + b.nbytes
+        alone = work("main", entry, (out, a, b, 1), flops, size, "matmul")
+        args = (out, a, b, None, None, None, None, 4096, 37888, 3584)
+        both = (flops * 3616 // 3584, size, "matmul_adapted.cu")
+        both = work("main", "matmul_adapted", args, *both)
+        ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)
+        assert ratio == pytest.approx(3616 / 3584, abs=1e-3)
+
+
 def test_products_of_bytes():
     """Where there is no fp8 they are what is fast: twice bf16's speed, on GeForce more."""
     sizes = (8192, 4096, 4096)
@@ -283,7 +341,7 @@ def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
     x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    args = (x, None, T, None) if entry == "attention_forward" else (x, None, T)
+    args = (x, None, T, None) if entry == "attention_forward" else (x, 1, T, heads, heads, None, T)
     piece = work("main", entry, args, flops, 3 * x.nbytes, "attention")
     # The table has two digits.
     assert 1e3 * Rates(H100).compute(piece) == pytest.approx(ATTENTION[case], rel=0.05)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.config.options_io import make_config
+from llmq.ops import matmul_adapted
+from llmq.runtime.cuda_api import device_spec
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
 from tests.bases import block_weights
@@ -106,6 +108,28 @@ def test_adapters(tmp_path, name):
         assert same(plain, run(tmp_path, **options, **more)), more
 
 
+@pytest.mark.parametrize(
+    "formats",
+    [{}, {"matmul_dtype": "e4m3", "base_dtype": "e4m3", "fp8_fast_accumulation": "all"}],
+    ids=["bf16", "fp8"],
+)
+def test_adapters_within_products(tmp_path, formats, monkeypatch):
+    """At any size, as Hopper computes large products; close to two products of each matrix."""
+    if device_spec(0).capability != matmul_adapted.CAPABILITY:
+        pytest.skip("needs compute capability 9.0")
+    hf_model("qwen3").save_pretrained(tmp_path)
+    options = {"lora_rank": 4, "learning_rate": 1e-2} | formats
+    beside = run(tmp_path, **options)
+    monkeypatch.setattr(matmul_adapted, "MIN_ROWS", 1)
+    monkeypatch.setattr(matmul_adapted, "MIN_COLUMNS", 1)
+    within = run(tmp_path, **options)
+    assert not same(within, beside)
+    for got, want in zip(within[0], beside[0], strict=True):
+        np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits
+    assert same(within, run(tmp_path, **options, use_cuda_graphs=False))
+    assert same(within, run(tmp_path, **options, recompute_block=True))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "olmo2"])
 @pytest.mark.parametrize("base", ["e4m3", "int8", "nf4"])
 def test_models_kept_as_codes(tmp_path, name, base):
@@ -170,7 +194,8 @@ def test_recompute_is_bitwise_equal(tmp_path, formats, model):
     for layer in ("0", "1"):
         options = {"recompute_block": True, "recompute_layers": layer}
         assert same(plain, run(tmp_path, **formats, **options)), layer
-    assert same(plain, run(tmp_path, **formats, attn_bwd_chunks=2))
+    for chunks in (2, 4, 8):  # sequences, key/value heads, query heads
+        assert same(plain, run(tmp_path, **formats, attn_bwd_chunks=chunks)), chunks
 
 
 @pytest.mark.parametrize("recipe", ["jit", "delayed"])

@@ -108,6 +108,7 @@ def test_too_little_data(capsys):
         ({"seq_len": 18}, "--seq-len: must be a multiple of 4"),
         ({"lmhead_chunks": 3}, f"--lmhead-chunks: 3 does not divide the {B * T} tokens"),
         ({"attn_bwd_chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size"),
+        ({"attn_bwd_chunks": 1000 * B}, f"--attn-bwd-chunks: {1000 * B} is more than --batch-size"),
         ({"epochs": 1}, "--epochs: excludes --steps"),
         ({"new_data": ""}, "--new-data: needs --continue"),
         ({"attention": "cudnn"}, "--attention: cudnn needs a GPU"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -255,6 +256,9 @@ def test_bad_input(place, tmp_path, capsys):
     key = write(tmp_path / "key.jsonl", {**records("arc")[0], "answerKey": "Z"})
     nothing = write(tmp_path / "nothing.jsonl", {"goal": "x"})
     test = write(tmp_path / "test.jsonl", {**goal, "label": -1})
+    endless = write(tmp_path / "endless.jsonl", {**goal, "label": math.inf})
+    uneven = {"text": ["ice", "steam"], "label": ["A"]}
+    uneven = write(tmp_path / "uneven.jsonl", {**records("arc")[0], "choices": uneven})
     number = write(tmp_path / "number.jsonl", {**goal, "goal": 7, "label": 0})
     for task, message in (
         (tmp_path / "no", "task file '"),
@@ -262,6 +266,8 @@ def test_bad_input(place, tmp_path, capsys):
         (f"arc={place / 'piqa.jsonl'}", "not as arc has it: field 'answerKey' is missing"),
         (nothing, "fields goal are those of no task: say which it is, as in --task KIND=FILE"),
         (test, "test.jsonl:1: not as piqa has it: field 'label' is -1, no answer among 2: test f"),
+        (endless, "field 'label' is inf, no answer among 2"),
+        (uneven, "'choices' has 2 texts, but 1 labels"),
         (number, "field 'goal' is a int"),
         (broken, "broken.jsonl:2: no JSON"),
         (long, "tokens, more than the 64 of a sequence"),

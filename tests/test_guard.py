@@ -203,6 +203,25 @@ def test_nans_at_the_end_do_not_reach_the_model(capsys):
     assert Path("out/model.safetensors").read_bytes() != before
 
 
+@pytest.mark.parametrize("steps", [30, 8])
+def test_a_run_that_is_stopped_among_nans_ends_as_the_whole_one(steps, monkeypatch, capsys):
+    """After ten steps without an update, or with no model because of the last one."""
+    options = SHORT | {"save_training_state": True, "guard": "off"}
+    assert train(**options, steps=5) == 0
+    shutil.copytree("ckpt", "before")
+    more = {"steps": steps, "learning_rate": 1e30, "continue": ""}
+    assert train(**options | more) == 2
+    whole = capsys.readouterr().err.splitlines()[-1]
+    shutil.rmtree("ckpt")
+    os.rename("before", "ckpt")
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7)
+        assert train(**options | more, log_file="log2.json") == 128 + signal.SIGINT
+    capsys.readouterr()
+    assert train(**options | more, log_file="log2.json") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == whole
+
+
 def test_a_validation_that_is_not_finite_keeps_the_model(monkeypatch, capsys):
     from llmq.train import between_steps
 

@@ -156,7 +156,8 @@ def test_which_products_are_of_bytes(kind):
     step.train(0, 0.0, 0.0, [(np.zeros((1, 64), np.int32),) * 2])
     trained = kind == "full"
     assert dev.entries["matmul_int8"] == (12 if trained else 8) * L
-    assert dev.entries["matmul"] == (3 if trained else 2 + 6 * 4 * L)
+    assert dev.entries["matmul"] == (3 if trained else 2 + 4 * 4 * L)
+    assert dev.entries["adapter_backward_partials"] == (0 if trained else 4 * L)
     assert "Quants" not in dev.arenas["device"].categories  # weights stay as they are
 
 

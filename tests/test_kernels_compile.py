@@ -1,5 +1,6 @@
 """Every kernel compiles for every architecture, keeps its values in registers, and can launch."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,14 @@ from tests.covering import covering
 from tools.compile_all import (
     ARCHITECTURES,
     Launch,
+    Launches,
     Report,
+    Run,
     Work,
-    all_launches,
+    all_runs,
     declared_kernels,
+    entries,
+    launches_of,
     reports,
     work_of,
 )
@@ -28,6 +33,23 @@ def nvrtc_problem() -> str | None:
     return None
 
 
+def columns(run: Run) -> dict[str, object]:
+    """Its preset, and each of its fields."""
+    return {"preset": run.preset, "sampled": run.sampled} | dict(run.fields)
+
+
+@functools.cache
+def launches() -> dict[int, Launches]:
+    """Of some runs, so that every two have met of: an architecture, a preset, the fields."""
+    rows = (
+        (capability, run, {"capability": capability} | columns(run))
+        for capability in ARCHITECTURES
+        for run in all_runs(capability)
+    )
+    by_row = {frozenset(row.items()): (capability, run) for capability, run, row in rows}
+    return launches_of(by_row[frozenset(row.items())] for row in covering(map(dict, by_row)))
+
+
 def row(work: Work) -> dict[str, object]:
     """The architecture, and types and constants of this file, as columns."""
     file, *definitions = work.source
@@ -36,9 +58,9 @@ def row(work: Work) -> dict[str, object]:
 
 
 def chosen() -> list[Work]:
-    """Some of all work, so that every two have met of: an architecture, the types and constants of
+    """Some of that work, so that every two have met of: an architecture, the types and constants of
     a file. tools/compile_all.py compiles the whole of it."""
-    by_row = {frozenset(row(work).items()): work for work in work_of(ARCHITECTURES)}
+    by_row = {frozenset(row(work).items()): work for work in work_of(launches())}
     return [by_row[frozenset(columns.items())] for columns in covering(map(dict, by_row))]
 
 
@@ -48,8 +70,7 @@ def test_kernels_compile_without_spills():
 
 
 def test_no_kernel_is_left_out():
-    launches = all_launches(90)
-    launched = {(v.file, launch.entry) for v in launches for launch in launches[v]}
+    launched = entries(launches())
     assert launched >= {(kernel.file, kernel.entry) for kernel in declared_kernels()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmq.checkpoint.store import export_checkpoint
 from llmq.config.cards import card_of
 from llmq.config.options import TrainConfig
 from llmq.config.presets import preset
+from llmq.ops import matmul_adapted
 from llmq.plan.estimate import Planner
 from llmq.plan.idle_options import rank_warnings
 from llmq.plan.plan import make_plan
@@ -226,6 +228,46 @@ def test_ranks_compute_what_one_does(options):
     for name, value in want[1].items():
         if "lora" not in name:  # of nothing but rounding AdamW makes steps of full size
             np.testing.assert_allclose(weights[name], value, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        ({}, 0.06),
+        ({"lora_dropout": 0.1}, 0.06),
+        # Other roundings before fp8 codes are made are other codes.
+        ({"matmul_dtype": "e4m3", "base_dtype": "e4m3", "fp8_fast_accumulation": "all"}, 0.2),
+    ],
+    ids=["bf16", "dropout", "fp8"],
+)
+def test_adapters_within_products(options, most, monkeypatch):
+    """As beside them, but for BF16's roundings: without the adapters' part it is 20 to 40 %."""
+
+    def gradients():
+        more = {"lora_rank": 4, "learning_rate": 1e-2, "model_dtype": "bf16"} | options
+        entries = Counter()
+        with trainer_for(exported("qwen3"), **more) as trainer:
+            launch = trainer.dev.launch
+
+            def counted(kernel, *args, **kwargs):
+                entries[kernel.entry] += 1
+                launch(kernel, *args, **kwargs)
+
+            for batch in batches()[:3]:
+                trainer.step([batch])
+            with trainer.dev.instead(launch=counted):
+                trainer.step([batches()[3]])
+            return trainer.gradients(), entries["matmul_adapted"]
+
+    want, none = gradients()
+    for name, value in {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1}.items():
+        monkeypatch.setattr(matmul_adapted, name, value)
+    found, count = gradients()
+    layers, directions = 2, 1 if "lora_dropout" in options else 2
+    assert (none, count) == (0, 4 * directions * layers)
+    for name, value in want.items():
+        value, other = value.astype(np.float64), found[name].astype(np.float64)
+        assert np.linalg.norm(other - value) < most * np.linalg.norm(value), name
 
 
 def test_dropout_is_of_the_sequence():

@@ -108,6 +108,22 @@ def test_a_torn_log_is_continued_behind_its_last_whole_record(tmp_path, capsys, 
     assert (said in err and err.count("\n") == 1) or (lost == 1 and not behind and err == "")
 
 
+def test_a_log_whose_first_record_is_torn_is_begun_anew(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    log = JsonLog(path)
+    log.write("step", 0, text="x" * 30)
+    log.close()
+    whole = path.read_bytes()
+    for kept in (1, 2, 4, 8, 40, whole.index(b"}")):
+        path.write_bytes(whole[:kept] + b"\0" * (kept % 3))
+        log = JsonLog(path, append=True)
+        log.write("step", 9)
+        log.close()
+        assert [r["step"] for r in json.loads(path.read_text())] == [9]
+        said = "ended in the middle of its first record: begun anew\n"
+        assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_log_that_is_damaged_in_the_middle_is_not_cut(tmp_path):
     path = tmp_path / "run.json"
     log = JsonLog(path)

@@ -244,7 +244,8 @@ def test_values_are_converted(flag, value, field, expected):
         ({"grad-clip": -1}, "--grad-clip: must be at least 0, got -1.0"),
         ({"seq-len": 1022}, "--seq-len: must be a multiple of 4, got 1022"),
         ({"lmhead-chunks": 3}, "--lmhead-chunks: 3 does not divide the 4096 tokens"),
-        ({"attn-bwd-chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size 4"),
+        ({"attn-bwd-chunks": 3}, "--attn-bwd-chunks: 3 does not divide --batch-size 4, and is no"),
+        ({"attn-bwd-chunks": 6}, "--attn-bwd-chunks: 6 does not divide --batch-size 4, and is no"),
         ({"steps": 5, "epochs": 1}, "--epochs: excludes --steps"),
         ({"steps": -2}, "--steps: must be at least -1"),
         ({"steps": 4, "cooldown": 5}, "--cooldown: 5 steps are more than the 4 of the whole run"),
@@ -826,6 +827,7 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
     ("name", "text", "message"),
     [
         ("a.yaml", "batchsize: 3", "a.yaml: unknown option batchsize, did you mean batch-size?"),
+        ("a.yaml", "restarts: 3", "a.yaml: restarts is for the command line of llmq train only"),
         ("a.yaml", "batch: 3\nbatch_size: 3", "a.yaml: batch_size is given twice"),
         ("a.yaml", "lr: 1\n# x\n'lr': 2", "a.yaml is not valid: line 3: lr is given in line 1 too"),
         ("a.json", '{"lr": 1, "steps": 3, "lr": 2}', "a.json is not valid: lr is given twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -239,6 +240,8 @@ def test_attention_is_cut_only_where_that_saves_memory():
     assert parts(batch_size=8) == 1  # logits are far larger than the workspace
     assert parts(batch_size=8, seq_len=4096, lmhead_chunks=512) == 8  # here the workspace is
     assert parts(batch_size=8, attn_bwd_chunks=1) == 1
+    # Of 7 query heads each: 6 parts for every key/value head leave 2 in one, as 4 do.
+    assert parts(batch_size=1, seq_len=32768, lmhead_chunks=128, attn_bwd_chunks=12) == 8
 
 
 @pytest.mark.parametrize("args", [(), ("--fit", "--gpu-memory=80GiB"), ("--gpus=1", "--json")])
@@ -294,6 +297,21 @@ def test_command_predicts_the_speed_of_a_known_card(capsys):
         out = capsys.readouterr().out
         memory = f"into 15872 MiB and {host * 1024} MiB of host memory"
         assert out.endswith(f"  Fits:            {verdict}, {memory}\n")
+
+
+def test_a_faster_micro_batch_is_named(capsys):
+    args = ("--card=h100", "--batch-size=4", "--grad-accumulation=2")
+    assert plan(*args) == 0
+    *_, line, fits = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"  Faster:          by \d+\.\d% with --batch-size=8 --grad-accum.*=1, in \d", line
+    )
+    assert fits.startswith("  Fits:            yes")
+    assert plan(*args, "--json") == 0
+    larger = json.loads(capsys.readouterr().out)["larger_batch"]
+    assert larger["flags"] == ["--batch-size=8", "--grad-accumulation=1"]
+    assert plan(args[1], "--gpu-memory=24GiB", "--json") == 0  # nothing is known of its speed
+    assert json.loads(capsys.readouterr().out)["larger_batch"] is None
 
 
 def test_host_memory_where_the_card_is_not_known(capsys):

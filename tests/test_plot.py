@@ -159,6 +159,8 @@ def test_all_panels_on_one_page(tmp_path, x):
         ('[{"log": "step", "step": 1}]', "a record of step has step 1 and loss None"),
         ('[{"log": "eval", "step": 1, "loss": "x"}]', "record of eval has step 1 and loss 'x'"),
         ('[{"log": "step", "step": "1", "loss": 5}]', "has step '1' and loss 5, not numbers"),
+        ('[{"log": "step", "step": 1, "loss": 5}, {"log": [], "step": 1}]', "is not as llmq"),
+        ('[{"log": "step", "step": 1%s, "loss": 5}]' % ("0" * 30), "is not as llmq writes it"),
         ("[" * 100_000, "is not a log of llmq train"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_launcher_of_another_mpi():
 
 @pytest.mark.parametrize("what", ["kill", "stop", "raise", "hang"])
 def test_what_ends_one_process_ends_all(what):
-    options = {"gpus": 2, "steps": 10**6, "batch_size": 1, "watchdog": 3}
+    options = {"gpus": 2, "steps": 10**6, "batch_size": 1, "watchdog": 2}
     process = start(2, case({"process": 1, "step": 3, "what": what}, **options))
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0

@@ -509,21 +509,21 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
     real = Step.micro_step
 
     def slow(self, *args):
-        time.sleep(0.25)
+        time.sleep(0.2)
         real(self, *args)
 
     def read(param):
-        time.sleep(0.2)
+        time.sleep(0.15)
         return np.zeros(param.shape, np.float32)
 
     with trainer(2, watchdog=1) as t:
-        t.ranks.load(read)  # about 10 of the 18 parameters each, 2 s
+        t.ranks.load(read)  # about 10 of the 18 parameters each, 1.5 s
         monkeypatch.setattr(Step, "micro_step", slow)
-        t.step()  # 1.5 s
+        t.step()  # 1.2 s
         monkeypatch.setattr(
             "llmq.train.rank.write_group",
             lambda fetch, writer, group, pieces, beat: (
-                [(time.sleep(0.25), beat()) for _ in range(2)]
+                [(time.sleep(0.2), beat()) for _ in range(2)]
                 and write_group(fetch, writer, group, pieces, beat)
             ),
         )

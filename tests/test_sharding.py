@@ -43,6 +43,7 @@ HEAD = {"head_dtype": "e4m3"}
 INT8 = {"matmul_dtype": "int8"}
 MASTER = {"master_dtype": "fp32"}
 SMALL = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
+TWO_STEPS = train_steps(2)  # on this device the third is as the second
 MODELS = {"qwen2": QWEN2, "untied qwen3": UNTIED, "gpt2": GPT2}
 
 
@@ -61,13 +62,13 @@ def flags(options: dict) -> str:
 @cache
 def plain(world: int, accum: int, name: str, options: tuple):
     """What a test compares with; made once."""
-    return run(world, accum, of=MODELS[name], **dict(options))
+    return run(world, accum, TWO_STEPS, of=MODELS[name], **dict(options))
 
 
 def against_plain(world, accum, options, base, name="qwen2"):
     """base | options must give the same bits as base."""
     want = plain(world, accum, name, tuple(base.items()))
-    got = run(world, accum, of=MODELS[name], **(base | options))
+    got = run(world, accum, TWO_STEPS, of=MODELS[name], **(base | options))
     assert_same_run(got, want)
 
 
@@ -111,14 +112,15 @@ F32_RUNS = covering(
 @pytest.mark.parametrize("row", F32_RUNS, ids=lambda row: "-".join(map(str, row.values())))
 def test_f32(row):
     options = {"zero_level": row["level"], "all_to_all_reduce": row["a2a"]}
-    close_to_one_rank(run(row["world"], row["accum"], **FP32, **(options | EXTRAS[row["extra"]])))
+    options |= FP32 | EXTRAS[row["extra"]]
+    close_to_one_rank(run(row["world"], row["accum"], TWO_STEPS, **options))
 
 
 @pytest.mark.parametrize("name", ["untied qwen3", "gpt2"])
 @pytest.mark.parametrize("level", [1, 3])
 def test_f32_of_other_models(name, level):
     options = FP32 | {"zero_level": level, "offload_residual": True}
-    close_to_one_rank(run(3, 2, of=MODELS[name], **options), name)
+    close_to_one_rank(run(3, 2, TWO_STEPS, of=MODELS[name], **options), name)
 
 
 @cache
@@ -155,6 +157,8 @@ ONE_RANK = [
 ]
 ONE_RANK_FP8 = [
     *ONE_RANK,
+    {"shard_weights": True, "recompute_att": True},
+    {"shard_weights": True, "recompute_block": True, "recompute_layers": "0"},
     {"offload_master": True},
     {"keep_transposed": False},
     QUANTS,
@@ -226,7 +230,8 @@ def test_ways_to_reduce_agree_in_f32():
     for level in (1, 2):
         base = FP32 | {"zero_level": level}
         against_plain(3, 1, A2A, base)
-    want, got = (run(2, 2, **(FP32 | {"zero_level": 1} | a2a)) for a2a in ({}, A2A))
+    options = FP32 | {"zero_level": 1}
+    want, got = (run(2, 2, TWO_STEPS, **(options | a2a)) for a2a in ({}, A2A))
     assert_same_run(want, got)
 
 
@@ -351,7 +356,7 @@ def test_few_layers(layers):
     """As many as there are slots, fewer, and one more."""
     of = model("tiny", num_layers=layers)
     for world, base in ((1, {}), (2, LEVEL2 | FP8)):
-        want, got = (run(world, 2, of=of, **(base | more)) for more in ({}, EVERYTHING))
+        want, got = (run(world, 2, TWO_STEPS, of=of, **(base | m)) for m in ({}, EVERYTHING))
         assert_same_run(got, want)
 
 

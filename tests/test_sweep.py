@@ -229,7 +229,6 @@ def killed_at(monkeypatch, moment: int) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_at_twenty_moments_and_resumed_to_the_same_table(sweeps, monkeypatch, tmp_path):
-    monkeypatch.setattr(files.os, "fsync", lambda _: None)  # what is written stays after a SIGKILL
     with monkeypatch.context() as patch:
         count = killed_at(patch, 0)
         sweeps.make()

@@ -6,7 +6,6 @@ import io
 import os
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -202,6 +201,16 @@ def test_a_run_that_was_killed(machine, tmp_path, capsys):
     assert shown(capsys)[0].startswith("mine has ended  /")
 
 
+@pytest.mark.parametrize(("cmd", "state"), [([], " has ended"), (["--restarts=0"], "")])
+def test_a_run_that_was_killed_just_now(machine, tmp_path, capsys, cmd, state):
+    """Its lock is still there, and its process is not; --restarts may start it again."""
+    path = tmp_path / "run.json"
+    write(path, "only", ("cmd", {"run": RUN, "cmd": ["llmq", *cmd]}), ("step", step(0)))
+    lock_beside(path).write_text(f"llmq: process {ended_process()} on {socket.gethostname()}\n")
+    run_top(path, once=True)
+    assert shown(capsys)[0].startswith(f"mine{state}  /")
+
+
 def test_a_run_that_goes_on_begins_where_it_was(tmp_path):
     path = tmp_path / "run.json"
     write(path, ("step", step(8)), ("info", {"type": "message", "message": "Stopped by SIGINT"}))
@@ -245,14 +254,18 @@ def test_the_newest_log_that_is_being_written(tmp_path, machine, capsys):
     assert running_log() is None
 
 
+def ended_process():
+    """The id of one."""
+    with subprocess.Popen(["true"]) as ended:
+        return ended.pid
+
+
 def test_locks_of_others(tmp_path):
     path = tmp_path / "run.json"
     write(path, ("step", step(0)))
     lock = lock_beside(path)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
     for text, written in [
-        (f"process {ended.pid} on {socket.gethostname()}", False),
+        (f"process {ended_process()} on {socket.gethostname()}", False),
         (f"process 1 on {socket.gethostname()}", True),
         ("process 1 on another-machine", True),
         ("something else", False),

@@ -50,6 +50,7 @@ GOAL = 85  # percent of the bandwidth of a copy
 PRODUCTS = (
     "attention",
     "matmul",
+    "matmul_adapted",
     "matmul_fp8",
     "matmul_int8",
 )  # bound by arithmetic, all others by memory
@@ -140,7 +141,7 @@ class Ceilings:
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
-        if known is None and op in ("matmul_fp8", "matmul_int8"):
+        if known is None and (op in ("matmul_fp8", "matmul_int8") or call == "fp8"):
             return 2 * self.product, "2 x product"
         if known is None:
             return self.product, "product"

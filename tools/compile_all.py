@@ -7,7 +7,6 @@ Exits 1 if a kernel spills registers to memory or asks for more than a multiproc
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import pkgutil
@@ -27,6 +26,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
+from llmq.ops import attention, matmul_adapted
 from llmq.runtime.compile import Resources, compile_kernels
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.kernel import Kernel, Source
@@ -146,51 +146,99 @@ def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Lau
     decoder.forward(np.zeros(1, np.int32), 32)
 
 
-@functools.cache
-def all_launches(capability: int) -> Launches:
-    """Every kernel launch there is, by what is compiled, on a card of this capability."""
-    num_sms, _ = ARCHITECTURES[capability]
-    spec = DeviceSpec(
-        name="", capability=capability, num_sms=num_sms, memory=0, library_workspace=1 << 20
-    )
-    noted: Launches = {}
-    presets = [model.with_layers(model.layer_kinds) for model in PRESETS.values()]
-    for model in presets:
-        for dtype in (BF16, F32):
-            note_sampling(spec, model, dtype, noted)
-        for name in ("bf16", "fp32"):
-            note_training(spec, model, {"model_dtype": name}, noted)
-        for gradient in ("e4m3", "e5m2"):
-            fields = FP8 | {"gradient_dtype": gradient}
-            note_training(spec, model, fields, noted)
-            delayed = {"fp8_recipe": "delayed", "head_dtype": "e4m3"}
-            note_training(spec, model, fields | delayed, noted)
-    for model in {model.activation: model for model in presets if model.gated}.values():
+def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
+    """What follows the library's backward of attention where it is divided by query heads."""
+    dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
+    packed = (1, 16, heads + 2 * model.num_kv_heads, size)
+    d_qkv = dev.alloc("d_qkv", packed, BF16, "Activations")
+    d_kv = dev.alloc("d_kv", (2, heads, 16, size), BF16, "Activations")
+    attention.sum_heads(dev, d_qkv, d_kv)
+
+
+class Run(NamedTuple):
+    """A training step of a preset with fields of TrainConfig, or sampling in the type `sampled`."""
+
+    preset: str
+    fields: tuple[tuple[str, Any], ...] = ()
+    sampled: DType | None = None
+
+    def note(self, spec: DeviceSpec, noted: Launches) -> None:
+        """Add what it launches on such a GPU."""
+        preset = PRESETS[self.preset]
+        model = preset.with_layers(preset.layer_kinds)
+        note_heads(spec, model, noted)
+        if self.sampled is not None:
+            note_sampling(spec, model, self.sampled, noted)
+        else:
+            note_training(spec, model, dict(self.fields), noted)
+
+
+def all_runs(capability: int) -> list[Run]:
+    """All presets, and all formats of the smallest, for cards of this capability."""
+    first, *_ = PRESETS
+    runs = [Run(name, sampled=dtype) for name in PRESETS for dtype in (BF16, F32)]
+    of_all = [{"model_dtype": name} for name in ("bf16", "fp32")]
+    for gradient in ("e4m3", "e5m2"):
+        fields = FP8 | {"gradient_dtype": gradient}
+        of_all += [fields, fields | {"fp8_recipe": "delayed", "head_dtype": "e4m3"}]
+    for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
+        of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
+    runs += [Run(name, tuple(fields.items())) for fields in of_all for name in PRESETS]
+    of_activation = {model.activation: name for name, model in PRESETS.items() if model.gated}
+    for name in of_activation.values():
         for gradient in ("e4m3", "e5m2"):
             fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}
-            note_training(spec, model, fields | {"mlp_dtype": "e4m3"}, noted)
-    for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B"):  # which have all its layouts and tiles
-        note_training(spec, PRESETS[name].with_layers(PRESETS[name].layer_kinds), INT8, noted)
-    for fields in (ADAPTERS, {"grad_accum_dtype": "fp32"}):
-        note_training(spec, presets[0], INT8 | fields, noted)
-    for fields in formats():
-        note_training(spec, presets[0], fields, noted)
+            runs.append(Run(name, tuple((fields | {"mlp_dtype": "e4m3"}).items())))
+    # These have all layouts and tiles of products of int8.
+    runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
+    of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]
     for name in ("bf16", "fp32"):
         for base in (None, "e4m3", "int8", "nf4"):
-            fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base} | ADAPTERS
-            note_training(spec, presets[0], fields, noted)
-    for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
-        fields = FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS
-        for model in presets:
-            note_training(spec, model, fields, noted)
-    used = {(source.file, launch.entry) for source in noted for launch in noted[source]}
+            fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
+            of_one.append(fields | ADAPTERS)
+    runs += [Run(first, tuple(fields.items())) for fields in of_one]
+    if capability == matmul_adapted.CAPABILITY:  # in both directions: without dropout
+        adapted = {"lora_rank": 8, "lora_dropout": 0.0}
+        formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
+        for gradient in ("e4m3", "e5m2"):
+            formats_of.append(FP8 | {"gradient_dtype": gradient, "base_dtype": "e4m3"})
+        runs += [Run("Qwen2.5-7B", tuple((adapted | fields).items())) for fields in formats_of]
+    return runs
+
+
+def entries(found: dict[int, Launches]) -> set[tuple[str, str]]:
+    """File and entry point of what is launched on any architecture."""
+    return {
+        (source.file, launch.entry)
+        for noted in found.values()
+        for source, launches in noted.items()
+        for launch in launches
+    }
+
+
+def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
+    """By capability, every kernel launch of these runs on a card of it, by what is compiled.
+
+    Kernels that none of them launches are there for all types.
+    """
+    found: dict[int, Launches] = {}
+    for capability, run in runs:
+        num_sms, _ = ARCHITECTURES[capability]
+        spec = DeviceSpec(
+            name="", capability=capability, num_sms=num_sms, memory=0, library_workspace=1 << 20
+        )
+        run.note(spec, found.setdefault(capability, {}))
+    used = entries(found)
     for kernel in declared_kernels():
-        if (kernel.file, kernel.entry) not in used:
-            variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
-            for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
-                key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
-                noted.setdefault(key, set()).add(Launch(kernel.entry, 1, 0))
-    return noted
+        if (kernel.file, kernel.entry) in used:
+            continue
+        variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
+        for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
+            key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
+            for capability, noted in found.items():
+                if kernel.capability in (None, capability):
+                    noted.setdefault(key, set()).add(Launch(kernel.entry, 1, 0))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,12 +290,12 @@ def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Rep
     ]
 
 
-def work_of(capabilities: Iterable[int]) -> list[Work]:
-    """What is compiled for these architectures."""
+def work_of(launches: dict[int, Launches]) -> list[Work]:
+    """What is compiled for them."""
     return [
-        Work(capability, source, launches)
-        for capability in capabilities
-        for source, launches in sorted(all_launches(capability).items())
+        Work(capability, source, noted[source])
+        for capability, noted in launches.items()
+        for source in sorted(noted)
     ]
 
 
@@ -264,7 +312,10 @@ def main(
 ) -> None:
     """Compile every kernel."""
     problems = 0
-    for report in reports(work_of(arch or ARCHITECTURES)):
+    runs = (
+        (capability, run) for capability in arch or ARCHITECTURES for run in all_runs(capability)
+    )
+    for report in reports(work_of(launches_of(runs))):
         problems += report.problem is not None
         if report.problem or op is None or report.source.file == f"{op}.cu":
             print(report)

@@ -1,34 +1,33 @@
-"""An fp8 product of our own against cuBLASLt's best, both at the card's power limit.
+"""Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--seconds 3] [--out benchmarks/h100_gemm_gate.md]
+    python tools/gemm_gate.py [--tail] [--seconds 3] [--out benchmarks/h100_gemm_gate.md]
 
-For an H100 or H200. The products are those between which SwiGLU stands: the up product, and the
-input gradient of the down product. Codes are distributed as those of activations and weights are.
-cuBLASLt is tuned, once allowed to accumulate fast and once not; of tools/gemm_sm90.cu the fastest
-of three orders of its tiles is taken. All take turns, each for so many seconds, twice. Power and
-energy are the card's own counters.
+For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
+between which SwiGLU stands: the up product, and the input gradient of the down product. cuBLASLt is
+allowed to accumulate fast, and not. With --tail it computes these with the product of adapters in
+them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first.
+
+Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
+each for so many seconds, twice. Power and energy are the card's own counters.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from llmq.base.dtypes import BF16, E4M3, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, DType
 from llmq.base.tensor import Tensor
-from llmq.runtime.compile import Nvrtc
+from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.ops.matmul_adapted import matmul_adapted
 
-SOURCE = Path(__file__).with_name("gemm_sm90.cu")
-SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks, barriers, alignment
-GROUPS = (8, 12, 16)
 SHAPES = {  # M, N, K
     "0.5B up": (32768, 9728, 896),
     "0.5B down, input gradient": (32768, 4864, 896),
@@ -37,79 +36,27 @@ SHAPES = {  # M, N, K
     "7B up": (16384, 37888, 3584),
     "7B down, input gradient": (16384, 18944, 3584),
 }
-WORKSPACE = 64 << 20
+# M, N, K, R, transposed: of two adapters of rank 16 forward, and of one.
+TAIL_SHAPES = {
+    "7B up": (4096, 37888, 3584, 32, False),
+    "7B down, input gradient": (4096, 18944, 3584, 16, True),
+}
+SCALE = 1e-2  # of both operands' codes
+BATCH = 50  # launches between two looks at the clock
+
+Run = Callable[[], None]
 
 
 class Load(NamedTuple):
-    """What a product did under load. equal: share of its results that are cuBLASLt's bits."""
+    """What one run took under load."""
 
-    teraflops: float
-    picojoules: float  # of a FLOP
-    watts: float
-    equal: float | None = None
+    seconds: float
+    joules: float
 
-
-class Gemm:
-    """The kernel, with one order of its tiles."""
-
-    def __init__(self, group: int):
-        from cuda.bindings import driver
-
-        numbers = '"' + ", ".join(f"%{i}" for i in range(96)) + '"'
-        operands = ", ".join(f'"+f"(d[{i}])' for i in range(96))
-        text = SOURCE.read_text().replace("WGMMA_NUMBERS", numbers)
-        text = text.replace("WGMMA_OPERANDS", operands)
-        options = ("-std=c++17", "--gpu-architecture=sm_90a", f"-DGROUP={group}")
-        code, log = Nvrtc().compile(SOURCE.name, text, options)
-        if code is None:
-            raise RuntimeError(log)
-        self._driver = driver
-        self._module = self._call("cuModuleLoadData", code)
-        self._function = self._call("cuModuleGetFunction", self._module, b"gemm")
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self._call("cuFuncSetAttribute", self._function, attribute, SHARED)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        status, *values = getattr(self._driver, name)(*args)
-        if status:
-            raise RuntimeError(f"{name}: {status.name}")
-        return values[0] if values else None
-
-    def _map(self, tensor: Tensor, box: tuple[int, int]) -> Any:
-        """Of a matrix, which is read or written in boxes (rows, columns) of 128 bytes a row."""
-        d = self._driver
-        types = d.CUtensorMapDataType
-        rows, columns = tensor.shape
-        bf16 = types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-        return self._call(
-            "cuTensorMapEncodeTiled",
-            bf16 if tensor.dtype == BF16 else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2,
-            tensor.ptr,
-            [d.cuuint64_t(columns), d.cuuint64_t(rows)],
-            [d.cuuint64_t(columns * tensor.dtype.itemsize)],
-            [d.cuuint32_t(box[1]), d.cuuint32_t(box[0])],
-            [d.cuuint32_t(1), d.cuuint32_t(1)],
-            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-
-    def bind(self, out: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Callable[[int], None]:
-        """A function of a stream that computes out. scale: of both operands."""
-        maps = [self._map(a, (128, 128)), self._map(b, (96, 128)), self._map(out, (16, 64))]
-        words = [ctypes.c_uint64(scale.ptr)] * 2
-        sizes = [ctypes.c_int(n) for n in (*out.shape, a.shape[1])]
-        places = [int(m.getPtr()) for m in maps] + [ctypes.addressof(w) for w in (*words, *sizes)]
-        pointers = (ctypes.c_void_p * len(places))(*places)
-
-        def run(stream: int, _kept: Any = (maps, words, sizes)) -> None:
-            address = ctypes.addressof(pointers)
-            place = (132, 1, 1, 384, 1, 1, SHARED, stream, address, 0)
-            self._call("cuLaunchKernel", self._function, *place)
-
-        return run
+    def work(self, flops: int) -> str:
+        """TFLOP/s, pJ per FLOP and W."""
+        rate, energy = flops / self.seconds / 1e12, self.joules / flops * 1e12
+        return f"{rate:.0f}, {energy:.3f}, {self.joules / self.seconds:.0f}"
 
 
 class Card:
@@ -120,126 +67,188 @@ class Card:
 
         pynvml.nvmlInit()
         self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        self.name = pynvml.nvmlDeviceGetName(self._handle)
 
     def joules(self) -> float:
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
 
 
-def codes(rows: int, columns: int, spread: float, seed: int) -> Any:
-    """E4M3 codes (rows, columns) of a normal distribution whose columns differ by e^spread, scaled
-    so that the largest one is 448."""
-    import cupy
-    import torch
+class Bench:
+    """A GPU with the operands of one product. dev: a CudaDevice."""
 
-    generator = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(rows, columns, device="cuda", generator=generator)
-    x *= torch.exp(spread * torch.randn(1, columns, device="cuda", generator=generator))
-    x *= 448 / x.abs().max()
-    found = cupy.from_dlpack(x.to(torch.float8_e4m3fn).view(torch.uint8)).copy()
-    torch.cuda.synchronize()
-    return found
+    def __init__(self, dev: Any, card: Card):
+        import torch
+
+        self.dev, self.card, self.torch = dev, card, torch
+        self.real: dict[str, Any] = {}  # what tensors hold, as F32 on the GPU, by name
+        self._random = torch.Generator("cuda").manual_seed(1)
+
+    def operand(self, name: str, dtype: DType, rows: int, columns: int, spread: float) -> Tensor:
+        """Normally distributed, with columns that differ by e^spread; the largest code is 448."""
+        torch = self.torch
+        x = torch.randn(rows, columns, device="cuda", generator=self._random)
+        x *= torch.exp(spread * torch.randn(1, columns, device="cuda", generator=self._random))
+        if dtype == E4M3:
+            x *= E4M3_MAX / x.abs().max()
+            x = x.to(torch.float8_e4m3fn)
+            bits = x.view(torch.uint8)
+        else:
+            x = x.to(torch.bfloat16)
+            bits = x.view(torch.uint16)
+        self.real[name] = x.float()
+        tensor = self.dev.alloc(name, (rows, columns), dtype, "Activations")
+        self.dev.upload(tensor, bits.cpu().numpy().view(dtype.numpy))
+        return tensor
+
+    def result(self, name: str, M: int, N: int) -> Tensor:
+        return self.dev.alloc(name, (M, N), BF16, "Activations")
+
+    def scale(self) -> Tensor:
+        import numpy as np
+
+        scale = self.dev.alloc("scale", (1,), F32, "Activations")
+        self.dev.upload(scale, np.full(1, SCALE, np.float32))
+        return scale
+
+    def held(self, tensor: Tensor) -> Any:
+        """A result, as F32 on the GPU."""
+        bits = self.dev.download(tensor).view("uint16")
+        return self.torch.from_numpy(bits).cuda().view(self.torch.bfloat16).float()
+
+    def under_load(self, runs: dict[str, Run], seconds: float) -> dict[str, Load]:
+        """All in turns, twice; each has run once."""
+        totals = {name: [0.0, 0.0, 0.0] for name in runs}
+        for name in [*runs] * 2:
+            count, start, energy = 0, time.perf_counter(), self.card.joules()
+            while time.perf_counter() - start < seconds:
+                for _ in range(BATCH):
+                    runs[name]()
+                self.dev.synchronize()
+                count += BATCH
+            spent = (count, time.perf_counter() - start, self.card.joules() - energy)
+            totals[name] = [a + b for a, b in zip(totals[name], spent, strict=True)]
+        return {name: Load(time_ / n, joules / n) for name, (n, time_, joules) in totals.items()}
 
 
-def under_load(
-    runs: dict[str, Callable[[int], None]], stream: Any, card: Card, flops: int, seconds: float
-) -> dict[str, Load]:
-    """All in turns, twice."""
-    totals = {name: [0, 0.0, 0.0] for name in runs}
-    for name in [*runs] * 2:
-        count, start, energy = 0, time.perf_counter(), card.joules()
-        while time.perf_counter() - start < seconds:
-            for _ in range(50):
-                runs[name](stream.ptr)
-            stream.synchronize()
-            count += 50
-        spent = (count, time.perf_counter() - start, card.joules() - energy)
-        totals[name] = [a + b for a, b in zip(totals[name], spent, strict=True)]
-    return {
-        name: Load(flops * n / time_ / 1e12, joules / (flops * n) * 1e12, joules / time_)
-        for name, (n, time_, joules) in totals.items()
-    }
+@contextmanager
+def opened(card: Card, nbytes: int) -> Iterator[Bench]:
+    """A GPU with so much memory for tensors."""
+    from llmq.runtime.cuda_device import CudaDevice
+    from llmq.runtime.device import MemorySizes, library_workspace
+
+    sizes = MemorySizes(device=nbytes + (1 << 20), stack=library_workspace(90), pinned=0)
+    with closing(CudaDevice(0, sizes)) as dev:
+        yield Bench(dev, card)
 
 
-def compare(
-    shape: tuple[int, int, int], library: Any, kernels: list[Gemm], card: Card, seconds: float
-) -> dict[str, Load]:
-    """One product by all ways."""
-    import cupy
-
+def plain(card: Card, shape: tuple[int, int, int], seconds: float) -> str:
+    """The row of one fp8 product."""
     M, N, K = shape
-    stream = cupy.cuda.Stream(non_blocking=True)
-
-    def place(array: Any, dtype: Any, shape: tuple[int, ...]) -> Tensor:
-        return Tensor("x", shape, dtype, SimpleNamespace(base=array.data.ptr, on_host=False), 0)
-
-    arrays = [codes(M, K, 0.3, 1), codes(N, K, 0.0, 2)]
-    results = [cupy.zeros((M, N), cupy.uint16) for _ in range(2)]
-    one, space = cupy.full(4, 1e-3, cupy.float32), cupy.empty(WORKSPACE, cupy.uint8)
-    a, b = place(arrays[0], E4M3, (M, K)), place(arrays[1], E4M3, (N, K))
-    theirs, ours = (place(r, BF16, (M, N)) for r in results)
-    scale, workspace = place(one, F32, (1,)), place(space, U8, (WORKSPACE,))
-
-    def cublas(fast: bool) -> Callable[[int], None]:
-        rest = (scale, scale, None, workspace, M, N, K, 0, fast)
-        return lambda stream: library.fp8(stream, theirs, a, b, *rest)
-
-    def milliseconds(run: Callable[[int], None]) -> float:
-        events = [cupy.cuda.Event() for _ in range(2)]
-        for event in events:
-            event.record(stream)
-            for _ in range(10):
-                run(stream.ptr)
-        stream.synchronize()
-        return cupy.cuda.get_elapsed_time(*events)
-
-    runs = {"cuBLASLt exact": cublas(False), "cuBLASLt fast": cublas(True)}
-    for run in runs.values():
-        run(stream.ptr)  # which tunes; the fast result stays
-    mine = min((k.bind(ours, a, b, scale) for k in kernels), key=milliseconds)
-    stream.synchronize()
-    equal = float((results[0] == results[1]).mean())
-    found = under_load(runs | {"ours": mine}, stream, card, 2 * M * N * K, seconds)
-    return found | {"ours": found["ours"]._replace(equal=equal)}
+    with opened(card, M * K + N * K + 4 * M * N) as bench:
+        dev, scale = bench.dev, bench.scale()
+        a, b = bench.operand("a", E4M3, M, K, 0.3), bench.operand("b", E4M3, N, K, 0.0)
+        theirs, ours = bench.result("theirs", M, N), bench.result("ours", M, N)
+        library = (dev, theirs, a, b, scale, scale)
+        runs = {
+            "exact": lambda: matmul_fp8(*library),
+            "fast": lambda: matmul_fp8(*library, fast_accumulation=True),
+            "ours": lambda: matmul_adapted(dev, ours, a, b, None, None, scale, scale),
+        }
+        for run in runs.values():
+            run()  # which tunes; the fast result stays
+        equal = (dev.download(theirs).view("uint16") == dev.download(ours).view("uint16")).mean()
+        found = bench.under_load(runs, seconds)
+    cells = [load.work(2 * M * N * K) for load in found.values()]
+    speed = found["fast"].seconds / found["ours"].seconds
+    energy = found["ours"].joules / found["fast"].joules
+    return " | ".join([*cells, f"{speed:.1%}", f"{energy:.1%}", f"{equal:.1%}"])
 
 
-def table(rows: dict[str, dict[str, Load]]) -> list[str]:
+def with_tail(
+    card: Card, dtype: DType, shape: tuple[int, int, int, int, bool], seconds: float
+) -> str:
+    """The row of one product with adapters."""
+    M, N, K, R, transposed = shape
+    by_rows = transposed and dtype == BF16  # b is (K, N)
+    with opened(card, dtype.itemsize * (M + N) * K + 2 * (M + N) * R + 4 * M * N) as bench:
+        dev, real, scale = bench.dev, bench.real, bench.scale()
+        a = bench.operand("a", dtype, M, K, 0.3)
+        b = bench.operand("b", dtype, *((K, N) if by_rows else (N, K)), 0.0)
+        h = bench.operand("h", BF16, M, R, 0.3)
+        tail = bench.operand("tail", BF16, *((R, N) if transposed else (N, R)), 0.0)
+        theirs, ours = bench.result("theirs", M, N), bench.result("ours", M, N)
+        scales = (scale, scale) if dtype == E4M3 else ()
+
+        def alone() -> None:
+            if scales:
+                matmul_fp8(dev, theirs, a, b, *scales, fast_accumulation=True)
+            else:
+                matmul(dev, theirs, a, b, trans_b=not by_rows)
+
+        def two() -> None:
+            alone()
+            matmul(dev, theirs, h, tail, trans_b=not transposed, accumulate=True)
+
+        def joined() -> None:
+            matmul_adapted(dev, ours, a, b, h, tail, *scales, transposed=transposed)
+
+        two(), joined()
+        want = real["a"] @ (real["b"] if by_rows else real["b"].T) * (SCALE**2 if scales else 1)
+        want += real["h"] @ (real["tail"] if transposed else real["tail"].T)
+        size = want.square().mean().sqrt()
+        errors = [
+            float((bench.held(out) - want).square().mean().sqrt() / size) for out in (theirs, ours)
+        ]
+        runs = {"alone": alone, "two": two, "joined": joined}
+        found = bench.under_load(runs, seconds)
+    cells = [f"{1e3 * load.seconds:.3f}, {load.joules:.3f}" for load in found.values()]
+    saved = 1 - found["joined"].seconds / found["two"].seconds
+    return " | ".join([*cells, f"{saved:.1%}", *(f"{error:.2e}" for error in errors)])
+
+
+def plain_table(card: Card, seconds: float) -> list[str]:
     """Markdown."""
-    lines = [
-        "| product | cuBLASLt exact | cuBLASLt fast | ours | speed | energy | same bits |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, ways in rows.items():
-        fast, ours = ways["cuBLASLt fast"], ways["ours"]
-        cells = [f"{w.teraflops:.0f}, {w.picojoules:.3f}, {w.watts:.0f}" for w in ways.values()]
-        speed, energy = ours.teraflops / fast.teraflops, ours.picojoules / fast.picojoules
-        cells += [f"{speed:.1%}", f"{energy:.1%}", f"{ours.equal:.1%}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def main(
-    seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
-) -> None:
-    import cupy
-
-    from llmq.runtime.cublaslt import CublasLt
-
-    cupy.cuda.Device(0).use()
-    cupy.zeros(1)
-    card = Card()
-    library = CublasLt(card.name, tune=True, cache_path=None)
-    kernels = [Gemm(group) for group in GROUPS]
-    rows = {name: compare(s, library, kernels, card, seconds) for name, s in SHAPES.items()}
-    text = [
-        "# An fp8 product of our own beside cuBLASLt's",
-        "",
-        f"{card.name}, {date.today()}: `python tools/{Path(__file__).name} --seconds {seconds:g}`.",
+    return [
         "TFLOP/s, pJ per FLOP and W of each way; speed and energy of ours against cuBLASLt's fast "
         "accumulation.",
         "",
-        *table(rows),
+        "| product | cuBLASLt exact | cuBLASLt fast | ours | speed | energy | same bits |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(f"| {name} | {plain(card, shape, seconds)} |" for name, shape in SHAPES.items()),
+    ]
+
+
+def tail_table(card: Card, seconds: float) -> list[str]:
+    """Markdown."""
+    return [
+        "ms and J of each way: cuBLASLt's product without adapters, its two products, and ours; "
+        "the time that ours saves of the two; root mean square errors over that of the result.",
+        "",
+        "| product | without adapters | two products | ours | saved | error of two | of ours |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(
+            f"| {name}, {dtype.name} | {with_tail(card, dtype, shape, seconds)} |"
+            for dtype in (E4M3, BF16)
+            for name, shape in TAIL_SHAPES.items()
+        ),
+    ]
+
+
+def main(
+    tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
+    seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
+) -> None:
+    import torch
+
+    card = Card()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    title = "Products with adapters in them" if tail else "An fp8 product of our own"
+    command = f"python tools/{Path(__file__).name}{' --tail' if tail else ''} --seconds {seconds:g}"
+    text = [
+        f"# {title} beside cuBLASLt's",
+        "",
+        f"{torch.cuda.get_device_name()}, {date.today()}: `{command}`.",
+        *(tail_table if tail else plain_table)(card, seconds),
     ]
     print("\n".join(text))
     if out is not None:

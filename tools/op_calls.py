@@ -34,6 +34,7 @@ from llmq.ops import (
     abs_max,
     adamw,
     adapter,
+    adapter_backward,
     attention,
     bias,
     clock,
@@ -46,6 +47,7 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
+    matmul_adapted,
     matmul_int8,
     nf4,
     norm,
@@ -59,9 +61,10 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.add import add
-from llmq.ops.common import FP8_MULTIPLE
+from llmq.ops.common import FP8_MULTIPLE, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
+from llmq.runtime.head_groups import divisions
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}
@@ -148,10 +151,19 @@ def add_calls(*shape: int) -> list[Call]:
 
 def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
     spans = tuple(zip(edges[::2], edges[1::2], strict=True))
-    whole = bf16(rows, adapter.padded_columns(len(spans), rank))
+    whole = bf16(rows, padded_columns(len(spans), rank))
     args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
     args |= {"spans": spans, "scale": 2.0}
     return [Call("expand", adapter.expand, args), Call("collect", adapter.collect, args)]
+
+
+def adapter_backward_calls(rows: int, N: int, rank: int, *edges: int) -> list[Call]:
+    spans = tuple(zip(edges[::2], edges[1::2], strict=True))
+    n = sum(stop - start for start, stop in spans)
+    h = bf16(rows, padded_columns(len(spans), rank))
+    args = {"d_h": h, "d_b": gradient(n, rank), "d_out": bf16(rows, N), "h": h, "b": bf16(n, rank)}
+    args |= {"spans": spans, "scale": 2.0}
+    return [Call("backward", adapter_backward.backward, args, flops=0)]  # bound by memory
 
 
 def adamw_calls(*ends: int) -> list[Call]:
@@ -199,6 +211,15 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
             Call(f"forward {backend} window", attention.forward, ahead | window),
             Call(f"backward {backend} window", attention.backward, back | window, flops=5 * seen),
         ]
+    if B == 1:
+        back, flops = backward | {"backend": "cudnn"}, 5 * square
+        numbers = divisions(1, Hq, Hkv)[1:]
+        calls += [
+            Call(f"backward cudnn / {n}", attention.backward, back | {"chunks": n}, flops=flops)
+            for n in numbers
+        ]
+        d_kv = {"d_qkv": qkv, "d_kv": bf16(2, Hq, T, Hd)}
+        calls.append(Call("sum of heads", attention.sum_heads, d_kv))
     square = square * length // T  # of all documents together
     return [
         *calls,
@@ -278,19 +299,33 @@ def matmul_calls(M: int, N: int, K: int, trans_a: bool, trans_b: bool) -> list[C
         "trans_a": trans_a,
         "trans_b": trans_b,
     }
-    return [Call("matmul", matmul.matmul, args)]
+    more = {"addend": args["out"]}
+    return [Call("matmul", matmul.matmul, args), Call("addend", matmul.matmul, args | more)]
 
 
 def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
     one = f32(1, value=1.0)
     args = {"out": bf16(M, N), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
     args |= {"scale_a": one, "scale_b": one}
+    fast = args | {"fast_accumulation": True}
     return [
         Call("matmul_fp8", matmul.matmul_fp8, args),
-        Call("fast accumulation", matmul.matmul_fp8, args | {"fast_accumulation": True}),
-        Call("codes", matmul.matmul_fp8,
-             args | {"fast_accumulation": True, "out": product_codes(M, N)}),
-    ]  # fmt: skip
+        Call("fast accumulation", matmul.matmul_fp8, fast),
+        Call("addend", matmul.matmul_fp8, fast | {"addend": args["out"]}),
+        Call("codes", matmul.matmul_fp8, fast | {"out": product_codes(M, N)}),
+    ]
+
+
+def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> list[Call]:
+    one = f32(1, value=1.0)
+    low = {"h": bf16(M, R), "tail": bf16(*((R, N) if transposed else (N, R)))}
+    low |= {"out": bf16(M, N), "transposed": transposed}
+    halves = {"a": bf16(M, K), "b": bf16(*((K, N) if transposed else (N, K)))}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
+    return [
+        Call("bf16", matmul_adapted.matmul_adapted, low | halves),
+        Call("fp8", matmul_adapted.matmul_adapted, low | codes),
+    ]
 
 
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
@@ -528,6 +563,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "add": add_calls,
     "adamw": adamw_calls,
     "adapter": adapter_calls,
+    "adapter_backward": adapter_backward_calls,
     "attention": attention_calls,
     "bias": bias_calls,
     "clock": clock_calls,
@@ -541,6 +577,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "global_norm": global_norm_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
+    "matmul_adapted": matmul_adapted_calls,
     "matmul_int8": matmul_int8_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,

@@ -196,15 +196,21 @@ def sync_files(directory: Path) -> None:
 
 
 def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
+    # Of names that were changed since the last sync a loss of power may leave any.
     last = replaces[0]
     names = {path.name for path in source.iterdir()}
     (target / last).unlink(missing_ok=True)
+    sync_directory(target)
     for pattern in replaces:
         for old in target.glob(pattern):
             if old.name not in names:
                 old.unlink()
     for name in sorted(names, key=lambda name: (name == last, name != owner, name)):
+        if name == last:
+            sync_directory(target)
         os.replace(source / name, target / name)
+        if name == owner:
+            sync_directory(target)
     source.rmdir()
     sync_directory(target)
 

@@ -30,8 +30,9 @@ from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path
 from llmq.data.document_index import DocumentIndex
-from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME, read_manifest
+from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
 from llmq.data.patterns import expand_pattern
+from llmq.data.tokenized import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.state.params import weight_table
 
@@ -93,10 +94,7 @@ def _targets(path: Path) -> Iterator[Target]:
         yield from (Target(step, _checkpoint) for step in steps.values())
     elif (path / MANIFEST).exists():
         yield Target(path, _tokenized)
-        for file in sorted(path.iterdir()):
-            shard = SHARD_NAME.fullmatch(file.name)
-            if shard and shard[3] == "bin" and not shard[4]:
-                yield Target(file, _token_file)
+        yield from (Target(file, _token_file) for file in token_files(path))
     else:
         raise LlmqError(
             f"'{path}' holds no checkpoint, no model and no token files: name the files themselves"
@@ -130,7 +128,10 @@ def _token_file(path: Path) -> str:
         file.read_mask(start, len(ids))
     file.close()
     said = [f"{file.num_tokens} tokens"]
-    if documents_path(path).exists():
+    if SHARD_NAME.fullmatch(path.name) and (path.parent / MANIFEST).exists():
+        Tokenized.read(path.parent).check_file(file)
+    promised = file.checksums is not None and file.checksums.has_documents
+    if promised or documents_path(path).exists():
         said.append(f"{len(DocumentIndex.read(path))} documents")
     agree = f"checksums of '{checksums_path(path).name}' agree"
     said.append("no checksums" if file.checksums is None else agree)
@@ -138,10 +139,9 @@ def _token_file(path: Path) -> str:
 
 
 def _tokenized(path: Path) -> str:
-    manifest = read_manifest(path)
-    if not manifest:
-        raise LlmqError(f"'{path / MANIFEST}' is damaged: tokenize the data again")
-    return "complete" if manifest["complete"] else "unfinished: the same tokenize command goes on"
+    made = Tokenized.read(path)
+    made.check()
+    return "complete" if made.complete else "unfinished: the same tokenize command goes on"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -191,6 +191,7 @@ def clean_old(
     spared: Collection[int] = (),
     interval: int = 0,
     disks: Disks = ONE_DISK,
+    found: dict[int, Kept] | None = None,
 ) -> list[Path]:
     """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories,
     of several disks those of the first. All processes call it.
@@ -199,11 +200,13 @@ def clean_old(
     keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
     checkpoint that was written last. A checkpoint that was renamed to another step is the user's
     business: it stays, not counted. What interrupted saves left behind goes too, so no save may be
-    under way. What cannot be deleted is warned of, and links stay.
+    under way. What cannot be deleted is warned of, and links stay. found: the kept_checkpoints, if
+    they are known.
     """
     gone: list[int] = []
     if keep_n > 0:
-        found = kept_checkpoints(directory, run, disks)
+        if found is None:
+            found = kept_checkpoints(directory, run, disks)
         gone = outdated(found, keep_n, major, saved, spared=spared, interval=interval)
 
     def clean() -> list[Path]:

@@ -99,10 +99,10 @@ class TrainConfig(AdapterFields):
                 f"--lmhead-chunks: {self.lmhead_chunks} leaves {tokens // self.lmhead_chunks} of "
                 f"{tokens} tokens for a chunk, which must be a multiple of 4"
             )
-        if self.batch_size % self.attn_bwd_chunks:
+        if self.batch_size % self.attn_bwd_chunks and self.attn_bwd_chunks % self.batch_size:
             raise ConfigError(
                 f"--attn-bwd-chunks: {self.attn_bwd_chunks} does not divide "
-                f"--batch-size {self.batch_size}"
+                f"--batch-size {self.batch_size}, and is no multiple of it"
             )
         for name in ("master_dtype", "grad_accum_dtype"):
             if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
@@ -277,6 +277,11 @@ class TrainConfig(AdapterFields):
         if self.seq_len > model.max_positions:
             raise ConfigError(
                 f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
+            )
+        if self.attn_bwd_chunks > self.batch_size * model.num_heads:
+            raise ConfigError(
+                f"--attn-bwd-chunks: {self.attn_bwd_chunks} is more than --batch-size "
+                f"{self.batch_size} times the model's {model.num_heads} query heads"
             )
         try:
             layer_set(self.recompute_layers, model.num_layers)

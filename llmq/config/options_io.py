@@ -13,6 +13,8 @@ from llmq.config.options import OPTIONS, TrainConfig, implied_by
 from llmq.config.sizes import SIZES
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+# What `llmq train` takes beside the options of a run.
+COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
 # Rows of [Options] that have a name of their own, in llm.q's order: row, field of TrainConfig.
 _RENAMED = {
@@ -99,6 +101,8 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         flag = str(key).replace("_", "-")
         name = _FIELD_BY_FLAG.get(flag)
         if name is None:
+            if flag in COMMAND_LINE_ONLY:
+                raise ConfigError(f"{where}{key} is for the command line of llmq train only")
             near = difflib.get_close_matches(flag, _FIELD_BY_FLAG, n=1)
             hint = f", did you mean {near[0]}?" if near else "; llmq train --help lists them"
             raise ConfigError(f"{where}unknown option {key}{hint}")

@@ -5,6 +5,7 @@
 //   out = P v;   delta = sum over Hd of d_out * out
 //   dS = P * (d_out v^T - delta)
 //   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
+//   sum_heads: d_k, d_v = sums of d_kv over the query heads of each, in ascending order, in F32
 //
 // Data     qkv, d_qkv: T (B, seq_len, Hq + 2 Hkv, HEAD_DIM), query, then key, then value heads;
 //          out, d_out: T (B, seq_len, Hq, HEAD_DIM); lse, delta: F32 (B, Hq, seq_len). T: BF16
@@ -16,7 +17,8 @@
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention.py. delta: 8 threads a row, grid (blocks, B).
-//          decode: grid (Hq, new positions, B).
+//          decode: grid (Hq, new positions, B). sum_heads: 256 threads, one for each 16-byte vector
+//          of keys and values; d_kv: T (2, Hq, seq_len, HEAD_DIM), for keys and for values.
 // Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
 //          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
 //          dV at once, 8 in all); a tile is read by every block that meets it, mostly in L2. Tiles
@@ -243,4 +245,35 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
                 from_f32<T>(sum[j] / total);
         }
     }
+}
+
+// d_k and d_v of each key/value head from what each of its query heads adds, d_kv.
+extern "C" __global__ void __launch_bounds__(256)
+attention_sum_heads(T* __restrict__ d_qkv, const T* __restrict__ d_kv, i32 seq_len, i32 num_heads,
+                    i32 num_kv_heads) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    constexpr int VECTOR = Vec<T>::N, vectors = HEAD_DIM / VECTOR;
+    const int group = num_heads / num_kv_heads;
+    if (i >= (i64)2 * num_kv_heads * seq_len * vectors) { return; }
+    const int column = (int)(i % vectors) * VECTOR;
+    const i64 row = i / vectors;  // of (2 Hkv, T)
+    const int head = (int)(row / seq_len), t = (int)(row % seq_len);
+    // Keys come before values on both sides: Hkv heads of d_qkv, Hq of d_kv, which is group * Hkv.
+    const i64 step = (i64)seq_len * HEAD_DIM;
+    const T* const first = d_kv + (i64)head * group * step + (i64)t * HEAD_DIM + column;
+    float sum[VECTOR];
+    const Vec<T> start = unpack<T>(load_packed_stream(first));
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) { sum[k] = to_f32(start[k]); }
+#pragma unroll 4
+    for (int h = 1; h < group; ++h) {
+        const Vec<T> next = unpack<T>(load_packed_stream(first + h * step));
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(next[k]); }
+    }
+    Vec<T> out;
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) { out[k] = from_f32<T>(sum[k]); }
+    const int heads = num_heads + 2 * num_kv_heads;
+    store_vec(d_qkv + ((i64)t * heads + num_heads + head) * HEAD_DIM + column, out);
 }

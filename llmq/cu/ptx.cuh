@@ -126,6 +126,176 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, unsigned int ran
     return x;
 }
 
+// -- Barriers in shared memory (mbarrier; compute capability 9.0 and later) -----------------------
+//
+// A phase of a barrier ends when its arrivals have come, and the bytes that they expect of copies.
+// Phases are numbered from 0; parity is that of the number.
+
+__device__ __forceinline__ void barrier_init(SharedAddress barrier, unsigned int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// After barrier_init, before other blocks of the cluster and copies use the barriers.
+__device__ __forceinline__ void barriers_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and lets the phase wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(SharedAddress barrier, unsigned int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+// At the same barrier of block `rank` of the cluster. Not .release.cluster, which would wait for all
+// stores of the thread: it says that tiles have been read, by products that were waited for.
+__device__ __forceinline__ void barrier_arrive_at(SharedAddress barrier, unsigned int rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+// Until the phase of this parity has ended; the caller knows that the one before it has.
+__device__ __forceinline__ void barrier_wait(SharedAddress barrier, unsigned int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN_%=:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra AGAIN_%=;\n}\n" ::"r"(
+            barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// -- Copies of boxes of a matrix (TMA; compute capability 9.0 and later) --------------------------
+//
+// A map describes a row-major matrix and the box that is copied, whose rows take up to 128 bytes: in
+// shared memory they lie 128 bytes apart, "swizzled": 16-byte word w of row r stands at word w ^ r % 8.
+// What of a box lies outside of the matrix is zero when loaded, and is not stored. x: its first
+// column. y: its first row. One thread copies.
+
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+__device__ __forceinline__ void load_box(SharedAddress to, const TensorMap* map, int x, int y,
+                                         SharedAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(barrier)
+        : "memory");
+}
+// To the same place of every block of the cluster in `blocks`, and with its barrier.
+__device__ __forceinline__ void load_box_for(SharedAddress to, const TensorMap* map, int x, int y,
+                                             SharedAddress barrier, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+        : "memory");
+}
+// After stores_begin, which makes the warp's writes to shared memory visible to the copy.
+__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+        "cp.async.bulk.commit_group;" ::"l"(map),
+        "r"(x), "r"(y), "r"(from)
+        : "memory");
+}
+__device__ __forceinline__ void stores_begin() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Until this thread's stores have read shared memory; until they have written.
+__device__ __forceinline__ void stores_have_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void stores_are_done() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// -- Products of a warpgroup (wgmma; compute capability 9.0 only) ---------------------------------
+//
+// Operands lie in shared memory as load_box writes them, in one of two ways. K inside: a row is 128
+// bytes of the inner dimension; 8 rows, 1024 bytes, repeat. K outside: a row of the box is one inner
+// index with 64 outer elements; 8 rows repeat, and the next 64 outer elements are `chunk` bytes
+// further. Adding to a descriptor moves it by 16 bytes each.
+
+using Descriptor = unsigned long long;
+
+__device__ __forceinline__ Descriptor k_inside(SharedAddress tile) {
+    return (Descriptor)((tile & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int chunk) {
+    return (Descriptor)((tile & 0x3FFFF) >> 4) | (Descriptor)(chunk >> 4) << 16 | 64ull << 32 |
+           1ull << 62;
+}
+
+#define PTX_8(i)                                                                               \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
+// d (64, 192) = a (64, inner) b (inner, 192) [+ d]: 32 bytes of the inner dimension. Lane 4 g + t of
+// warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column 8 j + 2 t + i % 2.
+#define PTX_WGMMA(FORMATS, TRANSPOSED)                                                         \
+    asm volatile(                                                                              \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                       \
+        "wgmma.mma_async.sync.aligned." FORMATS                                                \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "   \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, " \
+        "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+        "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, " \
+        "%69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, add, 1, 1" TRANSPOSED     \
+        ";\n}\n"                                                                               \
+        : PTX_8(0), PTX_8(8), PTX_8(16), PTX_8(24), PTX_8(32), PTX_8(40), PTX_8(48), PTX_8(56), \
+          PTX_8(64), PTX_8(72), PTX_8(80), PTX_8(88)                                           \
+        : "l"(a), "l"(b), "r"(add))
+
+// Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16, and moves by 16 rows.
+template <class Left, class Right, bool K_OUTSIDE>
+__device__ __forceinline__ void wgmma_192(float (&d)[96], Descriptor a, Descriptor b, int add) {
+    if constexpr (sizeof(Left) == 2) {
+        if constexpr (K_OUTSIDE) {
+            PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 1");
+        } else {
+            PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 0");
+        }
+    } else if constexpr (Fp8<Left>::FORMAT == __NV_E5M2) {
+        PTX_WGMMA("m64n192k32.f32.e5m2.e4m3", "");
+    } else if constexpr (Fp8<Right>::FORMAT == __NV_E5M2) {
+        PTX_WGMMA("m64n192k32.f32.e4m3.e5m2", "");
+    } else {
+        PTX_WGMMA("m64n192k32.f32.e4m3.e4m3", "");
+    }
+}
+#undef PTX_WGMMA
+#undef PTX_8
+// Between other uses of d and the first product; the end of a group of products; until at most
+// PENDING of the groups run.
+__device__ __forceinline__ void wgmma_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The inverse of ldmatrix_x4: registers of all lanes into the rows.
+__device__ __forceinline__ void stmatrix_x4(SharedAddress row, unsigned int a, unsigned int b,
+                                            unsigned int c, unsigned int d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// A warpgroup keeps so many registers a thread: fewer, or more than the launch gave it.
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // -- Time ----------------------------------------------------------------------------------------
 
 // Nanoseconds since some time in the past, the same for the whole GPU.

@@ -175,8 +175,13 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
 }
 
 // With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Blackwell's
-// compiler the codes of one are, too.
-constexpr bool THIRD = OUT || (OUT_TRANSPOSED && ON_BLACKWELL);
+// compiler the codes of one are, too, and codes in one layout only.
+#if CODES && !TRANSPOSED
+constexpr bool ONE_LAYOUT = true;
+#else
+constexpr bool ONE_LAYOUT = false;
+#endif
+constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT));
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,

@@ -98,12 +98,17 @@ class Checksums:
 
     @classmethod
     def of(cls, token_file: Path) -> Checksums | None:
-        """Of a token file; None if there are none. One for all who read the same file."""
+        """Of a token file; None if there are none. One for all who read the same file.
+
+        DataError if there are some that cannot be read.
+        """
         path = checksums_path(token_file)
         try:
             own, other = os.stat(path), os.stat(token_file)
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError as error:  # such as a link to itself
+            raise DataError(f"cannot read '{path}': {error.strerror}") from error
         stamps = (own.st_mtime_ns, other.st_mtime_ns, own.st_ino, other.st_ino)
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
@@ -127,6 +132,11 @@ class Checksums:
                 "again, or remove the latter if another program has written the former"
             )
         self._unread[index] = 0
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether there was a `.docs` file when these were written."""
+        return self._docs_bytes >= 0
 
     def verify_documents(self, data: bytes, path: Path) -> None:
         """Compare the content of the `.docs` file. DataError."""

@@ -97,7 +97,7 @@ def _index(record: Record, name: str, count: int, first: int = 0) -> int:
     value = record.get(name)
     try:
         index = int(value) - first
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # int() of infinity
         index = -1
     if not 0 <= index < count:
         raise _BadRecordError(
@@ -131,7 +131,10 @@ def _labelled(record: Record) -> tuple[list[str], list[str]]:
     """Texts and labels of the choices: two lists at Hugging Face, a list of pairs at AI2."""
     choices = _field(record, "choices", (dict, list))
     if isinstance(choices, dict):
-        return _texts(choices, "text"), _texts(choices, "label")
+        texts, labels = _texts(choices, "text"), _texts(choices, "label")
+        if len(texts) != len(labels):
+            raise _BadRecordError(f"'choices' has {len(texts)} texts, but {len(labels)} labels")
+        return texts, labels
     if not all(isinstance(choice, dict) for choice in choices):
         raise _BadRecordError("field 'choices' has neither texts with labels nor pairs of them")
     return [_field(c, "text") for c in choices], [_field(c, "label") for c in choices]

@@ -293,7 +293,7 @@ def open_manifest(
         make_directory(out)
     inputs = [source.identity for source in sources]
     path = out / MANIFEST
-    earlier = _read_manifest(path) if path.exists() and not overwrite else None
+    earlier = load_manifest(path) if path.exists() and not overwrite else None
     if earlier is not None and not _is_empty(earlier):
         _check_same(path, earlier, TokenizerId.of(tokenizer), options, inputs)
         return Manifest(out, earlier, tokenizer)
@@ -308,6 +308,7 @@ def open_manifest(
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "splits": dict.fromkeys(SPLITS, 0),
+        "beside": ["docs", "sums"],
         "documents": 0,
         "position": asdict(Position()),
         "inputs": inputs,
@@ -342,16 +343,20 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
         sync_directory(folder.parent)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def load_manifest(path: Path) -> dict[str, Any]:
+    """What is in a tokenize.json; DataError if it is damaged."""
     try:
         check_readable(path)
         data = json.loads(path.read_text("utf-8"))
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
+        shard_tokens, beside = data["options"]["shard_tokens"], data.get("beside", [])
         splits, numbers = data["splits"], [*data["position"].values(), *data["splits"].values()]
         if sorted(splits) != sorted(SPLITS) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError("splits or position are not what llmq tokenize writes")
         if type(data["complete"]) is not bool or type(data["vocab_size"]) is not int:
             raise ValueError("complete or vocab_size is not what llmq tokenize writes")
+        if type(shard_tokens) is not int or shard_tokens < 1 or not isinstance(beside, list):
+            raise ValueError("shard_tokens or beside is not what llmq tokenize writes")
         return data
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}; start again with --overwrite") from error

@@ -29,6 +29,12 @@ class Recompute(NamedTuple):
     att: bool = False
     block: bool = False
 
+    @property
+    def products(self) -> frozenset[str]:
+        """The matrices that multiply inputs in backward, by their keys in a block."""
+        keys = {"qkv": self.qkv, "o": self.block, "up": self.ffn}
+        return frozenset(key for key, again in keys.items() if again)
+
 
 def recompute_of_layers(options: TrainConfig, num_layers: int) -> list[Recompute]:
     """For each layer what the options say, or nothing. options: normalized."""
@@ -69,15 +75,39 @@ class Activation(NamedTuple):
         return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
 
 
+class Stream(NamedTuple):
+    """The buffers that a layer shares with its neighbours, (rows, C) each; see block_norms.py.
+
+    before, after: the residual stream in front of the layer and behind it. between: that between
+    the halves of all layers whose whole block is recomputed, where it only has to survive until
+    the next layer begins. branch: what halves put out, of all layers, and branch_before, what the
+    layer in front has put out; None where halves add to the stream themselves.
+    """
+
+    before: Tensor
+    after: Tensor
+    between: Tensor | None
+    branch: Tensor | None
+    branch_before: Tensor | None
+
+
+class HalfOut(NamedTuple):
+    """Where a half's last product goes, (rows, C): to `out`, with `addend` if there is one."""
+
+    out: Tensor
+    addend: Tensor | None = None
+
+
 class NormSite(NamedTuple):
     """The norms in front of a half of one layer, and the residual stream there; see block_norms.py.
 
-    stream: (rows, C). branch: (rows, C), what the half before has put out. out: the half's input.
-    stats: of the stream's norm, post_stats: of the branch's; None where there is none.
+    stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
+    that to the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of
+    the branch's; None where there is none.
     """
 
     stream: Tensor
-    branch: Tensor
+    branch: Tensor | None
     stats: Stats | None
     post_stats: Stats | None
     out: Activation
@@ -115,7 +145,9 @@ class Layer:
     recompute: Recompute
     residual: Tensor  # (rows, C), the stream where the attention half begins
     residual_att: Tensor  # (rows, C), the stream where the MLP half begins
-    mlp_branch: Tensor  # (rows, C), what the MLP half puts out
+    att_out: HalfOut
+    mlp_out: HalfOut
+    mlp_branch: Tensor | None  # (rows, C), what the MLP half puts out, unless it adds it itself
     ln1: NormSite
     ln2: NormSite
     qkv: Activation  # (rows, Q), after qk_norm and RoPE
@@ -133,36 +165,34 @@ class Layer:
         options: TrainConfig,
         index: int,
         recompute: Recompute,
-        residual: Tensor,
-        shared_residual_att: Tensor | None,
-        branch: Tensor,
-        branch_before: Tensor,
+        stream: Stream,
     ):
-        """shared_residual_att: of all layers whose whole block is recomputed, where it only has to
-        survive until the next block's ln1. branch: of all layers, branch_before: what the layer
-        before has put out.
-        """
-        self._dev, self.index, self.recompute, self.residual = dev, index, recompute, residual
+        self._dev, self.index, self.recompute, self.residual = dev, index, recompute, stream.before
         self._is_fp8 = options.matmul_dtype == "e4m3"
         self._keeps_codes = self._is_fp8 and not options.lora_rank  # adapters multiply tensors
         needed = _needed_inputs(config, options)
-        (rows, C), B, T = residual.shape, options.batch_size, options.seq_len
+        (rows, C), B, T = self.residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
-        self.residual_att = shared_residual_att if r.block else alloc("residual_att", rows, C)
+        self.residual_att = stream.between if r.block else alloc("residual_att", rows, C)
         stats1 = _site_stats(dev, config, f"ln1.{index}", rows)
         stats2 = _site_stats(dev, config, f"ln2.{index}", rows)
         self.lse = alloc("lse", B, Hq, T, dtype=F32)
         # A norm behind a half needs its output in backward. Without one in front of it, its input
         # is the stream.
         pre, post = config.arch.pre_norm, config.arch.post_norm
-        att_branch = alloc("att_branch", rows, C) if post and not r.block else branch
-        self.mlp_branch = alloc("mlp_branch", rows, C) if post else branch
+        att_branch = alloc("att_branch", rows, C) if post and not r.block else stream.branch
+        self.mlp_branch = alloc("mlp_branch", rows, C) if post else stream.branch
+        if stream.branch is None:
+            self.att_out = HalfOut(self.residual_att, addend=self.residual)
+            self.mlp_out = HalfOut(stream.after, addend=self.residual_att)
+        else:
+            self.att_out, self.mlp_out = HalfOut(att_branch), HalfOut(self.mlp_branch)
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
         kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att)) and "qkv" in needed
         ln1 = activation("ln1", C, kept=kept, may_be_codes=True)
-        self.ln1 = NormSite(residual, branch_before, *stats1, ln1)
+        self.ln1 = NormSite(self.residual, stream.branch_before, *stats1, ln1)
         self.qkv = activation("qkv", config.qkv_channels, kept=not r.qkv)
         self.att = activation("att", Hq * Hd, kept=not r.att)
         kept = pre and not (r.norm or r.ffn) and "up" in needed

@@ -107,17 +107,16 @@ class AttentionHalf:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
-    ) -> None:
-        """out (rows, C), from x (rows, C)."""
+    def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
+        """layer.att_out from x (rows, C)."""
         tensors = self._tensors(temps, layer)
         self._qkv(layer, w, x, tensors)
         self._attend(layer, tensors)
         o_input = self.operands.of_tensor(
             temps, layer.att.slot, tensors.att, measured=False, transposed=False
         )
-        self.linear.forward(layer.index, "o", out, o_input, w)
+        out, addend = layer.att_out
+        self.linear.forward(layer.index, "o", out, o_input, w, addend)
 
     def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
@@ -146,9 +145,8 @@ class AttentionHalf:
         w: BlockWeights,
         g: BlockGrads,
         x_again: InputAgain,
-        out: Tensor,
     ) -> AttentionAgain:
-        """What backward needs: kept, or computed again; out too, if the whole block is."""
+        """What backward needs, kept or computed again; if the whole block is, layer.att_out too."""
         r = layer.recompute
         tensors = self._tensors(temps, layer)
         x = None
@@ -163,7 +161,8 @@ class AttentionHalf:
             slot = layer.att.slot
             o_input = self.operands.of_tensor_again(temps, slot, tensors.att, product=r.block)
         if r.block:
-            self.linear.forward(layer.index, "o", out, o_input, w)
+            out, addend = layer.att_out
+            self.linear.forward(layer.index, "o", out, o_input, w, addend)
         return AttentionAgain(x, tensors, o_input)
 
     def backward(
@@ -182,7 +181,7 @@ class AttentionHalf:
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
                 d_o = self.operands.half_gradient(inner, layer.slot("d_att"), d_out)
-                self.linear.input_gradient(layer.index, "o", d_att, d_o, w)
+                self.linear.input_gradient(layer.index, "o", d_att, d_o, w, g)
                 self.linear.weight_gradients(layer.index, "o", g, g.o_bias, d_o, again.o_input)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
@@ -190,7 +189,7 @@ class AttentionHalf:
                     backend=self.backends[layer.index][1],
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
-            self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w)
+            self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w, g)
             self.linear.weight_gradients(layer.index, "qkv", g, d_bias, d_product, again.x)
 
     def _backward_positions(

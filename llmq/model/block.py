@@ -7,8 +7,8 @@
 
 A half (in brackets) turns its input x into a branch of the residual stream: `attention_half.py`,
 `mlp_half.py`. Where norms stand (mostly as above), and where branches are added, is in
-`block_norms.py`: both additions happen with a norm, the second one in front of the next block or in
-the head, which is why a block's output stays split into `residual_att` and a branch.
+`block_norms.py`: by the last product of a half, or else with a norm, the second one in front of the
+next block or in the head, so that a block's output is split into `residual_att` and a branch.
 Activations are (rows, features), rows = B*T.
 """
 
@@ -20,7 +20,7 @@ from functools import partial
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.activations import Layer, recompute_of_layers
+from llmq.model.activations import Layer, Stream, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
@@ -50,36 +50,50 @@ class Blocks:
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model."""
         shape, dtype = operands.shape, operands.dtype
-        kinds, shared = recompute_of_layers(options, config.num_layers), None
-        if any(kind.block for kind in kinds):
-            shared = dev.alloc("residual_att", shape, dtype, "Activations")
-        branch = before = dev.alloc("branch", shape, dtype, "Activations")
-        self.layers: list[Layer] = []
-        for index, kind in enumerate(kinds):
-            residual = residuals.tensors[index]
-            layer = Layer(dev, config, options, index, kind, residual, shared, branch, before)
-            self.layers.append(layer)
-            before = layer.mlp_branch
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
         if options.matmul_dtype == "int8" and options.base_dtype == "int8":
             linear = Int8BaseLinear(dev, config, scalars, options.seq_len)
         elif options.matmul_dtype == "int8":
             linear = Int8Linear(dev, scalars, options.seq_len)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
+        self.residuals = residuals
+        self.adds = linear.adds and not config.arch.post_norm  # halves add to the stream themselves
+        kinds, between, branch = recompute_of_layers(options, config.num_layers), None, None
+        if any(kind.block for kind in kinds):
+            between = dev.alloc("residual_att", shape, dtype, "Activations")
+        if not self.adds:
+            branch = dev.alloc("branch", shape, dtype, "Activations")
+        before = branch
+        self.layers: list[Layer] = []
+        for index, kind in enumerate(kinds):
+            residual, after = residuals.tensors[index], residuals.after(index)
+            stream = Stream(residual, after, between, branch, before)
+            layer = Layer(dev, config, options, index, kind, stream)
+            self.layers.append(layer)
+            before = layer.mlp_branch
         self.norms = BlockNorms(dev, config, operands)
         self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
         self.mlp = MlpHalf(dev, config, options, operands, linear)
 
-    def forward(self, index: int, w: BlockWeights) -> None:
-        """residual[l] or, for l > 0, residual_att and mlp_branch [l-1] -> those of this layer."""
-        layer = self.layers[index]
+    def forward(self, index: int, w: BlockWeights, *, keep: bool) -> None:
+        """The stream in front of a block to that behind it, or to residual_att and mlp_branch.
+
+        keep: backward follows, and will read the stream in front.
+        """
+        layer, residuals = self.layers[index], self.residuals
         before = self.layers[index - 1].residual_att if index > 0 else None
         with ExitStack() as temps:
+            if keep and not self.adds:
+                residuals.write(index)
             x = self.norms.forward(temps, layer.ln1, before, w)
-            self.attention.forward(temps, layer, w, x, layer.ln2.branch)
+            if keep:
+                residuals.written(index)
+            self.attention.forward(temps, layer, w, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, layer.ln2, layer.residual, w)
-            self.mlp.forward(temps, layer, w, x, layer.mlp_branch)
+            if keep and self.adds:
+                residuals.write(index + 1)
+            self.mlp.forward(temps, layer, w, x)
 
     def backward(
         self, index: int, w: BlockWeights, g: BlockGrads, d_residual: Tensor, d_x: Tensor
@@ -105,7 +119,7 @@ class Blocks:
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads
     ) -> AttentionAgain:
         x_again = partial(self.norms.again, temps, layer.ln1, None, w)
-        return self.attention.again(temps, layer, w, g, x_again, layer.ln2.branch)
+        return self.attention.again(temps, layer, w, g, x_again)
 
     def _backward_mlp(
         self, layer: Layer, w: BlockWeights, g: BlockGrads, d_residual: Tensor, d_x: Tensor

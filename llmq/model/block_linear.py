@@ -4,6 +4,8 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
+Where it is faster, both terms of y, or of d_x without dropout, are one product.
+
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
 of its own for a gradient.
@@ -23,7 +25,8 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import adapter, reduce
+from llmq.ops import adapter, adapter_backward, reduce
+from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
 from llmq.runtime.device import Device
@@ -77,7 +80,7 @@ class BlockLinear:
             return
         self._scale = options.lora_scale
         matrices = adapted_matrices(config, adapters.targets)
-        widths = [adapter.padded_columns(len(m.spans), adapters.rank) for m in matrices]
+        widths = [padded_columns(len(m.spans), adapters.rank) for m in matrices]
         for layer in range(config.num_layers):
             for matrix, width in zip(matrices, widths, strict=True):
                 name = f"{matrix.key}_hidden.{layer}"
@@ -86,21 +89,44 @@ class BlockLinear:
         # Of one matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * max(widths),), dtype, "Activations")
 
+    @property
+    def adds(self) -> bool:
+        """Whether forward takes an addend.
+
+        Not with adapters, whose output would be rounded as finely as the addend, not as W's.
+        """
+        return self.linear.adds and not self._parts
+
     def forward(
-        self, layer: int, key: str, out: Tensor | ProductCodes, x: Operand, w: BlockWeights
+        self,
+        layer: int,
+        key: str,
+        out: Tensor | ProductCodes,
+        x: Operand,
+        w: BlockWeights,
+        addend: Tensor | None = None,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        Beside adapters no product writes codes.
+        addend: like out, other memory, or None, as it is where there are adapters. Beside these no
+        product writes codes.
         """
-        self.linear.forward(out, x, getattr(w, key), getattr(w, f"{key}_bias"))
+        weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         if parts is None:
+            more = {} if addend is None else {"addend": addend}
+            self.linear.forward(out, x, weight, bias, **more)
             return
+        joins = bias is None and self.linear.joins_forward(out, x, weight, parts.hidden)
+        if not joins:
+            self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
+            if joins:
+                self.linear.forward_adapted(out, x, weight, parts.hidden, b)
+            else:
+                matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
         self,
@@ -109,15 +135,23 @@ class BlockLinear:
         d_x: Tensor | ProductCodes,
         d_out: Operand,
         w: BlockWeights,
+        g: BlockGrads,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features)."""
-        self.linear.input_gradient(d_x, d_out, getattr(w, key), _number(layer, key))
-        parts = self._parts.get((layer, key))
+        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
+        weight, parts = getattr(w, key), self._parts.get((layer, key))
         if parts is None:
+            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
-        with self._expanded(parts, getattr(w, f"{key}_b")) as b:
-            matmul(self.dev, d_hidden, _tensor(d_out), b)
+        joins = self.linear.joins_input_gradient(d_x, d_out, weight, d_hidden)
+        joins = joins and not self._probability
+        if not joins:
+            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
+        b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
+        self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
+        if joins:
+            self.linear.input_gradient_adapted(d_x, d_out, weight, d_hidden, a)
+            return
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)
             return
@@ -138,7 +172,7 @@ class BlockLinear:
         d_out: Operand,
         x: Operand | None,
     ) -> None:
-        """Of the weight, of the bias as far as d_bias asks for it, and of the adapters.
+        """Of the weight, of the bias as far as d_bias asks for it, and of the adapters' A.
 
         Follows input_gradient. x: None where it is not needed.
         """
@@ -147,19 +181,31 @@ class BlockLinear:
         parts = self._parts.get((layer, key))
         if parts is None:
             return
-        d_hidden, d_a, d_b = self._d_hidden_of(parts), *(getattr(g, f"{key}_{n}") for n in "ab")
+        d_hidden, d_a = self._d_hidden_of(parts), getattr(g, f"{key}_a")
         with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
+
+    def _gradients_of_output(
+        self, parts: _Parts, d_hidden: Tensor, d_b: Accumulator | None, d_out: Tensor, b: Tensor
+    ) -> None:
+        """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+        dev, spans, scale = self.dev, parts.matrix.spans, self._scale
+        at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
+        if at_once and d_b is not None:
+            adapter_backward.backward(dev, d_hidden, d_b, d_out, parts.hidden, b, spans, scale)
+            return
+        with self._expanded(parts, b) as whole:
+            matmul(dev, d_hidden, d_out, whole)
         if d_b is None:
             return
         dtype, shape = d_b.tensor.dtype, (parts.matrix.shape[0], parts.hidden.shape[1])
         with (
-            self.dev.scratch("d_b_whole", shape, dtype) as whole,
-            self.dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
+            dev.scratch("d_b_whole", shape, dtype) as whole,
+            dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
-            matmul(self.dev, whole, _tensor(d_out), parts.hidden, trans_a=True)
-            adapter.collect(self.dev, part, whole, parts.matrix.spans, self._scale)
-            reduce.add(self.dev, d_b, part)
+            matmul(dev, whole, d_out, parts.hidden, trans_a=True)
+            adapter.collect(dev, part, whole, spans, scale)
+            reduce.add(dev, d_b, part)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
         return self._d_hidden.rows(0, parts.hidden.size).view(*parts.hidden.shape)
@@ -168,6 +214,9 @@ class BlockLinear:
     def _expanded(self, parts: _Parts, b: Tensor) -> Iterator[Tensor]:
         """All adapters' B in one matrix (out_features, R), with scaling."""
         shape = (parts.matrix.shape[0], parts.hidden.shape[1])
+        if self._scale == 1 and shape == b.shape:  # of one adapter, which has all rows
+            yield b
+            return
         with self.dev.scratch("lora_b", shape, b.dtype) as whole:
             adapter.expand(self.dev, whole, b, parts.matrix.spans, self._scale)
             yield whole

@@ -6,8 +6,10 @@
 That is most architectures' way. Where norms stand behind the halves (`ln1_post`, `ln2_post`), it is
 the branch's norm that is added; where none stands before them (no `ln1`, `ln2`), x is the stream.
 
-The addition happens inside a norm, so that what a half puts out stays beside the stream until the
-next half (or the head) begins. A norm behind the half needs it in backward, so that it is kept.
+Without norms behind halves the last product of a half adds to the stream itself, unless it cannot
+(`BlockLinear.adds`); there is no branch then. Else the addition happens inside a norm, so that what
+a half puts out stays beside the stream until the next half (or the head) begins. A norm behind the
+half needs it in backward, so that it is kept.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class BlockNorms:
     ) -> Operand:
         """The input of a half.
 
-        before: (rows, C), the stream where the half before began; None: there is none.
+        before: (rows, C), the stream where the half before began; None: there is none. It is not
+        read where there is no branch.
         """
         if self.pre:
             return self.operands.input(temps, here.out, partial(self._run, here, before, w))
@@ -71,9 +74,11 @@ class BlockNorms:
         return self.operands.input_again(temps, here.out, write, product=product, out=None)
 
     def _run(self, here: NormSite, before: Tensor | None, w: BlockWeights, to: Target) -> None:
-        """The stream if `before` is given, and the half's input; without a norm of its own, the
-        stream is that."""
+        """The stream if `before` and a branch are given, and the half's input; without a norm of
+        its own, the stream is that."""
         stream, (weight, bias) = here.stream, here.parameters(w)
+        if here.branch is None:
+            before = None
         if self.post and before is not None:
             into = Target(stream) if self.pre else to
             self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))

@@ -40,13 +40,21 @@ class Head:
     exist at a time, with chunks as --lmhead-chunks says.
     """
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, options: TrainConfig):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        operands: Operands,
+        options: TrainConfig,
+        residual: Tensor,
+    ):
+        """residual: (rows, C), the stream behind the last block."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
         self.chunks, self.z_loss = options.lmhead_chunks, z_loss
         self.norm = Normalization(dev, config)
-        self.residual = dev.alloc("residual.final", shape, dtype, "Activations")
+        self.residual = residual
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
         self.stats = alloc_stats(dev, config, "norm.final", rows)
         if config.arch.post_norm:
@@ -60,12 +68,17 @@ class Head:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
 
-    def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor) -> None:
-        """The final norm, of the last block's residual_att + branch, both (rows, C)."""
+    def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor | None) -> None:
+        """The final norm, of the last block's residual_att + branch, both (rows, C).
+
+        branch: None where the last block has written the sum itself.
+        """
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
             self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1_post)
             self.norm.post(to, stats, residual, None, w.norm)
+        elif branch is None:
+            self.norm.forward(to, stats, residual, w.norm, w.norm_bias)
         else:
             self.norm.forward_residual(
                 residual, to, stats, residual_att, branch, w.norm, w.norm_bias
@@ -107,7 +120,7 @@ class Head:
         w: HeadWeights,
         g: HeadGrads,
         targets: Tensor,
-        branch: Tensor,
+        branch: Tensor | None,
         to: Target,
         d_residual: Tensor,
         d_norm: Tensor,

@@ -20,7 +20,7 @@ from llmq.base.dtypes import F32
 from llmq.base.operand import Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
-from llmq.ops import reduce
+from llmq.ops import matmul_adapted, reduce
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.runtime.device import Device
 
@@ -53,8 +53,47 @@ FAST = {
 class Linear:
     """The products of linear layers on one device."""
 
+    adapts = True  # whether a product may have the adapters' in it, where that is faster
+    adds = True  # whether forward takes an addend
+
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
+
+    def joins_forward(self, out: Tensor, x: Operand, weight: Operand, hidden: Tensor) -> bool:
+        """Whether `forward_adapted` is the way to compute out with the adapters' part."""
+        return self._joins(out, x, weight, hidden, self.fast.forward)
+
+    def joins_input_gradient(
+        self, d_x: Tensor, d_out: Operand, weight: Operand, d_hidden: Tensor
+    ) -> bool:
+        """As joins_forward, of `input_gradient_adapted`."""
+        return self._joins(d_x, d_out, weight, d_hidden, self.fast.d_x)
+
+    def _joins(self, out: Tensor, a: Operand, weight: Operand, h: Tensor, fast: bool) -> bool:
+        fp8 = isinstance(weight, Fp8)
+        if not self.adapts or (fp8 and not fast):
+            return False
+        return matmul_adapted.is_faster(self.dev, out, a.codes if fp8 else a, h)
+
+    def forward_adapted(
+        self, out: Tensor, x: Operand, weight: Operand, hidden: Tensor, b: Tensor
+    ) -> None:
+        """out (rows, out_features) = x @ weight^T + hidden (rows, R) @ b^T, rounded once."""
+        if isinstance(weight, Fp8):
+            operands = (x.codes, weight.codes, hidden, b, x.scale, weight.scale)
+        else:
+            operands = (x, weight, hidden, b)
+        matmul_adapted.matmul_adapted(self.dev, out, *operands)
+
+    def input_gradient_adapted(
+        self, d_x: Tensor, d_out: Operand, weight: Operand, d_hidden: Tensor, a: Tensor
+    ) -> None:
+        """d_x (rows, in_features) = d_out @ weight + d_hidden (rows, R) @ a, rounded once."""
+        if isinstance(weight, Fp8):
+            operands = (d_out.codes, weight.transposed, d_hidden, a, d_out.scale, weight.scale)
+        else:
+            operands = (d_out, weight, d_hidden, a)
+        matmul_adapted.matmul_adapted(self.dev, d_x, *operands, transposed=True)
 
     def forward(
         self,
@@ -62,18 +101,20 @@ class Linear:
         x: Operand,
         weight: Operand,
         bias: Tensor | None = None,
+        *,
+        addend: Tensor | None = None,
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias.
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out.
 
-        Fp8 products can write codes, here and in input_gradient.
+        Fp8 products can write codes, without an addend, here and in input_gradient.
         """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
-                bias=bias, fast_accumulation=self.fast.forward,
+                bias=bias, addend=addend, fast_accumulation=self.fast.forward,
             )  # fmt: skip
         else:
-            matmul(self.dev, out, x, weight, trans_b=True, bias=bias)
+            matmul(self.dev, out, x, weight, trans_b=True, bias=bias, addend=addend)
 
     def input_gradient(
         self, d_x: Tensor | ProductCodes, d_out: Operand, weight: Operand, salt: int = 0

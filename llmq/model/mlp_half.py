@@ -59,10 +59,8 @@ class MlpHalf:
         coded = options.mlp_dtype == "e4m3"
         self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
 
-    def forward(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand, out: Tensor
-    ) -> None:
-        """out (rows, C), from x (rows, C)."""
+    def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
+        """layer.mlp_out from x (rows, C)."""
         place = layer.mlp_up.place(self.dev, temps)
         multiply = partial(self.linear.forward, layer.index, "up", x=x, w=w)
         mlp_up = self.operands.result(layer.mlp_up.slot, place, multiply)
@@ -71,7 +69,8 @@ class MlpHalf:
             self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, activate)
-        self.linear.forward(layer.index, "down", out, mlp_act, w)
+        out, addend = layer.mlp_out
+        self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
     def again(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
@@ -111,7 +110,7 @@ class MlpHalf:
                 out = temps.enter_context(scratch) if bias else None
             gradient = self.operands.gradient
             d_mlp_up = gradient(temps, slot, write, shape=shape, out=out, bias=bias)
-            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w)
+            self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
     def _backward_down(
@@ -128,7 +127,9 @@ class MlpHalf:
             shape, dtype = layer.mlp_act.shape, self._gradient_dtype
             place = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w)
+            multiply = partial(
+                self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g
+            )
             d_mlp_act = self.operands.result(layer.slot("d_mlp_act"), place, multiply)
             needed = self.linear.needs_input(layer.index, "down", g)
             mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)

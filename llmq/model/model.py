@@ -51,7 +51,7 @@ class Model:
         self.operands = make_operands(dev, options, layers, shape)
         shared = (self.residuals, self.operands, options, backend, starts, scalars)
         self.blocks = Blocks(dev, config, *shared)
-        self.head = Head(dev, config, self.operands, options)
+        self.head = Head(dev, config, self.operands, options, self.residuals.final)
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
             self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
@@ -70,13 +70,13 @@ class Model:
 
         stale: as Weights.take_stale said. keep: backward follows.
         """
-        weights, residuals = self.weights, self.residuals
+        weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
         self.blocks.linear.drops = keep
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")
-        residual = residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
+        residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = EmbeddingWeights(**weights.get("embed"))
         scale = self.config.embedding_scale
         options = {"scale": scale, "starts": self.starts}
@@ -84,12 +84,9 @@ class Model:
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
-            if keep:
-                residuals.write(layer)
             with self.dev.range(f"forward {layer}"):
-                self.blocks.forward(layer, BlockWeights(**weights.get(f"layers.{layer}")))
-            if keep:
-                residuals.written(layer)
+                w = BlockWeights(**weights.get(f"layers.{layer}"))
+                self.blocks.forward(layer, w, keep=keep)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
         self.head.forward(HeadWeights(**weights.get("head")), last.residual_att, last.mlp_branch)
@@ -111,13 +108,13 @@ class Model:
         """
         grads.start_micro_step(accumulate, last)
         weights, residuals = self.weights, self.residuals
-        weights.gather(f"layers.{self._layers[-1]}")
+        self._gather_for_backward(self._layers[-1])
         grads.load(f"layers.{self._layers[-1]}")
         with self.dev.range("head"):
             self._backward_head(grads, targets)
         for layer in reversed(self._layers):
             if layer > 0:
-                weights.gather(f"layers.{layer - 1}")
+                self._gather_for_backward(layer - 1)
                 grads.load(f"layers.{layer - 1}")
             name = f"layers.{layer}"
             residuals.read(layer)
@@ -130,6 +127,9 @@ class Model:
             grads.notify(name)
         self._backward_embedding(grads, tokens)
         grads.end_micro_step()
+
+    def _gather_for_backward(self, layer: int) -> None:
+        self.weights.gather(f"layers.{layer}", self.blocks.layers[layer].recompute.products)
 
     def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""

@@ -11,31 +11,21 @@ own, h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import MAX_SPANS, Spans, expect_spans, padded_columns
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
-MAX_SPANS = 3  # queries, keys, values
-COLUMN_MULTIPLE = 8  # 16-byte rows of BF16, as fast products want them
-
-Spans = Sequence[tuple[int, int]]
-"""Rows [start, stop) of a matrix that have an adapter each, in ascending order."""
 
 _REST = "f32 scale, i32 rank, i32 columns, i64 rows, " + ", ".join(
     f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS)
 )
 EXPAND = Kernel("adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
 COLLECT = Kernel("adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
-
-
-def padded_columns(count: int, rank: int) -> int:
-    """Columns of the matrix of so many adapters."""
-    return ceil_div(count * rank, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scale: float) -> None:
@@ -74,11 +64,7 @@ def _launch(
 ) -> None:
     if whole.dtype not in (F32, BF16):
         raise TypeError(f"adapter: whole must be F32 or BF16, got {whole.dtype.label}")
-    if not 1 <= len(spans) <= MAX_SPANS:
-        raise ValueError(f"adapter: spans must be 1 to {MAX_SPANS}, got {len(spans)}")
-    edges = [0, *chain(*spans), whole.shape[0]]
-    if edges != sorted(edges):
-        raise ValueError(f"adapter: spans must ascend within the rows, got {spans}")
+    expect_spans("adapter", spans, whole.shape[0])
     count, rank = sum(stop - start for start, stop in spans), b.shape[1]
     expect("adapter", "b", b, whole.dtype, (count, rank))
     rows, columns = whole.shape[0], padded_columns(len(spans), rank)

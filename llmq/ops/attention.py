@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from llmq.base.dtypes import BF16, F32, I32, U8, DType
+from llmq.base.dtypes import BF16, F32, U8, DType
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_head_dim, expect_qkv
-from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, backward_workspace_bytes
+from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
+from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
+from llmq.runtime.head_groups import split, splits_query_heads
 from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.sight import ALL, Sight
 
 BACKENDS = ("native", "cudnn")
 HEAD_DIM_MULTIPLE = 16  # one step of the tensor cores' inner dimension
@@ -17,6 +20,7 @@ MAX_HEAD_DIM = 256
 DELTA_THREADS = 256
 DELTA_LANES = 8  # threads that share a row
 DECODE_THREADS = 128
+SUM_THREADS = 256
 
 _SIZES = "i32 seq_len, i32 num_heads, i32 num_kv_heads"
 _SIGHT = "const i32*? starts, i32 window"
@@ -41,6 +45,11 @@ DECODE = Kernel(
     "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
     "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window",
 )
+SUM_HEADS = Kernel(
+    "attention.cu",
+    "attention_sum_heads",
+    "inout T* d_qkv, const T* d_kv, i32 seq_len, i32 num_heads, i32 num_kv_heads",
+)
 CUDNN_FORWARD = Kernel(
     "attention",
     "attention_forward",
@@ -49,8 +58,8 @@ CUDNN_FORWARD = Kernel(
 CUDNN_BACKWARD = Kernel(
     "attention",
     "attention_backward",
-    "bf16* d_qkv, const bf16* d_out, const bf16* out, const f32* lse, const bf16* qkv, "
-    f"u8* workspace, i32 deterministic, {_SIZES}, {_SIGHT}",
+    "bf16* d_qkv, bf16*? d_kv, const bf16* d_out, const bf16* out, const f32* lse, "
+    f"const bf16* qkv, u8* workspace, i32 deterministic, i32 parts, {_SIZES}, {_SIGHT}",
 )
 
 
@@ -124,54 +133,6 @@ def compile_consts(dtype: DType, head_dim: int, masked: bool = False) -> dict[st
         consts[f"{name}_STEP"] = tiles.step
         consts[f"{name}_THREADS"] = tiles.threads
     return consts
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What queries see of the keys up to their own, for all of attention's kernels.
-
-    starts: I32 (B, T), the first position of the document of each, None: all are of one. They
-    never fall along a row. window: how many keys, the query's own included; None: all.
-    """
-
-    starts: Tensor | None = None
-    window: int | None = None
-
-    def within(self, op: str, batch: int, seq_len: int, backend: str) -> Sight:
-        """Without a window that every query's keys fit into. TypeError or ValueError if wrong."""
-        if self.starts is not None:
-            expect(op, "starts", self.starts, I32, (batch, seq_len))
-            if backend == "cudnn":
-                raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"{op}: window must be at least 1, got {self.window}")
-        short = self.window is not None and self.window < seq_len
-        return Sight(self.starts, self.window if short else None)
-
-    @property
-    def masked(self) -> bool:
-        """Whether there is more to it than that keys come before their query."""
-        return self.starts is not None or self.window is not None
-
-    def args(self, seq_len: int) -> tuple[Tensor | None, int]:
-        """For kernels."""
-        return self.starts, seq_len if self.window is None else self.window
-
-    def rows(self, start: int, stop: int) -> Sight:
-        """Of these sequences of the batch."""
-        return Sight(None if self.starts is None else self.starts.rows(start, stop), self.window)
-
-    def pairs(self, seq_len: int) -> int:
-        """Twice the pairs of query and key, where a query's own key counts half.
-
-        What documents hide is not known here, and not taken off.
-        """
-        window = seq_len if self.window is None else self.window
-        return window * (2 * seq_len - window)
-
-
-ALL = Sight()
-"""Every query sees all keys up to its own."""
 
 
 def _check(
@@ -268,12 +229,14 @@ def backward(
         d_out, out     in   (B,T,Hq,Hd)         or (B,T,Hq*Hd)
         lse            in   F32 (B,Hq,T)        of the forward
         qkv            in   (B,T,Hq+2*Hkv,Hd)
-        chunks         pieces that the batch is cut into, one after another, to share a workspace
+        chunks         pieces that the batch is cut into, one after another, to share a workspace;
+                       with cudnn up to B*Hq, of which those beyond B cut the heads
         sight          of the forward
         deterministic  False lets cudnn add in any order, for less workspace; native always is
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
-             or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes.
+             or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes,
+             chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
     op = "attention.backward"
@@ -282,17 +245,20 @@ def backward(
     for name, x in (("d_out", d_out), ("out", out)):
         expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
-    if not 1 <= chunks <= batch:
-        raise ValueError(f"{op}: chunks must be from 1 to {batch}, the batch, got {chunks}")
+    if not 1 <= chunks <= batch * num_heads:
+        raise ValueError(
+            f"{op}: chunks must be from 1 to {batch * num_heads}, the heads of all sequences, got "
+            f"{chunks}"
+        )
     sight = sight.within(op, batch, seq_len, backend)
     heads = (batch, seq_len, num_heads, head_dim)
     tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
-    step = ceil_div(batch, chunks)
+    step, parts = split(batch, chunks)
     for start in range(0, batch, step):
         stop = min(start + step, batch)
         part, seen = tuple(x.rows(start, stop) for x in tensors), sight.rows(start, stop)
         if backend == "cudnn":
-            _backward_cudnn(dev, part, num_heads, num_kv_heads, seen, deterministic)
+            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
         else:
             _backward_native(dev, part, num_heads, num_kv_heads, seen)
 
@@ -332,21 +298,57 @@ def _backward_cudnn(
     tensors: tuple,
     num_heads: int,
     num_kv_heads: int,
+    parts: int,
     sight: Sight,
     deterministic: bool,
 ) -> None:
-    """One chunk with cuDNN; tensors: d_qkv, d_out, out, lse, qkv."""
-    batch, seq_len, _, head_dim = tensors[-1].shape
+    """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv.
+
+    What query heads add to the gradients of one key/value head is summed in the order in which the
+    library does it where it has all of them, so that parts change no bit.
+    """
+    d_qkv, *inputs = tensors
+    batch, seq_len, _, head_dim = d_qkv.shape
     sizes = (seq_len, num_heads, num_kv_heads)
-    nbytes = backward_workspace_bytes(batch, *sizes, head_dim, deterministic)
-    with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
-        dev.launch(
-            CUDNN_BACKWARD,
-            1,  # the library chooses its own grid and block
-            1,
-            (*tensors, workspace, int(deterministic), *sizes, *sight.args(seq_len)),
-            flops=5 * batch * num_heads * sight.pairs(seq_len) * head_dim,
-        )
+    nbytes = divided_workspace_bytes(batch, *sizes, head_dim, parts, deterministic)
+    with ExitStack() as temps:
+        d_kv = None
+        if splits_query_heads(num_kv_heads, parts):
+            shape = (2, num_heads, seq_len, head_dim)
+            d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
+        with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
+            how = (workspace, int(deterministic), parts, *sizes, *sight.args(seq_len))
+            flops = 5 * batch * num_heads * sight.pairs(seq_len) * head_dim
+            # The library chooses its own grid and block.
+            dev.launch(CUDNN_BACKWARD, 1, 1, (d_qkv, d_kv, *inputs, *how), flops=flops)
+        if d_kv is not None:
+            sum_heads(dev, d_qkv, d_kv)
+
+
+def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
+    """d_qkv's key and value heads = sums over their query heads, in ascending order, in F32.
+
+    Args (contiguous; F32 or BF16, both the same):
+        d_qkv  inout  (1,T,Hq+2*Hkv,Hd)   its query heads are left as they are
+        d_kv   in     (2,Hq,T,Hd)         of each query head, for keys and for values
+
+    Cost:    d_kv read once, 2*Hkv of the heads of d_qkv written once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "attention.sum_heads"
+    num_heads, head_dim = d_kv.shape[1], d_kv.shape[3]
+    num_kv_heads = (d_qkv.shape[2] - num_heads) // 2
+    _, seq_len, _ = _check(op, dev, d_qkv, num_heads, num_kv_heads)
+    expect(op, "d_qkv", d_qkv, None, (1, *d_qkv.shape[1:3], head_dim))
+    expect(op, "d_kv", d_kv, d_qkv.dtype, (2, num_heads, seq_len, head_dim))
+    vectors = 2 * num_kv_heads * seq_len * head_dim * d_kv.dtype.itemsize // VECTOR_BYTES
+    dev.launch(
+        SUM_HEADS,
+        ceil_div(vectors, SUM_THREADS),
+        SUM_THREADS,
+        (d_qkv, d_kv, seq_len, num_heads, num_kv_heads),
+        consts=compile_consts(d_qkv.dtype, head_dim),
+    )
 
 
 def decode(

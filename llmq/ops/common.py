@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out, ProductCodes
@@ -239,6 +241,29 @@ def again_consts(
         expect(op, "out_fp8.transposed", out_fp8.transposed, E4M3, (features, rows))
         fp8_consts(op, out_fp8, rows, features, "out_fp8")
     return {"OUT": int(out is not None), "OUT_TRANSPOSED": int(out_fp8 is not None)}
+
+
+# -- Kernels of adapters of rows of a matrix ------------------------------------------------------
+
+MAX_SPANS = 3  # queries, keys, values
+COLUMN_MULTIPLE = 8  # 16-byte rows of BF16, as fast products want them
+
+Spans = Sequence[tuple[int, int]]
+"""Rows [start, stop) of a matrix that have an adapter each, in ascending order, none empty."""
+
+
+def padded_columns(count: int, rank: int) -> int:
+    """Columns of the matrix of so many adapters."""
+    return ceil_div(count * rank, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def expect_spans(op: str, spans: Spans, rows: int) -> None:
+    """ValueError unless these are spans of a matrix with so many rows."""
+    if not 1 <= len(spans) <= MAX_SPANS:
+        raise ValueError(f"{op}: spans must be 1 to {MAX_SPANS}, got {len(spans)}")
+    edges = [0, *chain(*spans), rows]
+    if edges != sorted(edges) or any(start == stop for start, stop in spans):
+        raise ValueError(f"{op}: spans must ascend within {rows} rows, none empty, got {spans}")
 
 
 # -- Kernels that work in OctetTiles --------------------------------------------------------------

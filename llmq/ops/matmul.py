@@ -8,22 +8,21 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
-_REST = "u8* workspace, i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate"
-MATMUL = Kernel("matmul", "matmul", args=f"D* out, const S* a, const S* b, const D*? bias, {_REST}")
+_ARGS = (
+    "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate"
+)
+MATMUL = Kernel("matmul", "matmul", args=f"D* out, {_ARGS}")
 # The same entry; declared apart because it reads what it adds to.
-MATMUL_ACCUMULATE = Kernel(
-    "matmul", "matmul", args=f"inout D* out, const S* a, const S* b, const D*? bias, {_REST}"
-)
+MATMUL_ACCUMULATE = Kernel("matmul", "matmul", args=f"inout D* out, {_ARGS}")
 
-_FP8_OPERANDS = (
+_FP8_ARGS = (
     "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
-    "const f32*? factor, f32*? largest"
+    "const f32*? factor, f32*? largest, const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
 )
-_FP8_REST = "u8* workspace, i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
-MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_OPERANDS}, {_FP8_REST}")
-MATMUL_FP8_ACCUMULATE = Kernel(
-    "matmul", "matmul_fp8", args=f"inout D* out, {_FP8_OPERANDS}, {_FP8_REST}"
-)
+MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
+MATMUL_FP8_ACCUMULATE = Kernel("matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
 FP8_MULTIPLE = 16  # of M, N and K: rows of codes that start at multiples of 16 bytes
 
 
@@ -36,9 +35,10 @@ def matmul(
     trans_a: bool = False,
     trans_b: bool = False,
     bias: Tensor | None = None,
+    addend: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Row-major out = op(a) @ op(b) [+ bias | + out], summed in F32.
+    """Row-major out = op(a) @ op(b) [+ bias] [+ addend], or op(a) @ op(b) + out, summed in F32.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -47,6 +47,8 @@ def matmul(
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
         bias        in   as out      (N,)    or None; added to every row; not with accumulate
+        addend      in   as out      (M,N)   or None; other memory than out. Added before
+                                             the product is rounded
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -59,7 +61,7 @@ def matmul(
     K = a.shape[0] if trans_a else a.shape[1]
     expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
-    _check_accumulate("matmul", bias, accumulate)
+    _check_added("matmul", out, bias, addend, accumulate)
     if bias is not None:
         expect("matmul", "bias", bias, out.dtype, (N,))
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
@@ -68,7 +70,7 @@ def matmul(
             MATMUL_ACCUMULATE if accumulate else MATMUL,
             1,  # the library chooses its own grid and block
             1,
-            (out, a, b, bias, workspace, *sizes),
+            (out, a, b, bias, addend, workspace, *sizes),
             flops=2 * M * N * K,
         )
 
@@ -82,10 +84,11 @@ def matmul_fp8(
     scale_b: Tensor,
     *,
     bias: Tensor | None = None,
+    addend: Tensor | None = None,
     accumulate: bool = False,
     fast_accumulation: bool = False,
 ) -> None:
-    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias | + out] of FP8 codes a and b.
+    """Row-major out = (scale_a * a) @ (scale_b * b)^T [+ bias] [+ addend] of FP8 codes a and b.
 
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
@@ -97,6 +100,8 @@ def matmul_fp8(
         scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
         scale_b     in   F32           (1,)
         bias        in   BF16          (N,)    or None; added to every row; not with accumulate
+        addend      in   as out        (M,N)   or None; as in matmul; not with codes
+        accumulate                             out is the addend
         fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
                                                add products to sums of 14 significant bits;
                                                without it, sums of some of them are added up in
@@ -107,6 +112,29 @@ def matmul_fp8(
     """
     op = "matmul_fp8"
     out, *of_codes = _expect_result(op, out, a, b)
+    M, N, K = _fp8_sizes(op, out, a, b)
+    expect(op, "scale_a", scale_a, F32, (1,))
+    expect(op, "scale_b", scale_b, F32, (1,))
+    if accumulate and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
+    if addend is not None and out.dtype in (E4M3, E5M2):
+        raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
+    _check_added(op, out, bias, addend, accumulate)
+    if bias is not None:
+        expect(op, "bias", bias, BF16, (N,))
+    operands = (out, a, b, scale_a, scale_b, bias, *of_codes, addend)
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        dev.launch(
+            MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
+            1,
+            1,
+            (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
+            flops=2 * M * N * K,
+        )
+
+
+def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
     for name, tensor in (("a", a), ("b", b)):
         _expect_matrix(op, name, tensor, (E4M3, E5M2))
     if a.dtype == b.dtype == E5M2:
@@ -116,20 +144,7 @@ def matmul_fp8(
         raise ValueError(f"{op}: M, N, K must be multiples of {FP8_MULTIPLE}, got {(M, N, K)}")
     expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None, (N, K))
-    expect(op, "scale_a", scale_a, F32, (1,))
-    expect(op, "scale_b", scale_b, F32, (1,))
-    _check_accumulate(op, bias, accumulate, out)
-    if bias is not None:
-        expect(op, "bias", bias, BF16, (N,))
-    operands = (out, a, b, scale_a, scale_b, bias, *of_codes)
-    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        dev.launch(
-            MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
-            1,
-            1,
-            (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
-            flops=2 * M * N * K,
-        )
+    return M, N, K
 
 
 def _expect_result(
@@ -153,11 +168,11 @@ def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]
         raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
 
 
-def _check_accumulate(
-    op: str, bias: Tensor | None, accumulate: bool, out: Tensor | None = None
+def _check_added(
+    op: str, out: Tensor, bias: Tensor | None, addend: Tensor | None, accumulate: bool
 ) -> None:
-    """out: where it must be F32."""
-    if accumulate and out is not None and out.dtype != F32:
-        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    if accumulate and bias is not None:
-        raise ValueError(f"{op}: bias and accumulate exclude each other")
+    for name, tensor in (("bias", bias), ("addend", addend)):
+        if accumulate and tensor is not None:
+            raise ValueError(f"{op}: {name} and accumulate exclude each other")
+    if addend is not None:
+        expect(op, "addend", addend, out.dtype, out.shape)

@@ -18,11 +18,12 @@ from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.plan.measured import half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
+from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
 from llmq.runtime.launch_kind import attention_window, launch_kind
 from llmq.runtime.plan_device import Trace, Work
 
-PRODUCTS = ("matmul", "matmul_int8.cu")  # files of matrix products
+PRODUCTS = ("matmul", "matmul_adapted.cu", "matmul_int8.cu")  # files of matrix products
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
@@ -181,6 +182,7 @@ class Rates:
         sizes, seconds = found
         kernel = (work.file, work.entry)
         ratio = self._attention_of(*kernel, *kind.sizes, self._visible)
+        ratio *= self._small_grids(work)
         return seconds * ratio / self._attention_of(*kernel, *sizes)
 
     def transfers(self, work: Work) -> tuple[dict[str, float], float]:
@@ -219,8 +221,11 @@ class Rates:
 
     def _product(self, work: Work, memory: float) -> float:
         out, a = work.args[:2]
-        rate = self._products[work.entry]
-        if work.entry == "matmul_fp8" and work.args[-1]:  # may accumulate fast
+        entry, fast = work.entry, bool(work.args[-1])  # whether it may accumulate fast
+        if entry == "matmul_adapted":
+            entry, fast = ("matmul_fp8" if a.dtype.itemsize == 1 else "matmul"), True
+        rate = self._products[entry]
+        if entry == "matmul_fp8" and fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms
@@ -233,7 +238,12 @@ class Rates:
             return work.flops / (F32_RATE * self.card.num_sms)
         window = attention_window(work.file, work.entry, work.args)
         sizes = (work.flops, x.shape[1], x.shape[3], window)
-        return self._attention_of(work.file, work.entry, *sizes, self._visible)
+        seconds = self._attention_of(work.file, work.entry, *sizes, self._visible)
+        return seconds * self._small_grids(work)
+
+    def _small_grids(self, work: Work) -> float:
+        beside = CUDNN_ATTENTION["attention_backward"].causal
+        return small_grids(work, self.card.num_sms, beside)
 
     def _attention_of(
         self,
@@ -263,13 +273,14 @@ class Rates:
 def replay(trace: Trace, rates: Rates) -> Phase:
     """Run a trace from an idle machine until all of its streams are done.
 
-    That both directions share the bus is taken into account for the whole, not at each moment.
+    That both directions share the bus is taken into account for the whole, not at each moment. A
+    kernel beside those of the main stream takes from them what it needs itself.
     """
     streams: defaultdict[str, float] = defaultdict(float)
     carriers: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
-    exchanges = _Exchanges(rates.slowdown)
+    exchanges, kernels = _Beside(rates.slowdown), _Beside(2.0)
     bus = 0.0
     for item in trace:
         stream = item.stream
@@ -281,7 +292,7 @@ def replay(trace: Trace, rates: Rates) -> Phase:
             continue
         start, seconds = streams[stream], rates.compute(item)
         if stream == "main":
-            seconds += exchanges.delay(start, seconds)
+            seconds += exchanges.delay(start, seconds) + kernels.delay(start, seconds)
         lasts = seconds
         # Most move nothing, and it takes time.
         if item.loaded or item.stored or item.received or item.shared or item.network:
@@ -294,17 +305,20 @@ def replay(trace: Trace, rates: Rates) -> Phase:
                 lasts = max(lasts, duration)
             if item.received:
                 exchanges.note(start, start + lasts)
+        if stream != "main" and item.file:
+            kernels.note(start, start + seconds)
         streams[stream] = start + lasts
         if stream == "main":
             busy[_part(item)] += seconds
     return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
 
 
-class _Exchanges:
-    """When GPUs exchange data, which takes memory's rate and multiprocessors from kernels."""
+class _Beside:
+    """When something takes memory's rate and multiprocessors from the kernels of the main stream:
+    exchanges of GPUs, or other kernels."""
 
     def __init__(self, slowdown: float):
-        """slowdown: how many times as long kernels take beside them."""
+        """slowdown: how many times as long kernels take beside it."""
         self._more = slowdown - 1
         self._going_on: list[tuple[float, float]] = []
 

@@ -16,6 +16,7 @@ from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.step import Step
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
+from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.runtime.world import World
@@ -198,7 +199,7 @@ def fewest_attention_parts(
     The parts are there to bound a workspace that often lies where another part of the step needs
     more: then one part is as small, and faster.
     """
-    asked = config.attn_bwd_chunks
+    asked, heads = config.attn_bwd_chunks, (model.num_heads, model.num_kv_heads)
 
     def stack(parts: int) -> int:
         cut = replace(config, attn_bwd_chunks=parts)
@@ -208,8 +209,8 @@ def fewest_attention_parts(
     if asked == 1:
         return config
     most = stack(asked)
-    divisors = (n for n in range(1, asked) if config.batch_size % n == 0)
-    return replace(config, attn_bwd_chunks=next((n for n in divisors if stack(n) <= most), asked))
+    fewer = (n for n in divisions(config.batch_size, *heads) if n < asked)
+    return replace(config, attn_bwd_chunks=next((n for n in fewer if stack(n) <= most), asked))
 
 
 def _counted(dev: PlanDevice) -> np.ndarray:

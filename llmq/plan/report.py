@@ -23,9 +23,11 @@ from llmq.plan.coarser import Coarser, coarser
 from llmq.plan.cost import StepTime, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
+from llmq.plan.estimate import Planner
 from llmq.plan.fit import SHOWN, Candidate, Fit
 from llmq.plan.fit_bases import search_bases
 from llmq.plan.idle_options import rank_warnings
+from llmq.plan.larger_batch import larger_batch
 from llmq.plan.memory import kept_free, memory_limit, needed_bytes
 from llmq.plan.placement_table import placement_record, placement_table
 from llmq.plan.plan import Plan, fewest_attention_parts
@@ -89,11 +91,13 @@ def run_plan(
     record = plan_record(plan, model, where, time) | disk.record()
     record |= {"trained_parameters": trained_count(config, model)}
     record |= {} if data is None else {"data": data}
+    record |= {"larger_batch": _larger_batch(config, planner, where) if record["fits"] else None}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
         print(json_module.dumps(record, indent=2))
     else:
         lines = plan_report(plan, record, where, disk.lines())
+        lines[-1:-1] = _larger_batch_line(record)
         lines += [] if data is None else ["", *data_report(data)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []
         print("\n".join(lines))
@@ -217,6 +221,30 @@ def _exposed(plan: Plan, where: Target) -> dict[str, float]:
         return {}
     shares = (where.visible_share, where.network)
     return {"exposed_seconds": exposed_seconds(plan, where.card, *shares)}
+
+
+def _larger_batch(config: TrainConfig, planner: Planner, where: Target) -> dict[str, Any] | None:
+    """For programs. It leaves room for a desktop, as a search does."""
+    if not where.named or where.limits.device is None:
+        return None
+    free = 0 if where.reserve else kept_free(where.spec.name, where.limits.device, None)
+    larger = larger_batch(config, planner, where.limits.less(free))
+    if larger is None:
+        return None
+    return {
+        "flags": larger.flags.split(),
+        "tokens_per_second": larger.speed,
+        "needed_bytes": larger.device,
+    }
+
+
+def _larger_batch_line(record: dict[str, Any]) -> list[str]:
+    larger = record["larger_batch"]
+    if larger is None:
+        return []
+    gain = larger["tokens_per_second"] / record["predicted"]["tokens_per_second"] - 1
+    flags = " ".join(larger["flags"])
+    return [f"  Faster:          by {gain:.1%} with {flags}, in {mib(larger['needed_bytes'])}"]
 
 
 # ------------------------------------------------------------------------------------------------

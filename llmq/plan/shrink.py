@@ -14,8 +14,11 @@ from llmq.base.errors import ConfigError
 from llmq.config.options import TrainConfig
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
+from llmq.runtime.cudnn import backward_scratch_bytes
+from llmq.runtime.head_groups import divisions
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
 MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
 NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
@@ -43,9 +46,9 @@ def _more_chunks(head: int, attention: int) -> Saver:
     def changes(config: TrainConfig) -> Changes:
         chunks = config.lmhead_chunks * head
         rows, rest = divmod(config.batch_size * config.seq_len, chunks)
-        parts = config.attn_bwd_chunks * attention
+        parts, batch = config.attn_bwd_chunks * attention, config.batch_size
         too_few = head > 1 and rows < MIN_CHUNK_ROWS
-        if rest or too_few or config.batch_size % parts:
+        if rest or too_few or (batch % parts and parts % batch):
             return {}
         return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
 
@@ -63,8 +66,14 @@ def smaller_batch(config: TrainConfig) -> Changes:
         "batch_size": fewer,
         "grad_accumulation": factor * config.grad_accumulation,
         "lmhead_chunks": math.gcd(config.lmhead_chunks, fewer * config.seq_len),
-        "attn_bwd_chunks": math.gcd(config.attn_bwd_chunks, fewer),
+        "attn_bwd_chunks": _parts_of(fewer, config),
     }
+
+
+def _parts_of(batch: int, config: TrainConfig) -> int:
+    """As many of this batch as leave parts of attention no larger than the configuration's."""
+    per_sequence, rest = divmod(config.attn_bwd_chunks, config.batch_size)
+    return math.gcd(config.attn_bwd_chunks, batch) if rest else batch * per_sequence
 
 
 # These change when and where numbers are computed and kept, but not their formats. Some do nothing
@@ -79,7 +88,6 @@ REARRANGING: tuple[Saver, ...] = (
     lambda config: {"recompute_layers": "all"},
     _more_chunks(2, 1),
     _more_chunks(8, 1),
-    _more_chunks(1, 4),
     _more_chunks(8, 4),
     _on("offload_residual"),
     _on("offload_opt_m"),
@@ -231,7 +239,7 @@ class Shrinker:
         chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
         changes = [{name: value} for name, value in LIGHTEST.items()]
         changes += [{name: name in hosted} for name in PLACES]
-        changes.append({"attn_bwd_chunks": config.batch_size})
+        changes.append({"attn_bwd_chunks": self._smallest_parts(config)})
         changes.append({"lmhead_chunks": config.batch_size * chunks})
         for change in changes:
             config = self.allowed(config, change) or config
@@ -244,7 +252,7 @@ class Shrinker:
         for change in start:
             if self.allowed(having(config, found), change) is not None:
                 found.append(change)
-        ratios = dict.fromkeys(savers, 0.0)
+        ratios = dict.fromkeys((*savers, self._divide_attention), 0.0)
         while self.excess(now := having(config, found)):
             best = self._best(now, ratios)
             if best is None:
@@ -257,6 +265,36 @@ class Shrinker:
             if self.excess(having(config, rest)) <= enough:
                 found = rest
         return found
+
+    def _divide_attention(self, config: TrainConfig) -> Changes:
+        """The next larger number of parts of attention's backward that makes these smaller; of
+        sequences, which cost least, 4 times as many, if these are not too many."""
+        parts, batch = config.attn_bwd_chunks, config.batch_size
+        more = [n for n in self._attention_parts(config) if n > parts]
+        fewer = (n for n in more if 4 * parts <= n <= batch)
+        return {"attn_bwd_chunks": next(fewer, more[0])} if more else {}
+
+    def _smallest_parts(self, config: TrainConfig) -> int:
+        """So many parts of attention's backward that one needs least."""
+        numbers = (n for n in self._attention_parts(config) if n >= config.batch_size)
+        return min(numbers, key=lambda n: self._attention_bytes(config, n))
+
+    def _attention_parts(self, config: TrainConfig) -> list[int]:
+        """Numbers of parts of attention's backward, the heads of a sequence no further divided than
+        down to MIN_ATTENTION."""
+        model, batch = self.planner.model, config.batch_size
+        found = []
+        for n in divisions(batch, model.num_heads, model.num_kv_heads):
+            found.append(n)
+            if n >= batch and self._attention_bytes(config, n) <= MIN_ATTENTION:
+                break
+        return found
+
+    def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
+        """What the library's backward takes for one of so many parts of a sequence or less."""
+        model = self.planner.model
+        sizes = (config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+        return backward_scratch_bytes(*sizes, parts // config.batch_size)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
         """The next change, None if nothing helps. ratios: seconds a byte when last looked at.

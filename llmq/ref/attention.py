@@ -27,6 +27,7 @@ CASES = {
     "qwen05b": (32, 1024, 14, 2, 64),
     "qwen15b": (32, 1024, 12, 2, 128),
     "qwen7b": (16, 1024, 28, 4, 128),
+    "qwen15b_32k": (1, 32768, 12, 2, 128),
 }
 
 ROWS = 64  # query positions in one block
@@ -173,26 +174,56 @@ def attention_backward_tiles(
 
 def attention_backward(
     d_qkv: np.ndarray,
+    d_kv: np.ndarray | None,
     d_out: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
     qkv: np.ndarray,
-    workspace: np.ndarray,
+    workspace: np.ndarray | None,
     deterministic: int,
+    parts: int,
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
     starts: np.ndarray | None,
     window: int,
 ) -> None:
-    """d_qkv in one call, as cuDNN computes it; workspace: its memory, not used here.
+    """d_qkv in one call, as cuDNN computes it. workspace: its memory, parts: how often it is
+    called, neither used here.
 
-    d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2 Hkv, Hd).
+    d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2 Hkv, Hd). d_kv:
+    (2, Hq, T, Hd) of a batch of 1, takes what each query head adds to the gradients of keys and of
+    values, in place of d_qkv.
     """
     delta = np.empty(lse.shape, compute(qkv).dtype)
     attention_delta(delta, d_out, out, seq_len, num_heads)
-    sizes = (seq_len, num_heads, num_kv_heads)
-    attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, *sizes, starts, window)
+    if d_kv is None:
+        sizes = (seq_len, num_heads, num_kv_heads)
+        attention_backward_tiles(d_qkv, d_out, lse, delta, qkv, *sizes, starts, window)
+        return
+    for head in range(num_heads):
+        kv_head, mine = head // (num_heads // num_kv_heads), slice(head, head + 1)
+        its = [head, num_heads + kv_head, num_heads + num_kv_heads + kv_head]
+        d_its, one = np.empty_like(qkv[:, :, its]), (d_out[:, :, mine], lse[:, mine])
+        sizes = (delta[:, mine], qkv[:, :, its], seq_len, 1, 1)
+        attention_backward_tiles(d_its, *one, *sizes, starts, window)
+        d_qkv[:, :, head], d_kv[0, head], d_kv[1, head] = np.moveaxis(d_its[0], 1, 0)
+
+
+def attention_sum_heads(
+    d_qkv: np.ndarray,
+    d_kv: np.ndarray,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Key and value heads of d_qkv (1, T, Hq + 2 Hkv, Hd) = sums of d_kv (2, Hq, T, Hd) over the
+    query heads of each, one after the other."""
+    each = compute(d_kv).reshape(2 * num_kv_heads, -1, *d_kv.shape[2:])
+    total = each[:, 0].copy()
+    for head in range(1, each.shape[1]):
+        total += each[:, head]
+    d_qkv[0, :, num_heads:] = total.transpose(1, 0, 2)
 
 
 def attention_decode(

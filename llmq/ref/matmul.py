@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8, encode_fp8, update_abs_max
+from llmq.ref.common import compute, decode_fp8, encode_fp8, row_blocks, update_abs_max
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -56,6 +56,7 @@ def matmul(
     a: np.ndarray,
     b: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -64,9 +65,9 @@ def matmul(
     trans_b: int,
     accumulate: int,
 ) -> None:
-    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ out], summed in F32, rounded to out once.
+    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ addend (M,N)], summed in F32, rounded to out once.
 
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b.
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is added.
     """
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
@@ -76,6 +77,7 @@ def matmul(
             total += compute(bias)
         if accumulate:
             total += compute(out)
+        _add(total, addend)
         out[...] = total
         return
     if not accumulate:
@@ -89,6 +91,15 @@ def matmul(
             out[start:stop] += part
     if bias is not None:
         out += bias
+    _add(out, addend)
+
+
+def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
+    """total += addend, which may be of a shorter format."""
+    if addend is None:
+        return
+    for rows in row_blocks(*total.shape):
+        total[rows] += compute(addend[rows])
 
 
 def matmul_fp8(
@@ -100,6 +111,7 @@ def matmul_fp8(
     bias: np.ndarray | None,
     factor: np.ndarray | None,
     largest: np.ndarray | None,
+    addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
     N: int,
@@ -107,11 +119,11 @@ def matmul_fp8(
     accumulate: int,
     fast_accumulation: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ out].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once. With a factor, out are codes of that times the factor,
-    and largest[0] is the largest magnitude before.
+    computed in F32 and rounded to out once. With accumulate out is added. With a factor, out are
+    codes of that times the factor, and largest[0] is the largest magnitude before.
     """
     right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
@@ -132,6 +144,8 @@ def matmul_fp8(
             total += compute(bias)
         if accumulate:
             total += compute(out[rows])
+        if addend is not None:
+            total += compute(addend[rows])
         if factor is not None:
             update_abs_max(largest, total)
             encode_fp8(out.view(np.uint8)[rows], total, factor[0], out.dtype)

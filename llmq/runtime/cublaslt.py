@@ -37,7 +37,8 @@ class Plan:
         self.desc = desc
         self.layouts = layouts  # of b, a, what is added, out
         self.choice: Choice | None = None
-        self.beta = np.array([1.0 if product.accumulate else 0.0], np.float32)
+        adds = product.accumulate or product.addend
+        self.beta = np.array([1.0 if adds else 0.0], np.float32)
         self.address = np.zeros(1, np.int64)  # on its way into desc
 
 
@@ -89,6 +90,7 @@ class CublasLt:
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
+        addend: Tensor | None,
         workspace: Tensor,
         M: int,
         N: int,
@@ -97,15 +99,16 @@ class CublasLt:
         trans_b: int,
         accumulate: int,
     ) -> None:
-        """Enqueue out = op(a) @ op(b) [+ bias] [+ out] on the stream (an integer).
+        """Enqueue out = op(a) @ op(b) [+ bias] [+ addend | + out] on the stream (an integer).
 
         Raises RuntimeError for a product that cuBLASLt cannot compute, and inside a graph capture
         for one that would have to be tuned first.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
-        product = Product(M, N, K, bool(trans_a), bool(trans_b), *types, *flags)
-        self._multiply(stream, product, Operands(out, a, b, bias, workspace))
+        form = (bool(trans_a), bool(trans_b))
+        product = Product(M, N, K, *form, *types, *flags, addend=addend is not None)
+        self._multiply(stream, product, Operands(out, a, b, bias, addend, workspace))
 
     def fp8(
         self,
@@ -118,6 +121,7 @@ class CublasLt:
         bias: Tensor | None,
         factor: Tensor | None,
         largest: Tensor | None,
+        addend: Tensor | None,
         workspace: Tensor,
         M: int,
         N: int,
@@ -125,7 +129,7 @@ class CublasLt:
         accumulate: int,
         fast_accumulation: int,
     ) -> None:
-        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ out] on the stream.
+        """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
 
         factor, largest: where out are codes, of what they are multiplied by, and the largest
         magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
@@ -134,8 +138,9 @@ class CublasLt:
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
-        product = Product(M, N, K, False, True, *types, *flags)
-        operands = Operands(out, a, b, bias, workspace, scale_a, scale_b, factor, largest)
+        product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
+        of_codes = {"factor": factor, "largest": largest}
+        operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b, **of_codes)
         self._multiply(stream, product, operands)
 
     def close(self) -> None:
@@ -184,7 +189,7 @@ class CublasLt:
             lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
             for dtype, layout in zip(dtypes, product.layouts, strict=True)
         )
-        # C, which is not read without accumulate, is D; of codes it has to be described as BF16.
+        # What is added lies as out does; of codes, to which nothing is, it has to be BF16.
         added = layouts[-1]
         if product.makes_codes:
             added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])
@@ -298,7 +303,8 @@ class CublasLt:
 
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
-        out, a, b, bias, workspace, scale_a, scale_b, factor, largest = operands
+        out, a, b, bias, addend, workspace, scale_a, scale_b, factor, largest = operands
+        added = out if addend is None else addend
         # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
         # captured graph keeps those of its own call.
         if bias is not None:
@@ -319,7 +325,7 @@ class CublasLt:
             a.ptr,
             layout_a,
             plan.beta.ctypes.data,
-            0 if plan.product.makes_codes else out.ptr,
+            0 if plan.product.makes_codes else added.ptr,
             layout_added,
             out.ptr,
             layout_out,

@@ -157,7 +157,8 @@ class CudaDevice(Device):
 
     def fast_products(self) -> dict[str, bool]:
         plans = getattr(self._libraries.get("matmul"), "plans", {})
-        return {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
+        found = {str(p): plan.choice.fast for p, plan in plans.items() if p.fast_accumulation}
+        return found | dict.fromkeys(self._kernels.fast_products(), True)
 
     # -- data --
 

@@ -13,6 +13,7 @@ from typing import Any
 from llmq.base.dtypes import BF16, DType
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
+from llmq.runtime.head_groups import HeadGroup, head_groups, split, splits_query_heads
 from llmq.runtime.kernel import ceil_div
 
 MIN_CAPABILITY = 80
@@ -33,18 +34,49 @@ def backward_workspace_bytes(
 ) -> int:
     """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it.
 
-    Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 and 128, where it is within
-    1 MiB: F32 dQ (when deterministic, one for every block of keys), BF16 dK and dV of every query
-    head before their group is summed, F32 row sums. Other head sizes are taken to use the smaller
-    blocks of keys, other lengths to be padded.
+    Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where it is within 2 MiB:
+    F32 dQ, or when deterministic one for every block of keys, which is 2 T^2 bytes for a head of
+    any size; BF16 dK and dV of every query head before their group is summed, if there are several
+    in one; F32 row sums. Other lengths are taken to be padded.
     """
     padded = 256 * ceil_div(seq_len, 256)
     rows = batch * num_heads * padded
-    d_q = 4 * rows * head_dim
-    d_kv = 2 * 2 * rows * head_dim
-    key_block = 256 if head_dim == 128 else 128
-    copies = padded // key_block if deterministic else 1
-    return d_q * copies + d_kv + 4 * rows + SLACK
+    d_q = 2 * rows * padded if deterministic else 4 * rows * head_dim
+    d_kv = 2 * 2 * rows * head_dim if num_heads > num_kv_heads else 0
+    return d_q + d_kv + 4 * rows + SLACK
+
+
+def divided_workspace_bytes(
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    parts: int,
+    deterministic: bool = True,
+) -> int:
+    """As backward_workspace_bytes, of the largest of so many parts of the heads."""
+    groups = head_groups(num_heads, num_kv_heads, parts)
+    sizes = {_computed(group, num_heads, num_kv_heads) for group in groups}
+    return max(backward_workspace_bytes(batch, seq_len, *n, head_dim, deterministic) for n in sizes)
+
+
+def backward_scratch_bytes(
+    seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, parts: int
+) -> int:
+    """What the deterministic backward of one sequence takes, and what its query heads add to the
+    gradients of one key/value head, where parts divide these."""
+    sizes = (seq_len, num_heads, num_kv_heads, head_dim)
+    apart = splits_query_heads(num_kv_heads, parts)
+    d_kv = 2 * num_heads * seq_len * head_dim * BF16.itemsize
+    return divided_workspace_bytes(1, *sizes, parts) + apart * d_kv
+
+
+def _computed(group: HeadGroup, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Query and key/value heads as the library sees a group. Some query heads of a key/value head
+    are to it as many heads with keys and values of their own, which lie at the same place."""
+    whole = group.count * num_kv_heads == group.kv_count * num_heads
+    return group.sizes if whole else (group.count, group.count)
 
 
 Layouts = dict[str, dict[str, list[int]]]  # of each tensor: what `_layouts` returns
@@ -124,16 +156,18 @@ class CudnnAttention:
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU.
 
-        chunks: pieces of the batch in the backward. window: keys up to its own that a query sees.
+        chunks: of attention.backward. window: keys up to its own that a query sees.
         backward: False where it is not needed.
         """
-        sizes = (seq_len, num_heads, num_kv_heads, head_dim)
-        part, window = (batch // chunks, *sizes), window or seq_len
+        sizes, window = (seq_len, num_heads, num_kv_heads, head_dim), window or seq_len
         forward = self._plan("forward", (batch, *sizes), False, window)
         _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
-        if backward:
-            needed = self._plan("backward", part, True, window).workspace
-            _expect_workspace(needed, backward_workspace_bytes(*part))
+        if not backward:
+            return
+        sequences, parts = split(batch, chunks)
+        for group in head_groups(num_heads, num_kv_heads, parts):
+            needed = self._plan("backward", (sequences, *sizes), True, window, group).workspace
+            _expect_workspace(needed, divided_workspace_bytes(sequences, *sizes, parts))
 
     def forward(
         self,
@@ -152,37 +186,50 @@ class CudnnAttention:
         batch, head_dim = qkv.shape[0], qkv.shape[3]
         shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
         plan = self._plan("forward", shape, False, window)
-        pointers = _packed("", qkv, num_heads, num_kv_heads)
+        pointers = _packed("", qkv, num_heads, num_kv_heads, (0, 0))
         self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
 
     def backward(
         self,
         stream: int,
         d_qkv: Tensor,
+        d_kv: Tensor | None,
         d_out: Tensor,
         out: Tensor,
         lse: Tensor,
         qkv: Tensor,
         workspace: Tensor,
         deterministic: int,
+        parts: int,
         seq_len: int,
         num_heads: int,
         num_kv_heads: int,
         starts: None,
         window: int,
     ) -> None:
-        """Enqueue attention_backward on the stream (a cudaStream_t as an integer)."""
+        """Enqueue attention_backward on the stream (a cudaStream_t as an integer).
+
+        d_kv: (2, Hq, T, Hd), what each query head adds to the gradients of keys and values, where
+        `parts` divide the query heads of one of these; the batch is 1 then.
+        """
         batch, head_dim = qkv.shape[0], qkv.shape[3]
-        shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
-        plan = self._plan("backward", shape, bool(deterministic), window)
-        pointers = {
-            **_packed("", qkv, num_heads, num_kv_heads),
-            **_packed("d_", d_qkv, num_heads, num_kv_heads),
-            "d_out": d_out.ptr,
-            "out": out.ptr,
-            "lse": lse.ptr,
-        }
-        self._execute(plan, stream, pointers, workspace)
+        heads = (num_heads, num_kv_heads)
+        shape = (batch, seq_len, *heads, head_dim)
+        head_bytes = head_dim * qkv.dtype.itemsize
+        for group in head_groups(*heads, parts):
+            plan = self._plan("backward", shape, bool(deterministic), window, group)
+            at = (group.first, group.first_kv)
+            pointers = {
+                **_packed("", qkv, *heads, at),
+                **_packed("d_", d_qkv, *heads, at),
+                "d_out": d_out.ptr + group.first * head_bytes,
+                "out": out.ptr + group.first * head_bytes,
+                "lse": lse.ptr + group.first * seq_len * lse.dtype.itemsize,
+            }
+            if d_kv is not None:
+                pointers["d_k"] = d_kv.ptr + group.first * seq_len * head_bytes
+                pointers["d_v"] = pointers["d_k"] + num_heads * seq_len * head_bytes
+            self._execute(plan, stream, pointers, workspace)
 
     def _execute(
         self, plan: _Plan, stream: int, pointers: dict[str, int], workspace: Tensor
@@ -195,20 +242,31 @@ class CudnnAttention:
         except self._refusals as error:
             raise CudnnError(f"cuDNN {self._cudnn.backend_version()}: {error}") from error
 
-    def _plan(self, direction: str, shape: tuple, deterministic: bool, window: int) -> _Plan:
-        """The built graph for these sizes: 0.1 s the first time, then from the cache."""
+    def _plan(
+        self,
+        direction: str,
+        shape: tuple,
+        deterministic: bool,
+        window: int,
+        group: HeadGroup | None = None,
+    ) -> _Plan:
+        """The built graph for these sizes: 0.1 s the first time, then from the cache.
+
+        shape: of all heads. group: those that are computed, None: all.
+        """
+        computed = _computed(group, *shape[2:4]) if group else shape[2:4]
         band = {"diagonal_band_right_bound": 0}  # causal
         if window < shape[1]:  # the library counts a query's own key as the first of the band, too
             band["diagonal_band_left_bound"] = window
-        key = (direction, shape, deterministic, band.get("diagonal_band_left_bound"))
+        key = (direction, shape, computed, deterministic, band.get("diagonal_band_left_bound"))
         if key not in self._plans:
             build = partial(self._forward_graph, band=band)
             if direction == "backward":
                 build = partial(self._backward_graph, band=band, deterministic=deterministic)
-            self._plans[key] = self._build(build, shape)
+            self._plans[key] = self._build(build, shape, computed)
         return self._plans[key]
 
-    def _build(self, add_nodes: Any, shape: tuple) -> _Plan:
+    def _build(self, add_nodes: Any, shape: tuple, computed: tuple[int, int]) -> _Plan:
         cudnn = self._cudnn
         graph = cudnn.pygraph(
             io_data_type=cudnn.data_type.BFLOAT16,
@@ -217,7 +275,7 @@ class CudnnAttention:
             handle=self._handle,
         )
         try:
-            tensors = add_nodes(graph, _layouts(*shape), shape[-1] ** -0.5)
+            tensors = add_nodes(graph, _layouts(*shape, *computed), shape[-1] ** -0.5)
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A])
@@ -226,7 +284,7 @@ class CudnnAttention:
         except self._refusals as error:
             raise LlmqError(
                 f"cuDNN {cudnn.backend_version()} cannot compute attention of B, T, Hq, Hkv, Hd = "
-                f"{shape} ({error}); {NATIVE}"
+                f"{(*shape[:2], *computed, shape[-1])} ({error}); {NATIVE}"
             ) from error
         names = {name: tensor.get_uid() for name, tensor in tensors.items()}
         return _Plan(graph, names, graph.get_workspace_size())
@@ -272,7 +330,7 @@ class CudnnAttention:
             use_deterministic_algorithm=deterministic,
         )
         for name, gradient in zip("qkv", gradients, strict=True):
-            _output(gradient, layouts[name])
+            _output(gradient, layouts[f"d_{name}"])
             tensors[f"d_{name}"] = gradient
         return tensors
 
@@ -285,29 +343,46 @@ def _expect_workspace(needed: int, planned: int) -> None:
         )
 
 
-def _packed(prefix: str, qkv: Tensor, heads: int, kv_heads: int) -> dict[str, int]:
-    """Addresses of the first query, key and value head in (B, T, Hq + 2 Hkv, Hd)."""
+def _packed(
+    prefix: str, qkv: Tensor, heads: int, kv_heads: int, at: tuple[int, int]
+) -> dict[str, int]:
+    """Addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd).
+
+    at: which query head, which key/value head.
+    """
     head_bytes = qkv.shape[3] * qkv.dtype.itemsize
-    first = {"q": 0, "k": heads, "v": heads + kv_heads}
-    return {prefix + name: qkv.ptr + head * head_bytes for name, head in first.items()}
+    head, kv_head = at
+    found = {"q": head, "k": heads + kv_head, "v": heads + kv_heads + kv_head}
+    return {prefix + name: qkv.ptr + index * head_bytes for name, index in found.items()}
 
 
-def _layouts(batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Layouts:
-    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd)."""
+def _layouts(
+    batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, count: int, kv_count: int
+) -> Layouts:
+    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd).
 
-    def rows(num_heads: int, row: int) -> dict[str, list[int]]:
+    count, kv_count: query and key/value heads that are computed, as `_computed` has them.
+    """
+
+    def rows(num_heads: int, row: int, head: int = head_dim) -> dict[str, list[int]]:
         return {
             "dim": [batch, num_heads, seq_len, head_dim],
-            "stride": [seq_len * row, head_dim, row, 1],
+            "stride": [seq_len * row, head, row, 1],
         }
 
     packed = (heads + 2 * kv_heads) * head_dim
+    shared = kv_heads < heads and count == kv_count  # query heads of one key/value head
+    keys = rows(kv_count, packed, 0 if shared else head_dim)
+    apart = rows(count, head_dim, seq_len * head_dim)  # a piece of (Hq, T, Hd)
     return {
-        "q": rows(heads, packed),
-        "k": rows(kv_heads, packed),
-        "v": rows(kv_heads, packed),
-        "out": rows(heads, heads * head_dim),
-        "lse": {"dim": [batch, heads, seq_len, 1], "stride": [heads * seq_len, seq_len, 1, 1]},
+        "q": rows(count, packed),
+        "k": keys,
+        "v": keys,
+        "d_q": rows(count, packed),
+        "d_k": apart if shared else keys,
+        "d_v": apart if shared else keys,
+        "out": rows(count, heads * head_dim),
+        "lse": {"dim": [batch, count, seq_len, 1], "stride": [heads * seq_len, seq_len, 1, 1]},
     }
 
 

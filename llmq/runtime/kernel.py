@@ -25,12 +25,16 @@ POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
 # all of them, also those that the launched entry does not use.
 TYPE_VARIABLES: defaultdict[str, set[str]] = defaultdict(set)
 
-_ARG = re.compile(r"^(?:(const|inout) )?(\w+)(\*\??)? (\w+)$")
+_ARG = re.compile(r"^(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??)? (\w+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One declared argument: `const bf16* x`, `inout T* y`, `f32* rstd`, `T*? bias`, `i64 n`."""
+    """One declared argument: `const bf16* x`, `inout T* y`, `f32* rstd`, `T*? bias`, `i64 n`.
+
+    `const T[128]* x`: a matrix that the kernel gets as a TensorMap (cu/ptx.cuh), for copies of
+    boxes of 128 of its rows.
+    """
 
     name: str
     type: str  # a dtype name, a scalar type, or a type variable (one capital letter)
@@ -39,6 +43,7 @@ class Arg:
     optional: bool
     reads: bool
     writes: bool
+    box_rows: int  # of a TensorMap; 0: the kernel gets the tensor's address
 
     @property
     def is_type_variable(self) -> bool:
@@ -50,8 +55,10 @@ def _parse(text: str) -> Arg:
     match = _ARG.match(text.strip())
     if match is None:
         raise ValueError(f"kernel argument {text!r} is not `[const|inout] type[*[?]] name`")
-    access, type_, star, name = match.groups()
+    access, type_, box_rows, star, name = match.groups()
     pointer = star is not None
+    if box_rows and not pointer:
+        raise ValueError(f"kernel argument {text!r}: only tensors have boxes")
     if not pointer and type_ not in SCALARS:
         raise ValueError(f"kernel argument {text!r}: {type_} is not a scalar type")
     if pointer and type_ not in DTYPES and not (len(type_) == 1 and type_.isupper()):
@@ -64,6 +71,7 @@ def _parse(text: str) -> Arg:
         optional=star == "*?",
         reads=pointer and access is not None,
         writes=access != "const",
+        box_rows=int(box_rows or 0),
     )
 
 
@@ -74,11 +82,14 @@ class Kernel:
     The reference of the entry is the function of the same name in llmq/ref/<stem of file>.py.
     A one-letter type is a type variable: bound by its tensors at launch, all of one dtype, and
     passed to the compiler as -D<letter>=<type>.
+
+    capability: the only one, times 10, that has the instructions; None: all that are supported.
     """
 
     file: str
     entry: str
     args: str
+    capability: int | None = None
     declared: tuple[Arg, ...] = field(init=False, compare=False)
     _moved: tuple[tuple[int, Arg], ...] = field(init=False, compare=False, repr=False)
 
@@ -116,6 +127,8 @@ class Kernel:
                     raise ValueError(
                         f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned"
                     )
+                if arg.box_rows:
+                    _expect_map(f"{self.entry}: {arg.name}", value)
             elif value is not None or not arg.optional:
                 raise TypeError(f"{self.entry}: {arg.name} must be a tensor, got {value!r}")
         return types
@@ -137,6 +150,15 @@ class Kernel:
             else:
                 device += tensor.nbytes * (arg.reads + arg.writes)
         return device, loaded, stored
+
+
+def _expect_map(what: str, tensor: Tensor) -> None:
+    """Raise ValueError unless a TensorMap can describe it."""
+    shape = tensor.shape
+    if len(shape) != 2 or shape[1] * tensor.dtype.itemsize % POINTER_ALIGN:
+        raise ValueError(
+            f"{what} must be a matrix with rows of a multiple of {POINTER_ALIGN} bytes, got {shape}"
+        )
 
 
 class Source(NamedTuple):

@@ -28,9 +28,16 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
-        words = [a, *map(str, reversed(flags)), out]
+        more = []
+        if entry == "matmul_adapted":  # takes about as long as the library's
+            by_rows = int(args[2].shape[0] == n)
+            entry, flags = ("matmul", [0, by_rows, 0]) if a == "bf16" else ("matmul_fp8", [0, 1])
+            more = ["adapted"]
+        words = [a, *map(str, reversed(flags)), out, *more]
         if entry == "matmul_fp8":  # whether sums are fast matters more than which 8-bit format
             words[:2] = words[1::-1]
+        if file == "matmul" and tensors[-2] != "-":  # the last one is the workspace
+            words.append("addend")
         return Kind("/".join([entry, *words]), (m, n, k))
     if file.startswith("attention") and flops:
         _, seq_len, _, head_dim = args[0].shape
@@ -42,6 +49,14 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
 def attention_window(file: str, entry: str, args: tuple) -> int:
     """How many keys a query sees, of the arguments of one of attention's kernels."""
     return args[-2 if (file, entry) == ("attention", "attention_forward") else -1]
+
+
+def library_heads(file: str, entry: str, args: tuple) -> tuple[int, int, int] | None:
+    """Parts of the heads, query heads, key/value heads of the library's backward; else None."""
+    if (file, entry) != ("attention", "attention_backward"):
+        return None
+    parts, _, num_heads, num_kv_heads = args[-6:-2]
+    return parts, num_heads, num_kv_heads
 
 
 def _points(value: object) -> bool:

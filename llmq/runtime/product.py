@@ -25,6 +25,7 @@ class Product(NamedTuple):
     accumulate: bool
     workspace: int  # bytes that the library may use
     fast_accumulation: bool = False  # may be used; of FP8 only
+    addend: bool = False  # another matrix than out is added; not to codes
 
     @property
     def fp8(self) -> bool:
@@ -48,7 +49,7 @@ class Product(NamedTuple):
         operands = self.a.name if self.a == self.b else f"{self.a.name}*{self.b.name}"
         text = f"{self.M}x{self.N}x{self.K} {flags} {operands}->{self.out.name}"
         text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
-        text += " fast" if self.fast_accumulation else ""
+        text += (" addend" if self.addend else "") + (" fast" if self.fast_accumulation else "")
         return f"{text}, {self.workspace} bytes of workspace"
 
 
@@ -59,6 +60,7 @@ class Operands(NamedTuple):
     a: Tensor
     b: Tensor
     bias: Tensor | None
+    addend: Tensor | None
     workspace: Tensor
     scale_a: Tensor | None = None  # of FP8 operands
     scale_b: Tensor | None = None

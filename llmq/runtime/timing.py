@@ -138,12 +138,13 @@ def _launched(
 ) -> tuple[str, int, int, Kind | None]:
     """As _moved, of a launch; matrix products are named after what they multiply."""
     name = kernel.entry
-    if kernel.file == "matmul":
+    if kernel.file in ("matmul", "matmul_adapted.cu"):
         value = dict(zip((a.name for a in kernel.declared), args, strict=True))
         if "trans_a" in value:  # fp8 products have one form only
             name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
         name = f"{name} {value['M']}x{value['N']}x{value['K']}"
-        name += " accumulate" if value["accumulate"] else ""
+        name += " accumulate" if value.get("accumulate") else ""
+        name += " addend" if value.get("addend") is not None else ""
     device, loaded, stored = kernel.traffic(args)
     kind = launch_kind(kernel.file, kernel.entry, args, flops, device)
     return name, device + loaded + stored, flops, None if loaded or stored else kind

@@ -7,7 +7,7 @@ from itertools import pairwise
 from llmq.config.adapters import Adapted, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.model.arch.common import HfPart
-from llmq.ops.adapter import padded_columns
+from llmq.ops.common import padded_columns
 
 PEFT_PREFIX = "base_model.model."
 """Of the names of parameters in adapter_model.safetensors."""

@@ -7,6 +7,7 @@ rank records the largest values of its parts, and the ranks' maxima give the sca
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from llmq.base.dtypes import E4M3_MAX, F32, DType
@@ -95,11 +96,15 @@ class Quants:
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
         abs_max.scales(self.dev, self._scales, self._abs_maxes, E4M3_MAX)
 
-    def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
-        """codes (n,) of a rank's shard from its master (n,)."""
+    def quantize(
+        self, name: str, master: Tensor, codes: Tensor, keys: Collection[str] | None = None
+    ) -> None:
+        """codes (n,) of a rank's shard from its master (n,); of these matrices, None: of all."""
         slab = self.slabs[name]
         start = self.dev.shard * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
+            if keys is not None and param.key not in keys:
+                continue
             x, q = (t.rows(first - start, last - start) for t in (master, codes))
             scale, largest = self._scale_of[param.name], self._abs_max_of[param.name]
             quantize.quantize(self.dev, q, None, scale, x, largest)
@@ -114,6 +119,24 @@ class Quants:
         for operand in operands.values() if name not in self._codes else ():
             if isinstance(operand, Fp8):
                 quantize.transpose(self.dev, operand.transposed, operand.codes)
+
+    def turned(
+        self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
+    ) -> dict[str, Operand]:
+        """As make_transposed, of a block of which only some codes are there; the operands then.
+
+        Of the other matrices transposed codes are made of the whole slab's master (n,).
+        """
+        made = dict(operands)
+        for p in self.slabs[name].params:
+            operand = operands[p.key]
+            if p.key in there:
+                quantize.transpose(self.dev, operand.transposed, operand.codes)
+                continue
+            x, largest = self.slabs[name].view(master, p), self._abs_max_of[p.name]
+            quantize.quantize(self.dev, None, operand.transposed, operand.scale, x, largest)
+            made[p.key] = replace(operand, codes=None)
+        return made
 
 
 class HeadQuants:

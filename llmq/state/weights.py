@@ -13,7 +13,7 @@ In fp8 the blocks travel as codes, from which the transposed codes are made afte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,9 +23,10 @@ from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
-from llmq.ops import convert, fill, random
+from llmq.ops import convert
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
+from llmq.state import fresh
 from llmq.state.bases import Bases
 from llmq.state.mirrors import Mirrors
 from llmq.state.packing import Elements, Packer, Write, of_host, one_by_one
@@ -41,13 +42,15 @@ class _Pass:
     """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
 
     stale: what other ranks updated is not here yet; to_gather: the resident slabs that it is in.
-    held: blocks between gather and release. changing: slabs whose masters the update writes;
-    quantized: those whose codes it has made.
+    held: blocks between gather and release. partly: of blocks in slots, the matrices that are
+    there, if not all. changing: slabs whose masters the update writes; quantized: those whose codes
+    it has made.
     """
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
+    partly: dict[str, Collection[str]] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
     quantized: set[str] = field(default_factory=set)
 
@@ -161,14 +164,25 @@ class Weights:
             if name in self._pass.to_gather:
                 self._gather_whole(name)
 
-    def gather(self, block: str) -> None:
-        """Start bringing a block's weights to where `get` can hand them out."""
+    def gather(self, block: str, products: Collection[str] | None = None) -> None:
+        """Start bringing a block's weights to where `get` can hand them out.
+
+        products: keys of the matrices that multiply inputs, and not only gradients; None: all.
+        """
         self._pass.held.add(block)
         if block in self._pass.to_gather:
             self._gather_whole(block)
         elif self._takes_slot(block) and not self._lane.keep(block):
+            if products is not None and self._can_turn(block):
+                self._pass.partly[block] = products
             slot = self._lane.take(block)
             self._lane.arrive(slot, partial(self._gather_streamed, block, self.slots[slot]))
+
+    def _can_turn(self, block: str) -> bool:
+        """Whether transposed codes can be made of the master itself, when they are needed: that
+        reads and writes less than codes from which they are made."""
+        alone = self.dev.shards == 1 and block not in self._part
+        return self.quants is not None and alone and not self.master[block].on_host
 
     def _gather_whole(self, name: str) -> None:
         self._pass.to_gather.remove(name)
@@ -191,7 +205,7 @@ class Weights:
         part = self._part.get(name)
         if part is None:
             part = slab.shard(whole, self.dev.shard)
-            self.quants.quantize(name, self.master[name], part)
+            self.quants.quantize(name, self.master[name], part, self._pass.partly.get(name))
         self.dev.comm.all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
@@ -206,6 +220,9 @@ class Weights:
         key = (block, slot and slot.offset)
         if key not in self._operands:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
+        if transposed and block in self._pass.partly:
+            there = self._pass.partly[block]
+            return self.quants.turned(block, self._operands[key], self.master[block], there)
         if transposed and self.quants is not None:
             self.quants.make_transposed(block, self._operands[key])
         if transposed and self.bases is not None:
@@ -312,7 +329,7 @@ class Weights:
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
-                self._begin(param, target, first, config, seed)
+                fresh.begin(self.dev, param, target, first, config, seed)
 
         for slab in self._with_masters():
             self.dev.zero(self.master[slab.name])
@@ -330,31 +347,16 @@ class Weights:
             self._packer.fill(source)
         self.refresh()
 
-    def _begin(
-        self, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
-    ) -> None:
-        """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
-        if param.init == "one":
-            fill.constant(self.dev, target, 1.0)
-        elif param.init != "zero":
-            std = config.initializer_range
-            if param.init == "residual":
-                std /= np.sqrt(2.0 * config.num_layers)
-            elif param.init == "adapter":  # as wide as PEFT's, which are uniform
-                std = 1.0 / np.sqrt(3.0 * param.shape[1])
-            param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
-            random.normal(self.dev, target, float(std), param_seed, first)
-
     def load(
         self,
         read: Callable[[Param], np.ndarray | None],
-        fresh: tuple[ModelConfig, int] | None = None,
+        new: tuple[ModelConfig, int] | None = None,
         elements: Elements | None = None,
     ) -> None:
         """Fill the masters, and what adapters begin as, from host arrays of the parameters' shapes,
         any float dtype.
 
-        fresh: config and seed as of `init`, for parameters of which `read` has none. elements:
+        new: config and seed as of `init`, for parameters of which `read` has none. elements:
         reads less than a whole parameter, for what is kept as codes.
         """
         for slab in self._with_masters():
@@ -364,7 +366,7 @@ class Weights:
             for param, target, first in self._owned(slab):
                 values = read(param)
                 if values is None:
-                    self._begin(param, target, first, *fresh)
+                    fresh.begin(self.dev, param, target, first, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 at = param.offset + first - self.dev.shard * slab.shard_size

@@ -92,7 +92,11 @@ def _sentence(group: Processes, name: str, index: int, everyone: list[dict[str, 
         f"{_short(everyone[i].get(name))} in process {i} on machine '{group.machines[i]}'"
         for i in (0, index)
     ]
-    return f"{name} must be the same in all processes: {', '.join(found)}"
+    names = [*everyone[0]]
+    behind = names[names.index(name) + 1 :]
+    others = [n for n in behind if everyone[index].get(n) != everyone[0][n] and n[:2] == "--"]
+    also = f"; so must {', '.join(others)}, from which it may follow" if others else ""
+    return f"{name} must be the same in all processes: {', '.join(found)}{also}"
 
 
 def _short(value: Any) -> str:

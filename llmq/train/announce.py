@@ -12,6 +12,7 @@ from llmq.comm.links import LinkTable
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import option_rows
 from llmq.data.loader import DataLoader
+from llmq.data.tokenized import gaps
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
@@ -148,6 +149,8 @@ def announce_data(
     loaders = {"train": trainer.train_loader} | validation
     loaders |= {f"eval-{name}": of_ranks[0] for name, of_ranks in named.items()}
     reporter.dataset(loaders)
+    for line in gaps(file.path for loader in loaders.values() for file in loader.files):
+        reporter.message(line)
     for name, loader in loaders.items():
         for line in loader.data.lines(name):
             reporter.message(line)

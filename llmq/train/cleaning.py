@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from llmq.base.run_id import RunId
 from llmq.checkpoint.disks import Disks
-from llmq.checkpoint.retention import forget_pages, outdated
+from llmq.checkpoint.retention import Kept, forget_pages, outdated
 from llmq.checkpoint.store import clean_old, kept_checkpoints
 from llmq.checkpoint.verify import hash_share, problem_of
 from llmq.config.options import TrainConfig
@@ -47,10 +47,16 @@ class Cleaning(NamedTuple):
     def reads_back(self, disks: Disks) -> bool:
         """Whether the newest has to be read back, because others would go. All processes of disks
         call it."""
-        if self.config.ckpt_keep_n <= 0 or self.unread is None:
-            return False
-        found = kept_checkpoints(self.config.checkpoint_dir, self.run, disks)
-        return bool(outdated(found, *self._keep, **self._besides))
+        return self.unread is not None and self._would_delete(self._found(disks))
+
+    def _found(self, disks: Disks) -> dict[int, Kept]:
+        """What is there, if some of it may have to go."""
+        if self.config.ckpt_keep_n <= 0:
+            return {}
+        return kept_checkpoints(self.config.checkpoint_dir, self.run, disks)
+
+    def _would_delete(self, found: dict[int, Kept]) -> bool:
+        return bool(found and outdated(found, *self._keep, **self._besides))
 
     def hash_share(self, disks: Disks) -> None:
         """Read back what `clean` asks this process for, in any thread."""
@@ -59,12 +65,14 @@ class Cleaning(NamedTuple):
 
     def clean(self, disks: Disks) -> Cleaned:
         """Delete what is too old, if the newest is whole. All processes of disks call it."""
-        read = self.reads_back(disks)
+        found = self._found(disks)
+        read = self.unread is not None and self._would_delete(found)
         if read:
             forget_pages(self.unread)
             problem = problem_of(self.unread, disks.group)
             if problem is not None:
                 return Cleaned(problem, 0, read)
         where = self.config.checkpoint_dir
-        removed = clean_old(where, *self._keep, self.run, **self._besides, disks=disks)
+        how = self._besides | {"disks": disks, "found": found}
+        removed = clean_old(where, *self._keep, self.run, **how)
         return Cleaned(None, len(removed), read)

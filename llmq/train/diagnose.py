@@ -101,41 +101,36 @@ class UpdateCheck:
 
     def __init__(self, ranks: Ranks, reporter: Reporter):
         self._ranks, self._reporter = ranks, reporter
-        self._skipped = 0  # in a row
-
-    def reset(self) -> None:
-        """Steps that were skipped so far do not count any more."""
-        self._skipped = 0
 
     def check(
         self,
         step: int,
         ticket: int,
         result: Result,
+        unchanged: int,
         left_out: str | None = None,
         *,
         may_end: bool = True,
     ) -> None:
         """Of a step and its result; ticket: the ranks', of this step. LlmqError: it is hopeless.
 
-        left_out: why the guard made no update. may_end: False where it knows what else to do about
-        numbers; steps without targets are hopeless all the same.
+        unchanged: how many steps up to this one changed no weights, 0: it did. left_out: why the
+        guard made no update. may_end: False where it knows what else to do about numbers; steps
+        without targets are hopeless all the same.
         """
+        if unchanged == 0:
+            return
         if result.tokens == 0:
             reason, advice = "all targets are masked", "look at the loss masks of the data"
         elif not math.isfinite(result.norm):
             reason = f"the gradient norm is {result.norm}"
             advice = "go on from the newest good checkpoint: --continue, lower --learning-rate"
-        elif left_out is not None:
+        else:
             reason = left_out
             advice = "use --guard rollback, or --guard warn if the data are other ones from here on"
-        else:
-            self._skipped = 0
-            return
         may_end = may_end or result.tokens == 0
-        self._skipped += 1
         origin = None
-        first = self._skipped == 1  # those that follow are alike
+        first = unchanged == 1  # those that follow are alike
         if first and result.tokens > 0 and left_out is None:
             origin = find_origin(self._ranks, step, self._ranks.batches_of(ticket))
             where = f"first seen in {origin.text}" if origin else "computed again all is finite"
@@ -143,7 +138,7 @@ class UpdateCheck:
         self._reporter.message(f"WARNING: step {step} changed no weights: {reason}", step)
         if origin is not None and origin.in_weights and may_end:
             raise LlmqError(f"step {step}: {origin.text} is not finite any more: {advice}")
-        if self._skipped >= MAX_SKIPPED and may_end:
+        if unchanged >= MAX_SKIPPED and may_end:
             raise LlmqError(
                 f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
                 f"{reason}; {advice}"

@@ -72,12 +72,17 @@ def running_log() -> Path | None:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run is writing this log, as its lock says; of a run on another machine, whether it
-    has written something of late.
+    """Whether a run is writing this log, as its lock says."""
+    return bool(has_writer(path))
+
+
+def has_writer(path: Path) -> bool | None:
+    """Whether the run whose lock is there goes on; None where there is no lock. Of a run on another
+    machine, whether it has written something of late.
     """
     found = holder(lock_beside(path.resolve()))
     if found is None:
-        return False
+        return None
     process, machine = found
     if machine != socket.gethostname():
         return silence(path) < RECENT

@@ -81,10 +81,11 @@ class Track:
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: bad steps up to the last one. last_bad: the newest bad step, -1: none. not_finite: what
-    of the last step was no finite number. trouble: the step at which bad ones were too many, until
-    a rollback. level: how often what is usual was given up. rollbacks: [to, from] of each, in
-    steps. origin: the checkpoint that the run began with, None: its first weights.
+    in_row: bad steps up to the last one. unchanged: steps up to the last one that changed no
+    weights. last_bad: the newest bad step, -1: none. not_finite: what of the last step was no
+    finite number. trouble: the step at which bad ones were too many, until a rollback. level: how
+    often what is usual was given up. rollbacks: [to, from] of each, in steps. origin: the
+    checkpoint that the run began with, None: its first weights.
     """
 
     def __init__(self, config: TrainConfig):
@@ -95,6 +96,7 @@ class Guard:
         self.loss = Track("loss", (0.01, 0.01))
         self.norm = Track("gradient norm", (0.3, 0.0))
         self.in_row, self.level, self.last_bad = 0, 0, -1
+        self.unchanged = 0
         self.not_finite: str | None = None
         self.trouble: int | None = None
         self.rollbacks: list[list[int]] = []
@@ -131,8 +133,12 @@ class Guard:
 
     def judge(self, step: int, result: Result, limits: Limits) -> Judgement:
         """Of a step and the limits that it had. A step without targets is neither good nor bad."""
-        if result.tokens == 0:
-            return Judgement()
+        judgement = Judgement() if result.tokens == 0 else self._judged(step, result, limits)
+        no_update = judgement.left_out or result.tokens == 0 or not math.isfinite(result.norm)
+        self.unchanged = self.unchanged + 1 if no_update else 0
+        return judgement
+
+    def _judged(self, step: int, result: Result, limits: Limits) -> Judgement:
         self.not_finite = None
         values = ((self.loss, result.loss, limits.loss), (self.norm, result.norm, limits.norm))
         for track, value, _ in values:
@@ -174,7 +180,7 @@ class Guard:
         """After a rollback from so many steps. What is usual stays known: else the next divergence
         would be the usual after one to the first steps."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
-        self.in_row, self.last_bad = 0, min(self.last_bad, to - 1)
+        self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None
         for track in (self.loss, self.norm):
             known = [(min(at, to - LAG), value) for at, value in track.values]
@@ -188,6 +194,8 @@ class Guard:
             "losses": [list(pair) for pair in self.loss.values],
             "norms": [list(pair) for pair in self.norm.values],
             "in_row": self.in_row,
+            "unchanged": self.unchanged,
+            "not_finite": self.not_finite,
             "last_bad": self.last_bad,
             "trouble": self.trouble,
             "level": self.level,
@@ -204,6 +212,8 @@ class Guard:
             track.values.clear()
             track.values.extend((index(step), float(value)) for step, value in state.get(name, []))
         self.in_row, self.level = index(state.get("in_row", 0)), index(state.get("level", 0))
+        self.unchanged, problem = index(state.get("unchanged", 0)), state.get("not_finite")
+        self.not_finite = None if problem is None else str(problem)
         self.last_bad = index(state.get("last_bad", -1))
         trouble = state.get("trouble") if self.mode == "rollback" else None
         self.trouble = None if trouble is None else index(trouble)

@@ -28,6 +28,7 @@ _LOG_END = b"\n]\n"
 RETRY_SECONDS = 0.1
 _HEAD_BYTES = 256  # by which a log is known again: the first record has its time there
 _FIRST_RECORD_BYTES = 1 << 20  # at most; it has the command line
+_RECORD_BEGINS = b'{"log": "'
 
 
 def _json_value(value: Any) -> Any:
@@ -81,12 +82,23 @@ class JsonLog:
             if not self._file.seekable():
                 raise LlmqError(f"'{path}' cannot hold a log: it is no file on a disk")
             self._end = self._file.seek(0, os.SEEK_END) if keep else self._file.write(_EMPTY_LOG)
-            if keep and self._tail() != _LOG_END:
+            if keep and self._tail() != _LOG_END and not self._begin_torn():
                 self._mend()
 
     def _tail(self) -> bytes:
         self._file.seek(max(self._end - len(_LOG_END), 0))
         return self._file.read()
+
+    def _begin_torn(self) -> bool:
+        """Begin anew what a machine that stopped has left of the first record; False otherwise."""
+        self._file.seek(0)
+        if not _is_torn_beginning(self._file.read(_FIRST_RECORD_BYTES + 1)):
+            return False
+        self._file.seek(0)
+        self._end = self._file.write(_EMPTY_LOG)
+        self._file.truncate()
+        warn([f"'{self.path}' ended in the middle of its first record: begun anew"])
+        return True
 
     def _mend(self) -> None:
         """Cut a log that does not end as one back to its last whole record."""
@@ -255,6 +267,14 @@ class LogReader:
             record = _parsed(text)
             self._offset, self.count, self._head = end, self.count + 1, head[:end]
             yield record
+
+
+def _is_torn_beginning(data: bytes) -> bool:
+    """Whether it is what a machine that stopped may leave of a log with one record."""
+    line = data.removeprefix(b"[").strip(b" \n\0")
+    begins = line.startswith(_RECORD_BEGINS) or _RECORD_BEGINS.startswith(line)
+    torn = begins and b"\n" not in line and not _is_record(line)
+    return torn and len(data) <= _FIRST_RECORD_BYTES
 
 
 def _is_record(line: bytes) -> bool:

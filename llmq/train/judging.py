@@ -63,8 +63,8 @@ class Judging:
                 text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
                 self.reporter.guard(step, "level", text)
         left_out = judgement.reason if judgement.left_out else None
-        may_end = guard.mode != "rollback"
-        self.update_check.check(step, ticket, result, left_out, may_end=may_end)
+        of_step = (step, ticket, result, guard.unchanged)
+        self.update_check.check(*of_step, left_out, may_end=guard.mode != "rollback")
 
     def begin(self, checkpoint: Path) -> None:
         """Go on with what is known of the run that it was loaded from."""
@@ -119,7 +119,6 @@ class Judging:
             trainer.run = run
         guard.went_back(to, before)
         self.keeping.went_to(to)
-        self.update_check.reset()
         self._history.load(trainer.history)
         self.reporter.total_steps = trainer.total_steps
 

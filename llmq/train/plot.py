@@ -32,7 +32,13 @@ def read_runs(logs: list[Path], x: str) -> Runs:
         raise ConfigError("a log is given twice")
     runs = {}
     for name, path in zip(_names(logs), logs, strict=True):
-        runs[name] = series_of(read_log(path))
+        try:
+            runs[name] = series_of(read_log(path))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:100]
+            raise DataError(
+                f"'{path}' is not a log of llmq train: a record is not as llmq writes it ({reason})"
+            ) from error
         if not any(series.x[x].any() for series in runs[name] if len(series.y) > 1) and x != "step":
             raise DataError(f"--x {x}: '{path}' does not say how many {x} its steps took")
     return runs

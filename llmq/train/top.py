@@ -18,7 +18,7 @@ from llmq.base.errors import DataError
 from llmq.base.run_id import RunId
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
-from llmq.train.find_log import is_written, is_written_here, silence
+from llmq.train.find_log import has_writer, is_written_here, silence
 from llmq.train.gauges import Panel, Row
 from llmq.train.json_log import LogReader
 from llmq.train.live import DRAWS, Progress
@@ -28,7 +28,7 @@ from llmq.train.watch import DONE
 
 LOOKS = 1.0  # seconds between looks at the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
-PAUSE = 60.0  # seconds without a record, after which a run that holds no lock has ended
+PAUSE = 60.0  # seconds without a record, after which a run has ended whose lock does not tell
 SHOWN_NEWS = 2  # errors of GPUs
 _ENDS = (*DONE, "Stopped by ")
 
@@ -36,8 +36,8 @@ _ENDS = (*DONE, "Stopped by ")
 class Follower:
     """What a log has told of its run so far.
 
-    name: of the run. ended: it says that it has. models, gpus, cpus: the newest records of that
-    kind by rank.
+    name: of the run. ended: it says that it has. supervised: started by --restarts. models, gpus,
+    cpus: the newest records of that kind by rank.
     """
 
     def __init__(self, log: Path):
@@ -50,6 +50,7 @@ class Follower:
         self.name = self.log.stem if run is None else run.name
         self.progress = Progress(record.get("resumed_at", 0), 1)
         self.ended = False
+        self.supervised = "--restarts=0" in record.get("cmd", ())
         self.models: dict[int, dict[str, Any]] = {}
         self.gpus: dict[int, dict[str, Any]] = {}
         self.cpus: dict[int, dict[str, Any]] = {}
@@ -203,9 +204,11 @@ class Top:
         """Whether there will be something new."""
         if self.run is None:
             return True
-        log = self.run.log
-        # Some file systems have no locks.
-        return not self.run.ended and (is_written(log) or silence(log) < PAUSE)
+        log, written = self.run.log, has_writer(self.run.log)
+        if written is None or (self.run.supervised and not written):
+            # Some file systems have no locks; and a run that has crashed may be started again.
+            written = silence(log) < PAUSE
+        return written and not self.run.ended
 
     def close(self) -> None:
         """Stop reading."""

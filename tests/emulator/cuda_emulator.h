@@ -212,6 +212,11 @@ static void switch_away() {
 
 static inline void set_ready(unsigned w, unsigned lanes) { block->warp[w].ready |= lanes; }
 
+// Whoever waits by wait_for("a barrier in shared memory") is woken by this.
+static inline void wake(unsigned rank, unsigned thread) {
+    cluster[rank].warp[thread / WARP].ready |= 1u << thread % WARP;
+}
+
 static inline void wait_for(const char* what) {
     block->warp[current->warp].ready &= ~(1u << current->lane);
     current->waits_for = what;
@@ -451,7 +456,8 @@ static void describe_deadlock() {
     int n = snprintf(failure_text, sizeof failure_text, "deadlock in block %u,%u,%u:", block->index.x,
                      block->index.y, block->index.z);
     for (Block& b : cluster) {
-        const char* kinds[] = {"__syncthreads", "a named barrier", "a warp operation", "the cluster's barrier"};
+        const char* kinds[] = {"__syncthreads", "a named barrier", "a warp operation", "the cluster's barrier",
+                               "a barrier in shared memory"};
         for (const char* kind : kinds) {
             unsigned count = 0, first = 0;
             for (unsigned i = 0; i < b.threads; ++i) {

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
@@ -21,8 +22,9 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.files import write_shared
+from llmq.base.tensor import Tensor
 from llmq.runtime import compile
-from llmq.runtime.arguments import Arguments
+from llmq.runtime.arguments import MAP_BYTES, Arguments
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Arg, Kernel
@@ -161,6 +163,8 @@ def load(file: str, types: tuple, consts: tuple, capability: int) -> tuple[ctype
 
 def _fits(arg: Arg, types: dict[str, DType], parameter: str) -> bool:
     """Whether a C parameter, as describe() words it, is what the kernel declares."""
+    if arg.box_rows:
+        return parameter == f"struct{8 * MAP_BYTES}"
     const, star = parameter.startswith("const "), parameter.endswith("*")
     element = parameter.removeprefix("const ").removesuffix("*")
     type_ = types[arg.type].name if arg.type in types else arg.type
@@ -174,6 +178,11 @@ def _fits(arg: Arg, types: dict[str, DType], parameter: str) -> bool:
         or expected in (None, element)
         or (element.startswith("int") and int(element[3:]) == 8 * DTYPES[type_].itemsize)
     )
+
+
+def _encode_map(tensor: Tensor, box_rows: int) -> bytes:
+    """TensorMap of emulator/ptx.cuh."""
+    return struct.pack("<5q", tensor.ptr, *tensor.shape, tensor.dtype.itemsize, box_rows)
 
 
 class EmulatorDevice(HostDevice):
@@ -210,7 +219,7 @@ class EmulatorDevice(HostDevice):
         library, text = load(kernel.file, *items, self.spec.capability)
         self._check_parameters(kernel, types, library)
         cluster = _CLUSTER.search(text[: text.index(f"{kernel.entry}(")][-300:])
-        arguments = Arguments(kernel)
+        arguments = Arguments(kernel, _encode_map)
         size = cluster.group(1) if cluster else "1"  # a number or the name of a constant
         numbers = (ctypes.c_uint * 7)(*geometry, int((consts or {}).get(size, size)))
         run = getattr(library, f"launch_{kernel.entry}")

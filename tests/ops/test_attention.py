@@ -8,7 +8,8 @@ import pytest
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention
 from llmq.ref.attention import CASES
-from llmq.runtime.cudnn import backward_workspace_bytes
+from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
+from llmq.runtime.head_groups import divisions
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 
@@ -298,6 +299,53 @@ def test_cudnn_windows(dev, rng, head_dim, window):
     _compare(got, want, BF16, floor)
 
 
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    "case",
+    [(2, 1024, 12, 2, 128), (3, 1000, 14, 2, 64), (2, 100, 4, 4, 96), (1, 2048, 28, 4, 128)],
+    ids=str,
+)
+def test_parts_of_heads_change_no_bit(dev, rng, case, window):
+    batch, seq_len, heads, kv_heads, head_dim = case
+    qkv = rng.normal(size=(batch, seq_len, heads + 2 * kv_heads, head_dim)).astype(BF16.numpy)
+    d_out = rng.normal(size=(batch, seq_len, heads, head_dim)).astype(BF16.numpy)
+    sight = attention.Sight(window=window)
+
+    def step(dev, d_qkv, out, lse, qkv, d_out, chunks=1):
+        attention.forward(dev, out, lse, qkv, heads, kv_heads, sight, backend="cudnn")
+        tensors = (d_qkv, d_out, out, lse, qkv)
+        attention.backward(dev, *tensors, heads, kv_heads, chunks, sight, backend="cudnn")
+
+    nan = np.array(np.nan, BF16.numpy)
+    arrays = {
+        "d_qkv": np.full_like(qkv, nan),
+        "out": np.full_like(d_out, nan),
+        "lse": np.full((batch, heads, seq_len), np.nan, np.float32),
+        **{"qkv": qkv, "d_out": d_out},
+    }
+    whole = run(dev, step, arrays)["d_qkv"]
+    assert np.isfinite(whole.astype(np.float32)).all()
+    for chunks in divisions(batch, heads, kv_heads)[1:]:
+        got = run(dev, partial(step, chunks=chunks), arrays)["d_qkv"]
+        assert got.tobytes() == whole.tobytes(), chunks
+
+
+HEADS = {"one_position": (1, 2, 1, 16), "groups": (37, 6, 2, 48), "own_keys": (9, 3, 3, 128)}
+
+
+@pytest.mark.parametrize("case", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_sums_over_heads(dev, rng, case, dtype):
+    seq_len, heads, kv_heads, head_dim = case
+    d_qkv = rng.normal(size=(1, seq_len, heads + 2 * kv_heads, head_dim)).astype(dtype.numpy)
+    d_kv = rng.normal(size=(2, heads, seq_len, head_dim)).astype(dtype.numpy)
+    arrays = {"d_qkv": d_qkv, "d_kv": d_kv}
+    got, want = (run(d, attention.sum_heads, arrays)["d_qkv"] for d in (dev, host_device()))
+    assert got.tobytes() == want.tobytes()
+    assert got[:, :, :heads].tobytes() == d_qkv[:, :, :heads].tobytes()
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 5, 131])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -367,6 +415,24 @@ def test_planned_workspace():
     assert dev.flops["attention_backward"] == 2 * 5 * 4 * 8 * 8 * 64
 
 
+@pytest.mark.parametrize("chunks, parts", [(2, 1), (4, 2), (6, 4), (8, 4)])
+def test_planned_parts_of_heads(chunks, parts):
+    dev, tensors = _plan(T=1024)
+    options = {"num_heads": 4, "num_kv_heads": 2, "chunks": chunks}
+    attention.backward(dev, **tensors, **options, backend="cudnn")
+    apart = parts == 4  # query heads, which leave their parts of d_k and d_v
+    d_kv = 2 * 4 * 1024 * 64 * 2 * apart
+    workspace = divided_workspace_bytes(1, 1024, 4, 2, 64, parts)
+    assert dev.stack.high_water_mark == workspace + d_kv
+    assert dev.launches["attention_backward"] == 2
+    assert dev.launches["attention_sum_heads"] == 2 * apart
+    assert dev.flops["attention_backward"] == 2 * 5 * 4 * 1024 * 1024 * 64
+    # Ours takes next to nothing, and is divided by sequences alone.
+    dev, tensors = _plan(T=1024)
+    attention.backward(dev, **tensors, **options)
+    assert dev.launches["attention_backward_tiles"] == 2
+
+
 def test_windows_take_less_work():
     """As much as they leave of the half square, in which a query's own key counts half."""
     for window, pairs in ((1, 1 * 15), (4, 4 * 12), (8, 64), (9, 64), (None, 64)):
@@ -401,7 +467,11 @@ def test_wrong_arguments():
     refuse(TypeError, "starts must be I32", sight=attention.Sight(make((2, 8), F32)))
     refuse(ValueError, "window must be at least 1, got 0", sight=attention.Sight(window=0))
     backward = partial(refuse, call=attention.backward, arguments=tensors)
-    backward(ValueError, "chunks must be from 1 to 2, the batch, got 3", chunks=3)
+    backward(ValueError, "chunks must be from 1 to 8, the heads of all seq.*, got 9", chunks=9)
+    with pytest.raises(ValueError, match=r"d_qkv must have shape \(1, 8, 8, 64\)"):
+        attention.sum_heads(dev, tensors["qkv"], make((2, 4, 8, 64), BF16))
+    with pytest.raises(TypeError, match="d_kv must be BF16, got F32"):
+        attention.sum_heads(dev, make((1, 8, 8, 64), BF16), make((2, 4, 8, 64), F32))
     backward(TypeError, r"attention\.backward: d_qkv must be BF16", d_qkv=make((2, 8, 8, 64), F32))
     single = _plan(dtype=F32)[1]
     backward(TypeError, "the cudnn backend needs BF16", arguments=single, backend="cudnn")

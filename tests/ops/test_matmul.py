@@ -29,31 +29,34 @@ def test_product(dev, rng, case, operand, out):
     a = rng.normal(size=(K, M) if trans_a else (M, K)).astype(operand.numpy)
     b = rng.normal(size=(N, K) if trans_b else (K, N)).astype(operand.numpy)
     bias = rng.normal(size=N).astype(out.numpy)
-    start = rng.normal(size=(M, N)).astype(out.numpy)
+    start, addend = (rng.normal(size=(M, N)).astype(out.numpy) for _ in range(2))
     left, right = (x.astype(np.float64) for x in (a.T if trans_a else a, b.T if trans_b else b))
-    for accumulate in (False, True):
-        for with_bias in (False,) if accumulate else (False, True):
+    # bias, addend, accumulate
+    cases = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)]
+    for with_bias, with_addend, accumulate in cases:
 
-            def call(dev, out, a, b, bias, accumulate=accumulate):
-                flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": accumulate}
-                matmul(dev, out, a, b, bias=bias, **flags)
+        def call(dev, out, a, b, bias, addend, accumulate=accumulate):
+            flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": bool(accumulate)}
+            matmul(dev, out, a, b, bias=bias, addend=addend, **flags)
 
-            arrays = {
-                "out": start if accumulate else np.full_like(start, np.nan),
-                "a": a,
-                "b": b,
-                "bias": bias if with_bias else None,
-            }
-            got = run(dev, call, arrays)["out"].astype(np.float64)
-            want = left @ right + accumulate * start.astype(np.float64)
-            want += with_bias * bias.astype(np.float64)
-            # F32 sums of K products of about 1 in any order, the partial sums below 4 sqrt(K) <=
-            # 48; BF16 results are rounded once more.
-            rtol = 2.0**-8 if out == BF16 else 0
-            atol = 48 * K * 2.0**-24
-            if out == BF16 and accumulate:  # the product may be rounded before it is added
-                atol += 2.0**-8 * np.abs(want - start.astype(np.float64)).max()
-            np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+        arrays = {
+            "out": start if accumulate else np.full_like(start, np.nan),
+            "a": a,
+            "b": b,
+            "bias": bias if with_bias else None,
+            "addend": addend if with_addend else None,
+        }
+        got = run(dev, call, arrays)["out"].astype(np.float64)
+        product = left @ right + with_bias * bias.astype(np.float64)
+        want = product + accumulate * start.astype(np.float64)
+        want += with_addend * addend.astype(np.float64)
+        # F32 sums of K products of about 1 in any order, the partial sums below 4 sqrt(K) <=
+        # 48; BF16 results are rounded once more.
+        rtol = 2.0**-8 if out == BF16 else 0
+        atol = 48 * K * 2.0**-24
+        if out == BF16 and accumulate:  # the product may be rounded first
+            atol += 2.0**-8 * np.abs(product).max()
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
 def test_counts_and_checks():
@@ -79,6 +82,15 @@ def test_counts_and_checks():
         matmul(dev, out, make("a", (8, 32), F32), make("b", (16, 32), F32), trans_b=True)
     with pytest.raises(TypeError, match="matmul: bias must be BF16, got F32"):
         matmul(dev, out, a, b, trans_b=True, bias=make("bias", (16,), F32))
+    dev.bytes["matmul"] = 0
+    matmul(dev, out, a, b, trans_b=True, addend=make("addend", (8, 16)))
+    assert dev.bytes["matmul"] == 2 * 2 * 8 * 16 + 2 * (8 * 32 + 16 * 32)
+    with pytest.raises(ValueError, match=r"matmul: addend must have shape \(8, 16\)"):
+        matmul(dev, out, a, b, trans_b=True, addend=make("addend", (16,)))
+    with pytest.raises(TypeError, match="matmul: addend must be BF16, got F32"):
+        matmul(dev, out, a, b, trans_b=True, addend=make("addend", (8, 16), F32))
+    with pytest.raises(ValueError, match="addend and accumulate exclude each other"):
+        matmul(dev, out, a, b, trans_b=True, addend=out, accumulate=True)
     with pytest.raises(ValueError, match="bias and accumulate exclude each other"):
         total, bias = make("sum", (8, 16), F32), make("bias", (16,), F32)
         matmul(dev, total, a, b, trans_b=True, bias=bias, accumulate=True)
@@ -109,8 +121,8 @@ def test_fp8_product_of_integers(fp8_dev, rng, case, dtypes, out, fast):
     ]
     bias, start = rng.integers(-9, 10, N) / 4, rng.integers(-99, 100, (M, N)) / 8
     total = codes[0].astype(np.float64) @ codes[1].astype(np.float64).T * 2.0**-4
-    cases = [(False, False), (True, False)] + [(False, True)] * (out == F32)
-    for with_bias, accumulate in cases:
+    cases = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)] + [(0, 0, 1)] * (out == F32)
+    for with_bias, with_addend, accumulate in cases:
 
         def call(dev, accumulate=accumulate, **tensors):
             matmul_fp8(dev, accumulate=accumulate, fast_accumulation=fast, **tensors)
@@ -122,9 +134,11 @@ def test_fp8_product_of_integers(fp8_dev, rng, case, dtypes, out, fast):
             "scale_a": scalar(2.0**-7),
             "scale_b": scalar(2.0**3),
             "bias": bias.astype(BF16.numpy) if with_bias else None,
+            "addend": start.astype(out.numpy) if with_addend else None,
         }
-        want = total + with_bias * bias + accumulate * start
-        np.testing.assert_array_equal(run(fp8_dev, call, arrays)["out"], want.astype(out.numpy))
+        product, added = total + with_bias * bias, (accumulate or with_addend) * start
+        got, once = run(fp8_dev, call, arrays)["out"], (product + added).astype(out.numpy)
+        np.testing.assert_array_equal(got, once)
 
 
 @FP8_PAIRS
@@ -295,6 +309,8 @@ def test_counts_and_checks_of_8_bits():
     two_codes = make("out", (16, 48)), make("out", (16, 48), E5M2)
     to, wrong = (ProductCodes(codes, scale, scale, scale) for codes in two_codes)
     check(TypeError, "out must be F32 with accumulate", to, a, b, scale, scale, accumulate=True)
+    more = {"addend": two_codes[0]}
+    check(TypeError, "out must be F32 or BF16 with addend", to, a, b, scale, scale, **more)
     check(TypeError, "out must be F8_E4M3, got F8_E5M2", wrong, a, b, scale, scale)
     check(TypeError, "out must be F8_E4M3 or F8_E5M2, got BF16",
           to._replace(codes=out), five[0], b, scale, scale)  # fmt: skip

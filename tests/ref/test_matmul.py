@@ -28,25 +28,28 @@ BOTH = (False, True)
 
 
 @pytest.mark.parametrize(
-    ("case", "with_bias", "accumulate", "dtype"),
+    ("case", "with_bias", "added", "dtype"),
     pairwise(
         case=CASES,
         with_bias=BOTH,
-        accumulate=BOTH,
+        added=("nothing", "accumulate", "addend"),
         dtype=(np.float64, np.float32, BF16.numpy),
     ),
 )
-def test_equals_torch(rng, monkeypatch, case, with_bias, accumulate, dtype):
+def test_equals_torch(rng, monkeypatch, case, with_bias, added, dtype):
     monkeypatch.setattr(ref, "CHUNK", 512)  # so that accumulation works in several pieces
     M, N, K, *trans = CASES[case]
     a, b, bias, out = operands(rng, M, N, K, *trans, dtype)
+    accumulate, addend = added == "accumulate", out.copy() if added == "addend" else None
     want = torch_product(a, b, *trans)
     want += bias.astype(np.float64) * with_bias + out.astype(np.float64) * accumulate
     if not accumulate:
         out[:] = np.nan
-    ref.matmul(
-        out, a, b, bias if with_bias else None, NO_WORKSPACE, M, N, K, *trans, int(accumulate)
-    )
+    bias = bias if with_bias else None
+    sizes = (M, N, K, *trans, int(accumulate))
+    ref.matmul(out, a, b, bias, addend, NO_WORKSPACE, *sizes)
+    if addend is not None:
+        want += addend.astype(np.float64)
     # Every partial sum of K products of about 1 (below 4 sqrt(K) <= 48) is rounded, and at the end
     # BF16 results once more.
     epsilon = 2.0**-53 if dtype == np.float64 else 2.0**-24
@@ -57,7 +60,7 @@ def test_equals_torch(rng, monkeypatch, case, with_bias, accumulate, dtype):
 def test_f32_out_of_bf16_operands_is_not_rounded(rng):
     a, b, bias, _ = operands(rng, 16, 24, 64, False, True, BF16.numpy)
     out, bias = np.ones((16, 24), np.float32), bias.astype(np.float32)
-    ref.matmul(out, a, b, bias, NO_WORKSPACE, 16, 24, 64, 0, 1, 1)
+    ref.matmul(out, a, b, bias, None, NO_WORKSPACE, 16, 24, 64, 0, 1, 1)
     want = torch_product(a, b, False, True) + bias + 1
     np.testing.assert_allclose(out, want, atol=1e-5)  # sums of 64 products of about 1, in F32
 
@@ -78,7 +81,7 @@ def test_every_fp8_code(dtype, torch_dtype):
         case=FP8_CASES,
         formats=((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)),
         dtype=(F32, BF16),
-        added=("nothing", "bias", "accumulate"),
+        added=("nothing", "bias", "accumulate", "addend"),
     ),
     ids=str,
 )
@@ -95,9 +98,10 @@ def test_fp8_equals_torch(rng, monkeypatch, case, formats, dtype, added):
     want += out.astype(np.float64) if accumulate else 0
     if not accumulate:
         out[:] = np.nan
-    ref.matmul_fp8(
-        out, a, b, scale_a, scale_b, b_vector, None, None, NO_WORKSPACE, M, N, K, int(accumulate), 0
-    )
+    args, sizes = (a, b, scale_a, scale_b, b_vector), (M, N, K, int(accumulate), 0)
+    addend = rng.normal(size=(M, N)).astype(dtype.numpy) if added == "addend" else None
+    want += 0 if addend is None else addend.astype(np.float64)
+    ref.matmul_fp8(out, *args, None, None, addend, NO_WORKSPACE, *sizes)
     # Partial sums (below 4 sqrt(K) <= 91) are rounded K times, and BF16 results once more.
     rtol = 2.0**-8 if dtype == BF16 else 0
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=rtol, atol=91 * K * 2.0**-24)
@@ -111,11 +115,11 @@ def test_fp8_results_are_codes(rng, monkeypatch, dtype, name):
     a, b = (rng.normal(size=(n, K)).astype(E4M3.numpy) for n in (M, N))
     one, largest = np.ones(1, np.float32), np.full(1, 1e9, np.float32)
     exact, codes = np.empty((M, N), np.float32), np.empty((M, N), dtype.numpy)
-    sizes = (NO_WORKSPACE, M, N, K, 0, 0)
-    ref.matmul_fp8(exact, a, b, one, one, None, None, None, *sizes)
+    rest = (None, NO_WORKSPACE, M, N, K, 0, 0)
+    ref.matmul_fp8(exact, a, b, one, one, None, None, None, *rest)
     limit = 57344.0 if dtype == E5M2 else 448.0
     factor = np.float32([limit / np.abs(exact).max() * 1.5])
-    ref.matmul_fp8(codes, a, b, one, one, None, factor, largest, *sizes)
+    ref.matmul_fp8(codes, a, b, one, one, None, factor, largest, *rest)
     scaled = torch.from_numpy(exact * factor).clamp(-limit, limit)
     want = scaled.to(getattr(torch, name)).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes.view(np.uint8), want)
@@ -127,5 +131,6 @@ def test_fast_accumulation_makes_no_difference_to_the_reference(rng):
     a = rng.normal(size=(16, 32)).astype(E4M3.numpy)
     scale, results = np.ones(1, np.float32), np.empty((2, 16, 16), np.float32)
     for fast, out in enumerate(results):
-        ref.matmul_fp8(out, a, a, scale, scale, None, None, None, NO_WORKSPACE, 16, 16, 32, 0, fast)
+        absent, sizes = (None,) * 4, (16, 16, 32, 0, fast)
+        ref.matmul_fp8(out, a, a, scale, scale, *absent, NO_WORKSPACE, *sizes)
     np.testing.assert_array_equal(*results)

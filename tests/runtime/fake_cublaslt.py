@@ -140,7 +140,8 @@ class FakeCublasLt:
     def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
         self._check_added(c_, d_)
         codes = self.alive[d_][0] in FP8
-        assert (c, *rest[1:]) == (0 if codes else d, WORKSPACE, STREAM)  # rest[0]: its address
+        assert not (codes and c)
+        assert rest[1:] == (WORKSPACE, STREAM)  # rest[0]: its address
         index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
         cost = (self.fast_costs if self.alive[desc].get(25) else self.costs)[index]
         if cost is None:
@@ -166,7 +167,7 @@ class FakeCublasLt:
             if pointer in attributes:
                 total *= scalar(attributes[pointer])
         if scalar(beta):
-            total += scalar(beta) * out.astype(np.float32)
+            total += scalar(beta) * columns(c, c_).astype(np.float32)
         if attributes.get(7) == 4:
             dtype = NUMPY_TYPES.get(attributes.get(26), out.dtype)
             total += memory(attributes[8], dtype, len(out)).astype(np.float32)[:, None]

@@ -99,7 +99,7 @@ class FakeGraph:
             return
         out, d_out, lse = arrays[3:6]
         d_qkv, lse = np.empty_like(qkv), lse[..., 0].transpose(0, 2, 1)
-        ref.attention_backward(d_qkv, d_out, out, lse, qkv, None, 1, *sizes, *sight)
+        ref.attention_backward(d_qkv, None, d_out, out, lse, qkv, None, 1, 1, *sizes, *sight)
         parts = np.split(d_qkv, (sizes[1], sizes[1] + sizes[2]), axis=2)
         for target, part in zip(arrays[6:], parts, strict=True):
             target[...] = part

@@ -34,7 +34,19 @@ def make(costs=(1.0,), *, tune=False, path=None, version=130100, name="GPU"):
 class Arguments:
     """The tensors and sizes of one call, in host memory."""
 
-    def __init__(self, M, N, K, trans_a, trans_b, *, dtypes=(F32, F32), bias=False, accumulate=0):
+    def __init__(
+        self,
+        M,
+        N,
+        K,
+        trans_a,
+        trans_b,
+        *,
+        dtypes=(F32, F32),
+        bias=False,
+        addend=False,
+        accumulate=0,
+    ):
         self.dev = host_device()
         rng = np.random.default_rng(M + N + K)
 
@@ -49,6 +61,7 @@ class Arguments:
             put("a", (K, M) if trans_a else (M, K), operand),
             put("b", (N, K) if trans_b else (K, N), operand),
             put("bias", (N,), out) if bias else None,
+            put("addend", (M, N), out) if addend else None,
             self.dev.alloc("workspace", (WORKSPACE,), U8, "Activations"),
         )
         self.sizes = (M, N, K, int(trans_a), int(trans_b), accumulate)
@@ -71,10 +84,10 @@ class Fp8Arguments(Arguments):
     """As Arguments, of an FP8 product."""
 
     def __init__(
-        self, M, N, K, *, dtypes=(E4M3, E4M3, BF16), bias=False, accumulate=0, fast=0, scale=0.5
+        self, M, N, K, *, dtypes=(E4M3, E4M3, BF16), bias=False, fast=0, scale=0.5, **added
     ):
-        super().__init__(M, N, K, False, True, dtypes=(F32, dtypes[2]), accumulate=accumulate)
-        out, a, b, _, workspace = self.tensors
+        super().__init__(M, N, K, False, True, dtypes=(F32, dtypes[2]), **added)
+        out, a, b, _, addend, workspace = self.tensors
         a, b = (
             self.put(f"{x.name} codes", x.numpy(), dtype)
             for x, dtype in zip((a, b), dtypes, strict=False)
@@ -84,8 +97,8 @@ class Fp8Arguments(Arguments):
         codes = (None, None)
         if dtypes[2] in (E4M3, E5M2):
             codes = (self.put("factor", np.array([40.0]), F32), self.put("seen", np.zeros(1), F32))
-        self.tensors = (out, a, b, *scales, bias, *codes, workspace)
-        self.sizes = (M, N, K, accumulate, fast)
+        self.tensors = (out, a, b, *scales, bias, *codes, addend, workspace)
+        self.sizes = (M, N, K, self.sizes[-1], fast)
 
     def put(self, name, values, dtype):
         tensor = self.dev.alloc(name, values.shape, dtype, "Activations")
@@ -95,8 +108,17 @@ class Fp8Arguments(Arguments):
     def reference(self):
         arrays = [self.start.copy(), *(t and t.numpy().copy() for t in self.tensors[1:])]
         matmul_fp8(*arrays, *self.sizes)
-        self.largest = arrays[-2]
+        self.largest = arrays[-3]
         return arrays[0]
+
+
+def compare(args):
+    got, want = (x.astype(np.float32) for x in (args.out, args.reference()))
+    # F32 sums in another order (K <= 64 products of about 1); BF16 is rounded once more, and before
+    # an addend of about 1 is added, which the stand-in does not do.
+    rtol = 2.0**-7 if dtype_of(args.out) == BF16 else 0
+    atol = 1e-4 if args.tensors[-2] is None else 1e-4 + rtol / 2 * (np.abs(want).max() + 4)
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
 SHAPE = SMALL["trans_b"]
@@ -113,15 +135,11 @@ def no_shared_files(monkeypatch):
     "dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=["f32", "bf16", "bf16_to_f32"]
 )
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("accumulate", [0, 1])
-def test_row_major_product_is_asked_for_by_columns(case, dtypes, bias, accumulate):
-    args = Arguments(*SMALL[case], dtypes=dtypes, bias=bias, accumulate=accumulate)
+@pytest.mark.parametrize("more", [{}, {"accumulate": 1}, {"addend": True}], ids=str)
+def test_row_major_product_is_asked_for_by_columns(case, dtypes, bias, more):
+    args = Arguments(*SMALL[case], dtypes=dtypes, bias=bias, **more)
     make()[0].matmul(*args)
-    # F32 sums in another order (K <= 64 products of about 1); BF16 is rounded once more.
-    rtol = 2.0**-7 if dtype_of(args.out) == BF16 else 0
-    np.testing.assert_allclose(
-        args.out.astype(np.float32), args.reference().astype(np.float32), rtol=rtol, atol=1e-4
-    )
+    compare(args)
 
 
 def test_one_plan_for_equal_products_and_one_more_for_each_difference():
@@ -129,6 +147,7 @@ def test_one_plan_for_equal_products_and_one_more_for_each_difference():
     calls = [Arguments(*SHAPE), Arguments(*SHAPE), Arguments(*SHAPE, bias=True)]
     calls += [Arguments(*SHAPE, accumulate=1), Arguments(*SHAPE, dtypes=(BF16, F32))]
     calls += [Arguments(*SHAPE, dtypes=(BF16, BF16)), Arguments(*SHAPE[:3], False, False)]
+    calls += [Arguments(*SHAPE, addend=True)]
     for args in calls:
         lt.matmul(*args)
     assert len(library.asked) == len(calls) - 1
@@ -142,17 +161,17 @@ FP8_DTYPES = [(E4M3, E4M3, BF16), (E5M2, E4M3, BF16), (E4M3, E5M2, F32), (E4M3, 
 
 
 @pytest.mark.parametrize("dtypes", FP8_DTYPES, ids=lambda dtypes: "_".join(d.name for d in dtypes))
-@pytest.mark.parametrize("bias, accumulate", [(False, 0), (True, 0), (False, 1)])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"bias": True}, {"accumulate": 1}, {"addend": True}, {"addend": True, "bias": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("fast", [0, 1])
-def test_fp8(dtypes, bias, accumulate, fast):
+def test_fp8(dtypes, more, fast):
     lt, library = make()
-    args = Fp8Arguments(*FP8_SHAPE, dtypes=dtypes, bias=bias, accumulate=accumulate, fast=fast)
+    args = Fp8Arguments(*FP8_SHAPE, dtypes=dtypes, fast=fast, **more)
     lt.fp8(*args)
-    # F32 sums in another order (64 products of about 1); BF16 is rounded once more.
-    rtol = 2.0**-7 if dtypes[2] == BF16 else 0
-    np.testing.assert_allclose(
-        args.out.astype(np.float32), args.reference().astype(np.float32), rtol=rtol, atol=1e-4
-    )
+    compare(args)
     assert library.fast == [fast]
 
 
@@ -168,7 +187,7 @@ def test_fp8_results_are_codes(dtypes, bias):
     step = 2.0**-3 if dtypes[2] == E4M3 else 2.0**-2
     np.testing.assert_allclose(args.out.astype(np.float32), want, rtol=step, atol=1e-3)
     assert (args.out == want).mean() > 0.99
-    np.testing.assert_allclose(args.tensors[-2].numpy(), args.largest, rtol=1e-6)
+    np.testing.assert_allclose(args.tensors[-3].numpy(), args.largest, rtol=1e-6)
     assert args.largest * 40 > np.abs(want).max() / 1.1 > 100
     assert len(library.asked) == 1
     assert str(next(iter(lt.plans))).split()[2].endswith(f"->{dtypes[2].name}")
@@ -181,7 +200,7 @@ def test_fp8_plans():
     calls = [Fp8Arguments(*FP8_SHAPE), Fp8Arguments(*FP8_SHAPE, scale=2)]
     calls += [Fp8Arguments(*FP8_SHAPE, dtypes=dtypes) for dtypes in FP8_DTYPES[1:]]
     calls += [Fp8Arguments(*FP8_SHAPE, bias=True), Fp8Arguments(*FP8_SHAPE, accumulate=1)]
-    calls += [Fp8Arguments(*FP8_SHAPE, fast=1)]
+    calls += [Fp8Arguments(*FP8_SHAPE, addend=True), Fp8Arguments(*FP8_SHAPE, fast=1)]
     for args in calls:
         lt.fp8(*args)
     assert len(library.asked) == len(calls) - 1
@@ -189,6 +208,7 @@ def test_fp8_plans():
     assert len(set(names)) == len(calls) - 1
     assert names[0] == "48x144x64 nt e4m3->bf16, 4096 bytes of workspace"
     assert names[1] == "48x144x64 nt e5m2*e4m3->bf16, 4096 bytes of workspace"
+    assert names[-2] == "48x144x64 nt e4m3->bf16 addend, 4096 bytes of workspace"
     assert names[-1] == "48x144x64 nt e4m3->bf16 fast, 4096 bytes of workspace"
     lt.close()
     assert not library.alive
@@ -276,6 +296,16 @@ def test_each_call_uses_its_own_bias():
     for args in (first, second, first):
         lt.matmul(*args)
         np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
+
+
+def test_each_call_uses_its_own_addend():
+    lt, library = make((2, 1), tune=True)
+    first, second = Arguments(*SHAPE, addend=True), Arguments(*SHAPE, addend=True)
+    second.tensors[4].numpy()[...] += 1
+    for args in (first, second, first):
+        lt.matmul(*args)
+        np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
+    assert len(library.asked) == 1
 
 
 def test_without_tuning_the_first_candidate_runs_and_nothing_is_kept(tmp_path):

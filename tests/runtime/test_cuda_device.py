@@ -16,7 +16,7 @@ from llmq.runtime.compile import Cubin
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.kernel import Kernel
+from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.pinned import PinnedMemory
 from llmq.runtime.product import Product
 from tests.conftest import gpu_problem
@@ -332,6 +332,18 @@ def test_which_products_accumulate_fast(dev):
     dev._libraries.clear()
     name = "48x144x64 nt e4m3->bf16{} fast, 4096 bytes of workspace"
     assert found == {name.format(""): True, name.format(" bias"): False}
+    for dtype in ("bf16", "e4m3"):  # ours have no other way
+        source = Source("matmul_adapted.cu", (("A", dtype), ("B", dtype)), (("RANK", 16),))
+        dev._kernels._loaded[source, "matmul_adapted"] = None
+    found = dev.fast_products()
+    dev._kernels._loaded.clear()
+    assert found == {"matmul_adapted.cu A=e4m3 B=e4m3 RANK=16": True}
+
+
+def test_kernels_of_another_capability(dev):
+    kernel = Kernel("hopper.cu", "hopper", args="f32* x", capability=dev.spec.capability + 10)
+    with pytest.raises(LlmqError, match=r"hopper is for GPUs of compute capability .*, this one"):
+        dev.launch(kernel, 1, 1, (tensor(dev),))
 
 
 def test_sync_mode_waits_for_every_launch_and_uses_no_graphs(api, monkeypatch):

@@ -16,6 +16,7 @@ from llmq.runtime.cudnn import (
     backward_workspace_bytes,
     unsupported,
 )
+from llmq.runtime.head_groups import divisions
 from llmq.runtime.host_device import HostDevice
 from tests.harness import SIZES, host_device, run
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
@@ -39,7 +40,9 @@ class LibraryDevice(HostDevice):
         self.library = library
 
     def launch(self, kernel, grid, block, args, **options):
-        assert kernel.file == "attention"
+        if kernel.file != "attention":
+            super().launch(kernel, grid, block, args, **options)
+            return
         kernel.bind(args)
         getattr(self.library, kernel.entry.removeprefix("attention_"))(STREAM, *args)
 
@@ -71,6 +74,9 @@ def test_workspace_estimate_on_this_gpu(dev, shape):
         for deterministic in (False, True):
             needed = library._plan("backward", shape, deterministic, window).workspace
             assert needed <= backward_workspace_bytes(*shape, deterministic)
+        one, heads, kv_heads = (1, *shape[1:]), *shape[2:4]
+        for chunks in divisions(1, heads, kv_heads):
+            library.check(*one, chunks, window)  # raises where more is asked for
     library.close()
 
 
@@ -89,12 +95,12 @@ def _arrays(rng):
 
 
 def _forward_backward(
-    dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn", window=None
+    dev, d_qkv, d_out, out, lse, qkv, deterministic=True, backend="cudnn", window=None, chunks=1
 ):
     sight = attention.Sight(window=window)
     attention.forward(dev, out, lse, qkv, 4, 2, sight, backend=backend)
     options = {"sight": sight, "backend": backend, "deterministic": deterministic}
-    attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, **options)
+    attention.backward(dev, d_qkv, d_out, out, lse, qkv, 4, 2, chunks, **options)
 
 
 def test_addresses_and_layouts(rng, fake):
@@ -109,6 +115,23 @@ def test_addresses_and_layouts(rng, fake):
         assert options["attn_scale"] == 32**-0.5
         assert options["diagonal_band_right_bound"] == 0
         assert "diagonal_band_left_bound" not in options
+
+
+@pytest.mark.parametrize("chunks", [4, 6, 8])
+@pytest.mark.parametrize("window", [None, 4])
+def test_addresses_and_layouts_of_parts(rng, fake, chunks, window):
+    """Of a key/value head with its query heads, and of single query heads."""
+    arrays = _arrays(rng)
+    call = partial(_forward_backward, window=window, chunks=chunks)
+    got = run(LibraryDevice(CudnnAttention(0)), call, arrays)
+    want = run(host_device(), call, arrays)
+    for name in arrays:
+        np.testing.assert_array_equal(got[name], want[name])
+    assert len(fake.executed) == 1 + 2 * (2 if chunks == 4 else 4)
+    whole = run(host_device(), partial(_forward_backward, window=window), arrays)["d_qkv"]
+    # Two query heads' parts are rounded to BF16, by up to 2^-9 each, their sum is, and the whole.
+    error = got["d_qkv"].astype(np.float64) - whole.astype(np.float64)
+    assert np.abs(error).max() <= 4 * 2**-9 * np.abs(whole.astype(np.float64)).max()
 
 
 def test_windows_are_the_left_bound_of_a_graph(rng, fake):
@@ -188,11 +211,20 @@ def test_errors_of_the_library_while_it_plans_and_runs(rng, fake, error):
 def test_check_builds_what_a_step_runs(rng, fake):
     library = CudnnAttention(0)
     library.check(4, *CASE[1:], chunks=2)
-    built = {("forward", (4, *CASE[1:]), False, None), ("backward", CASE, True, None)}
+    heads = CASE[2:4]
+    built = {("forward", (4, *CASE[1:]), heads, False, None)}
+    built |= {("backward", CASE, heads, True, None)}
     assert set(library._plans) == built
     library.check(4, *CASE[1:], chunks=2, window=4)
-    windowed = {(*key[:3], 4) for key in built}
+    windowed = {(*key[:4], 4) for key in built}
     assert set(library._plans) == built | windowed
+    assert len(library._plans) == 4
+    library.check(1, *CASE[1:], chunks=2)
+    library.check(1, *CASE[1:], chunks=4)
+    one = ("backward", (1, *CASE[1:]))
+    assert {key for key in library._plans if key[:2] == one} == {
+        (*one, (2, 1), True, None), (*one, (1, 1), True, None),
+    }  # fmt: skip
     fake.workspace = backward_workspace_bytes(*CASE) + 1
     with pytest.raises(LlmqError, match=r"a workspace of \d+ bytes, 1048576 were planned; use"):
         CudnnAttention(0).check(*CASE)

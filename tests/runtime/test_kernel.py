@@ -1,12 +1,13 @@
 """Kernel declarations: parsing, checking of arguments, traffic."""
 
+import ctypes
 import struct
 
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.arguments import Arguments
+from llmq.runtime.arguments import MAP_BYTES, Arguments
 from llmq.runtime.kernel import TYPE_VARIABLES, Kernel, ceil_div, expect
 
 STORAGE = Storage("device", base=1 << 12)
@@ -43,6 +44,7 @@ def test_declaration():
         ("TT* x", "TT is not a dtype"),
         ("const f32 * x", "is not `"),
         ("T x", "T is not a scalar type"),
+        ("i32[4] x", "only tensors have boxes"),
     ],
 )
 def test_bad_declarations(text, message):
@@ -87,6 +89,31 @@ def test_packed_arguments_that_do_not_fit_their_type_are_an_error():
     arguments = Arguments(KERNEL)
     with pytest.raises(struct.error):
         arguments.set(good(n=1 << 64))
+
+
+def test_maps_of_matrices():
+    """In the place of their addresses, which are 8 bytes."""
+    kernel = Kernel("maps.cu", "f", args="T[16]* out, i32 n, const f32[8]*? x, const f32* y")
+    out, y = tensor(BF16, (4, 8)), tensor()
+    assert kernel.bind((out, 3, None, y)) == {"T": BF16}
+    assert kernel.traffic((out, 3, None, y)) == (64 + 32, 0, 0)
+    for shape in ((8,), (4, 4), (4, 12)):
+        with pytest.raises(ValueError, match="f: out must be a matrix with rows of a multiple of"):
+            kernel.bind((tensor(BF16, shape), 3, None, y))
+    asked = []
+
+    def encode(matrix, rows):
+        asked.append((matrix, rows))
+        return bytes(range(MAP_BYTES))
+
+    arguments = Arguments(kernel, encode)
+    for x in (None, tensor(F32, (2, 4))):
+        arguments.set((out, 3, x, y))
+        places = (ctypes.c_void_p * 4).from_address(arguments.address)
+        values = [ctypes.string_at(places[i], n) for i, n in enumerate((128, 4, 128, 8))]
+        maps = bytes(range(MAP_BYTES)), bytes(MAP_BYTES) if x is None else bytes(range(MAP_BYTES))
+        assert values == [maps[0], struct.pack("i", 3), maps[1], struct.pack("Q", y.ptr)]
+    assert asked == [(out, 16), (out, 16), (x, 8)]
 
 
 def test_expect():

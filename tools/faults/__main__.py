@@ -25,7 +25,7 @@ from tools.faults.machine import Machine, Tally, attempts
 from tools.faults.mutations import Mutations
 from tools.faults.place import scratch_folder, warm_up
 from tools.faults.power import PowerLoss
-from tools.faults.table import add_to_report, table
+from tools.faults.table import add_to_report, commit_of_tree, table
 
 MACHINES: dict[str, type[Machine]] = {
     m.name: m for m in (Kills, WriteErrors, PowerLoss, Mutations, Options, Divergence)
@@ -44,12 +44,13 @@ def main(
     ] = None,
 ) -> None:
     """Try faults."""
+    commit = commit_of_tree()
     warm_up()
     records = []
-    for name in machines or MACHINES:
-        machine = MACHINES[name]()
-        tally = Tally(machine.title, seed)
-        with scratch_folder() as folder:
+    with scratch_folder() as folder:
+        for name in machines or MACHINES:
+            machine = MACHINES[name]()
+            tally = Tally(machine.title, seed, commit)
             machine.prepare(folder, random.Random(f"{seed} {name}"))
             start = time.monotonic()
             count = machine.quick if quick else tries
@@ -60,9 +61,9 @@ def main(
                 if only and not outcome.problems:
                     print(f"good {name} {number}: {outcome.what}")
             tally.seconds = time.monotonic() - start
-        records.append(tally.record())
-        if report is not None:
-            add_to_report(report, records[-1])
+            records.append(tally.record())
+            if report is not None:
+                add_to_report(report, records[-1])
     print(table(records))
     sys.exit(any(record["worst"] for record in records))
 

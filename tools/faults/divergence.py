@@ -84,9 +84,11 @@ class Trouble:
 
 
 def _spoil(array: np.ndarray, value: float) -> None:
+    """Change a number that each step computes; what is 0 may be padding, which nobody writes."""
     flat = array.reshape(-1)
-    if flat.dtype == np.float32:
-        flat[flat.size // 3] = value
+    places = np.flatnonzero(flat)
+    if flat.dtype == np.float32 and len(places):
+        flat[places[len(places) // 3]] = value
 
 
 class Divergence:

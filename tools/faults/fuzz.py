@@ -12,8 +12,8 @@ from typing import Any
 from llmq.commands import cli
 from tools.faults.child import run
 from tools.faults.machine import Outcome
-from tools.faults.mutations import write_inputs, write_runs
-from tools.faults.place import command, copy, fresh_place, inside, touched, train
+from tools.faults.mutations import whole_place
+from tools.faults.place import command, copy, inside, touched, train
 
 _NEW = {"out_dir": "new", "checkpoint_dir": "new-ckpt", "log_file": "new.json"}
 _CPU = ["--device", "cpu"]
@@ -87,9 +87,7 @@ class Options:
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make what the commands read."""
-        self.folder, self.template = folder, fresh_place(folder / "whole")
-        write_inputs(self.template)
-        write_runs(self.template)
+        self.folder, self.template = folder, whole_place(folder)
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One command line."""

@@ -13,13 +13,12 @@ from tools.faults.calls import ERRNOS, Calls, Fault, Shared, install
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems
 from tools.faults.place import (
-    SCENARIOS,
     Prepared,
     command,
     copy,
     inside,
     left_behind,
-    prepare,
+    prepared_in,
     run_llmq,
     touched,
 )
@@ -30,17 +29,10 @@ class _AtCalls:
 
     def __init__(self) -> None:
         self.shared = Shared()
-        self.ready: list[tuple[Prepared, int]] = []
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
-        """Run all scenarios, and count their calls."""
-        self.folder = folder
-        for scenario in SCENARIOS:
-            prepared = prepare(scenario, folder)
-            root = copy(prepared.template, folder / "count")
-            self._run(root, scenario.tried, None)
-            self.ready.append((prepared, self.shared[0]))
-            shutil.rmtree(root)
+        """Run all scenarios."""
+        self.folder, self.ready = folder, prepared_in(folder)
 
     def _run(
         self, root: Path, args: list[str], fault: Fault | None, after: float | None = None
@@ -97,12 +89,12 @@ class Kills(_AtCalls):
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One death."""
-        chosen, count = rng.choice(self.ready)
-        at, how = rng.randrange(count), rng.choice(("before", "after", "torn"))
+        chosen = rng.choice(self.ready)
+        at, how = rng.randrange(chosen.calls), rng.choice(("before", "after", "torn"))
         if rng.random() < 0.25:
             what, fault, after = "at a random moment", None, rng.uniform(0, chosen.seconds)
         else:
-            what, fault, after = f"{how} call {at} of {count}", Fault(at, how), None
+            what, fault, after = f"{how} call {at} of {chosen.calls}", Fault(at, how), None
         problems = self.tried(fault, chosen, after)
         return Outcome(chosen.scenario.name, f"{chosen.scenario.name}, {what}", problems)
 
@@ -114,9 +106,9 @@ class WriteErrors(_AtCalls):
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One error, or several in a row."""
-        chosen, count = rng.choice(self.ready)
+        chosen = rng.choice(self.ready)
         number, times = rng.choice(ERRNOS), rng.choice((1, 1, 1, 3, 30, 1 << 40))
-        fault = Fault(rng.randrange(count), rng.choice(("before", "torn")), number, times)
+        fault = Fault(rng.randrange(chosen.calls), rng.choice(("before", "torn")), number, times)
 
         def look(root: Path, ended: Ended) -> Problems:
             """Status 0 says that the result is there."""
@@ -128,5 +120,5 @@ class WriteErrors(_AtCalls):
             return [(category, f"status 0, but {text}") for category, text in wrong]
 
         problems = self.tried(fault, chosen, look=look)
-        what = f"{fault.how} call {fault.at} of {count}, errno {number}, {times} times"
+        what = f"{fault.how} call {fault.at} of {chosen.calls}, errno {number}, {times} times"
         return Outcome(chosen.scenario.name, f"{chosen.scenario.name}, {what}", problems)

@@ -43,7 +43,7 @@ class Machine(Protocol):
     quick: int
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
-        """Once, in an empty folder."""
+        """Once, in a folder of all machines, each of which removes what it has tried."""
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One fault, which rng decides."""
@@ -51,10 +51,11 @@ class Machine(Protocol):
 
 @dataclass
 class Tally:
-    """Of one machine. seconds: how long it ran."""
+    """Of one machine. commit: of the tree. seconds: how long it ran."""
 
     title: str
     seed: int
+    commit: str
     seconds: float = 0.0
     tried: Counter[str] = field(default_factory=Counter)
     bad: dict[str, Counter[str]] = field(default_factory=dict)
@@ -70,7 +71,8 @@ class Tally:
 
     def record(self) -> dict[str, object]:
         """As JSON."""
-        fields = {"title": self.title, "seed": self.seed, "seconds": round(self.seconds)}
+        fields = {"title": self.title, "seed": self.seed, "commit": self.commit}
+        fields |= {"seconds": round(self.seconds)}
         bad = {kind: dict(counts) for kind, counts in self.bad.items()}
         return fields | {"tried": dict(self.tried), "bad": bad, "worst": self.worst}
 

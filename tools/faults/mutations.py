@@ -6,6 +6,7 @@ result is no fault: a configuration that says something else is another configur
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import random
@@ -17,8 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from llmq.checkpoint.manifest import digest_of
+from llmq.config import card_file
 from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
-from tests import runs
+from tests import rigs, runs
 from tools.faults import mutators
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems
@@ -74,6 +76,7 @@ _DATA = train(
     log_file="new.json",
     train_file="data/train-0.bin",
 )
+_PLAN = ["plan", "--model", "tiny", "--from-scratch", "--card-file", "card.json", "--gpus", "2"]
 _CHAT = _tokenize("chat.jsonl", "--tokenizer", "tok")
 _SIZED = train(
     steps=2, model="named", train_file="data/named/train*.bin", out_dir="new", log_file="new.json",
@@ -94,6 +97,7 @@ KINDS = [
     Kind("token file: documents", "data/new/train*.docs", ["check", "data/new"], sealed=True),
     Kind("token file: check", "data/new/train*.bin", ["check", "data/new"], sealed=True),
     Kind("token files: tokenize.json", "data/named/tokenize.json", _SIZED),
+    Kind("token files: tokenize.json, check", "data/new/tokenize.json", ["check", "data/new"]),
     Kind("model: config.json", "out/config.json", _sample("out")),
     Kind("model: others", "out/*.json", _sample("out")),
     Kind("model: tensors", "out/model.safetensors", ["check", "out"], sealed=True),
@@ -110,6 +114,11 @@ KINDS = [
     Kind("chat template", "chat.jinja", [*_CHAT, "--chat-template", "chat.jinja"]),
     Kind("task", "task.jsonl",
          ["eval", "out", "--task", "hellaswag=task.jsonl", "--device", "cpu"]),
+    Kind("task: ARC", "arc.jsonl", ["eval", "out", "--task", "arc=arc.jsonl", "--device", "cpu"]),
+    Kind("card file, signed anew", "card.json", _PLAN,
+         mutate=mutators.signed(lambda d: card_file._checksum(d["card"]), "checksum")),
+    Kind("log, plot", "log.json", ["plot", "log.json", "--html"]),
+    Kind("log, top", "log.json", ["top", "log.json", "--once"]),
     Kind("tuned products", "tuned.json", _tuned, sealed=True),
     Kind("adapter", "adapter/*", _sample("out", "--adapter", "adapter")),
 ]  # fmt: skip
@@ -119,6 +128,15 @@ _TEMPLATE = (
     "{% if message.role == 'assistant' %}{% generation %}x{% endgeneration %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@functools.cache
+def whole_place(folder: Path) -> Path:
+    """A folder with a file of each kind, once for all machines."""
+    template = fresh_place(folder / "whole")
+    write_inputs(template)
+    write_runs(template)
+    return template
 
 
 def write_inputs(root: Path) -> None:
@@ -143,6 +161,10 @@ def write_inputs(root: Path) -> None:
     question = {"activity_label": "Running", "ctx_a": "A man runs.", "ctx_b": "He"}
     question |= {"endings": ["falls.", "flies.", "sleeps.", "wins."], "label": "3"}
     (root / "task.jsonl").write_text((json.dumps(question) + "\n") * 4)
+    choices = {"text": ["ice", "steam", "sand"], "label": ["A", "B", "C"]}
+    question = {"question": "What is hot?", "choices": choices, "answerKey": "B"}
+    (root / "arc.jsonl").write_text((json.dumps(question) + "\n") * 4)
+    (root / "card.json").write_text(json.dumps(card_file.record_of(rigs.card_file())))
     options = {k: v for k, v in runs.options(steps=9).items() if k != "overwrite"}
     (root / "o.json").write_text(json.dumps(options, indent=1))
     lines = [(name, json.dumps(value)) for name, value in options.items()]
@@ -179,11 +201,8 @@ class Mutations:
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make one file of each kind, and read each of them whole."""
-        self.folder, self.template = folder, fresh_place(folder / "whole")
-        write_inputs(self.template)
-        write_runs(self.template)
+        self.folder, self.template = folder, whole_place(folder)
         self.want: dict[str, dict[str, str]] = {}
-        self.kinds = []
         for kind in KINDS:
             if not list(self.template.glob(kind.files)):
                 raise RuntimeError(f"there is no {kind.files}")

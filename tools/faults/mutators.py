@@ -142,15 +142,17 @@ def _json(path: Path, rng: random.Random) -> str:
     return f"line {index}: {what}"
 
 
-def signed(digest: Callable[[dict], str]) -> Callable[[Path, random.Random], str]:
-    """Changes a manifest and signs it anew, so that only its shape is wrong."""
+def signed(
+    digest: Callable[[dict], str], name: str = "sha256"
+) -> Callable[[Path, random.Random], str]:
+    """Changes a document and signs it anew, so that only its shape is wrong. name: of the field."""
 
     def sign(path: Path, rng: random.Random) -> str:
         document = json.loads(path.read_text())
         what = change(document, rng)
         try:
-            document["sha256"] = digest(document)
-        except (RecursionError, ValueError):
+            document[name] = digest(document)
+        except (RecursionError, ValueError, KeyError):
             return "nothing"
         path.write_text(dumped(document))
         return what

@@ -4,6 +4,7 @@ and commands whose results are known."""
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -25,6 +26,7 @@ from llmq.checkpoint.store import checkpoints_by_name
 from llmq.commands import cli
 from llmq.data.checksums import write_checksums
 from tests import runs
+from tools.faults.calls import Calls, Shared, install
 from tools.faults.child import Ended, run
 
 MODEL = runs.CONFIG | {
@@ -65,6 +67,9 @@ def warm_up() -> None:
         command("export", "--checkpoint-dir", "there is none", "--out-dir", "nor this")
         command("tokenize", "there is none", "--tokenizer", "bytes", "--out", "nor this")
         command("check", "there is none")
+        command("train", "--device", "there is none")
+    gc.collect()
+    gc.freeze()  # so that children neither look at all this nor get copies of its pages
 
 
 def command(*args: str) -> int:
@@ -196,7 +201,11 @@ def losses(root: Path) -> dict[int, float]:
 
 @dataclass
 class Prepared:
-    """A scenario with its folder before the command, and what must be there afterwards."""
+    """A scenario with its folder before the command, and what must be there afterwards.
+
+    committed: step of the newest checkpoint before. seconds, calls: what the command takes, and how
+    many times it changes a file.
+    """
 
     scenario: Scenario
     template: Path
@@ -205,6 +214,7 @@ class Prepared:
     kept: set[str] = field(default_factory=set)
     committed: int = -1
     seconds: float = 0.0
+    calls: int = 0
 
     def compare(self, root: Path, *, log: bool = True) -> list[tuple[str, str]]:
         """What is not as without a fault. log: also of the losses in it.
@@ -252,9 +262,18 @@ def run_llmq(root: Path, args: list[str]) -> Ended:
 
 def must(root: Path, args: list[str]) -> None:
     """The same, which cannot fail."""
-    ended = run_llmq(root, args)
+    _must(run_llmq(root, args), args)
+
+
+def _must(ended: Ended, args: list[str]) -> None:
     if ended.status:
         raise RuntimeError(f"llmq {' '.join(args)}: status {ended.status}\n{ended.text}")
+
+
+@functools.cache
+def prepared_in(folder: Path) -> list[Prepared]:
+    """All scenarios, once for all machines."""
+    return [prepare(scenario, folder) for scenario in SCENARIOS]
 
 
 def prepare(scenario: Scenario, folder: Path) -> Prepared:
@@ -266,10 +285,15 @@ def prepare(scenario: Scenario, folder: Path) -> Prepared:
     prepared.kept = set(hashed(template, scenario.keeps).values())
     steps = checkpoints_by_name(template / "ckpt")
     prepared.committed = -1 if scenario.keeps else max(steps, default=-1)
-    done = copy(template, folder / "done")
+    done, shared = copy(template, folder / "done"), Shared()
+
+    def counted() -> int:
+        install(Calls(done, shared))
+        return command(*scenario.tried)
+
     start = time.monotonic()
-    must(done, scenario.tried)
-    prepared.seconds = time.monotonic() - start
+    _must(run(inside(done, counted)), scenario.tried)
+    prepared.seconds, prepared.calls = time.monotonic() - start, shared[0]
     prepared.want, prepared.want_losses = hashed(done, scenario.results), losses(done)
     shutil.rmtree(done)
     return prepared

@@ -22,13 +22,12 @@ from tools.faults.child import run
 from tools.faults.disk import Disk
 from tools.faults.machine import Outcome, Problems
 from tools.faults.place import (
-    SCENARIOS,
     Prepared,
     command,
     copy,
     hashed,
     inside,
-    prepare,
+    prepared_in,
     run_llmq,
     touched,
 )
@@ -44,10 +43,8 @@ class PowerLoss:
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Record what the commands do, and what their checkpoints hold."""
-        self.folder, self.ready = folder, []
-        for scenario in SCENARIOS:
-            prepared = prepare(scenario, folder)
-            self.ready.append((prepared, _recorded(prepared, folder)))
+        self.folder = folder
+        self.ready = [(each, _recorded(each, folder)) for each in prepared_in(folder)]
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ _HEAD = """\
 
 `python -m tools.faults --report benchmarks/faults` has written this table; docs/checkpoints.md says
 what must hold. Each machine tries one fault at a time, in a process of its own, on a model of a few
-thousand weights on the CPU. bad counts the faults with a problem of any kind:
+thousand weights on the CPU. These runs are in it:
+
+"""
+_KINDS = """
+bad counts the faults with a problem of any kind:
 
 | kind | what it is |
 | --- | --- |
@@ -35,7 +40,31 @@ def add_to_report(path: Path, record: dict[str, Any]) -> None:
     same = ("title", "seed")
     known = [r for r in known if any(r[name] != record[name] for name in same)]
     kept.write_text(json.dumps({"faults": [*known, record]}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(_HEAD + table([*known, record]))
+    records = [*known, record]
+    path.with_suffix(".md").write_text(_HEAD + _runs(records) + _KINDS + table(records))
+
+
+def commit_of_tree() -> str:
+    """The commit that is tried, with a plus sign where files were changed; "" outside of git."""
+    here = Path(__file__).parents[2]
+
+    def git(*args: str) -> str:
+        ended = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True)
+        return ended.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "llmq", "tools", "tests")
+    return git("rev-parse", "--short=9", "HEAD") + "+" * bool(changed)
+
+
+def _runs(records: list[dict[str, Any]]) -> str:
+    lines = ["| machine | seed | commit | tried | bad | seconds |"]
+    lines.append("| --- |" + " --- |" * 5)
+    for r in records:
+        tried = sum(r["tried"].values())
+        bad = sum(counts.get("bad", 0) for counts in r["bad"].values())
+        facts = (r["title"], r["seed"], r["commit"], f"{tried:,}", f"{bad:,}", f"{r['seconds']:,}")
+        lines.append(f"| {' | '.join(map(str, facts))} |")
+    return "\n".join(lines) + "\n"
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -1,0 +1,135 @@
+"""A matrix product for Hopper, with the product of the adapters beside the matrix in it.
+
+By itself that product is short and wide: it reads the result of the first one and writes it again,
+which takes longer than its arithmetic.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.tensor import Tensor
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+CAPABILITY = 90  # the only one whose tensor cores have these instructions
+MULTIPLE = 16  # bytes: of rows of all matrices
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+THREADS = 384
+TILE = (256, 192)  # of a cluster of two blocks
+SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks of out, barriers, alignment
+
+# Fewer would leave cores idle in the last turn. Measured are 4,096 rows of 18,944 columns and more
+# (tools/gemm_gate.py --tail).
+MIN_ROWS, MIN_COLUMNS = 2048, 8192
+
+
+def _kernel(b_rows: int, tail_rows: int) -> Kernel:
+    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of a third of it."""
+    return Kernel(
+        "matmul_adapted.cu",
+        "matmul_adapted",
+        args=f"bf16[16]* out, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
+        f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
+        "i32 M, i32 N, i32 K",
+        capability=CAPABILITY,
+    )
+
+
+INSIDE, OUTSIDE = 96, 32  # K of a tile of b or tail is the inner dimension, or the outer one
+MATMUL_ADAPTED = _kernel(INSIDE, INSIDE)
+MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
+MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
+
+
+def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
+    """Whether this is the way to compute out = a @ b + h @ tail on a device.
+
+    Fp8 codes may be given to it only where their products may sum with fewer bits. Where GPUs
+    exchange data, they take multiprocessors from it, and its grid counts on all of them.
+    """
+    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
+        return False
+    if out.dtype != BF16 or h.dtype != BF16 or a.dtype == F32:
+        return False
+    (M, N), K, R = out.shape, a.shape[1], h.shape[1]
+    rows = (2 * N, a.dtype.itemsize * K, 2 * R)
+    return (
+        M >= MIN_ROWS
+        and N >= MIN_COLUMNS
+        and R <= MAX_RANK
+        and all(nbytes % MULTIPLE == 0 for nbytes in rows)
+    )
+
+
+def matmul_adapted(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor | None,
+    tail: Tensor | None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> None:
+    """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T, summed in F32, rounded once.
+
+    Fp8 codes are added as with fast accumulation (`ops.matmul.matmul_fp8`).
+
+    Args (contiguous; rows multiples of 16 bytes):
+        out         out  BF16                 (M,N)
+        a           in   BF16, E4M3 or E5M2   (M,K)
+        b           in   as a, not E5M2 twice (N,K)   BF16 and transposed: (K,N)
+        h           in   BF16                 (M,R)   R at most MAX_RANK; or None
+        tail        in   BF16                 (N,R)   transposed: (R,N); or None
+        scale_a     in   F32                  (1,)    of fp8 codes, else None
+        scale_b     in   F32                  (1,)
+        transposed                                    out = a @ b + h @ tail, but for fp8 codes b
+
+    Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "matmul_adapted"
+    for name, tensor in (("out", out), ("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    (M, N), K = out.shape, a.shape[1]
+    fp8 = a.dtype != BF16
+    expect(op, "out", out, BF16, (M, N))
+    if fp8:
+        for name, tensor in (("a", a), ("b", b)):
+            if tensor.dtype not in (E4M3, E5M2):
+                raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
+        if a.dtype == b.dtype == E5M2:
+            raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+        expect(op, "scale_a", scale_a, F32, (1,))
+        expect(op, "scale_b", scale_b, F32, (1,))
+    elif scale_a is not None or scale_b is not None:
+        raise TypeError(f"{op}: only fp8 codes have scales")
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
+    R = _rank(op, h, tail, M, N, transposed)
+    kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
+    clusters = min(ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2)
+    dev.launch(
+        kernels[transposed + (transposed and not fp8)],
+        2 * clusters,
+        THREADS,
+        (out, a, b, h, tail, scale_a, scale_b, M, N, K),
+        consts={"TRANSPOSED": int(transposed), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)},
+        smem=SHARED,
+        flops=2 * M * N * (K + R),
+    )
+
+
+def _rank(op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int, transposed: bool) -> int:
+    """R, 0 without h and tail."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(op, "h", h, BF16, (M, R))
+    expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
+    return R

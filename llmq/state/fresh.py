@@ -1,0 +1,27 @@
+"""What parameters begin as."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
+from llmq.ops import fill, random
+from llmq.runtime.device import Device
+from llmq.state.params import Param
+
+
+def begin(
+    dev: Device, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
+) -> None:
+    """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
+    if param.init == "one":
+        fill.constant(dev, target, 1.0)
+    elif param.init != "zero":
+        std = config.initializer_range
+        if param.init == "residual":
+            std /= np.sqrt(2.0 * config.num_layers)
+        elif param.init == "adapter":  # as wide as PEFT's, which are uniform
+            std = 1.0 / np.sqrt(3.0 * param.shape[1])
+        param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
+        random.normal(dev, target, float(std), param_seed, first)

@@ -1,0 +1,132 @@
+"""The product with adapters in it on a device against its reference.
+
+Operands are small integers, so that sums are exact in any order.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.ops.matmul_adapted import CAPABILITY, is_faster, matmul_adapted
+from llmq.ref.matmul_adapted import CASES
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, compared
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+
+
+@pytest.fixture
+def hopper(dev):
+    if dev.spec.capability != CAPABILITY:
+        pytest.skip("its instructions are those of compute capability 9.0")
+    return dev
+
+
+def whole(rng, dtype, *shape):
+    return rng.integers(-3, 4, shape).astype(np.float32).astype(dtype.numpy)
+
+
+def arrays_of(rng, case, a, b):
+    M, N, K, R, transposed = case
+    fp8 = a != BF16
+    return {
+        "out": np.full((M, N), np.nan, BF16.numpy),
+        "a": whole(rng, a, M, K),
+        "b": whole(rng, b, *((K, N) if transposed and not fp8 else (N, K))),
+        "h": whole(rng, BF16, M, R) if R else None,
+        "tail": whole(rng, BF16, *((R, N) if transposed else (N, R))) if R else None,
+        "scale_a": np.array([0.5], np.float32) if fp8 else None,
+        "scale_b": np.array([4.0], np.float32) if fp8 else None,
+    }
+
+
+def check(dev, arrays, transposed):
+    def call(dev, out, a, b, **rest):
+        matmul_adapted(dev, out, a, b, **({"h": None, "tail": None} | rest), transposed=transposed)
+
+    compared(dev, call, {name: array for name, array in arrays.items() if array is not None})
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_equals_reference(hopper, rng, case, dtype):
+    """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
+    check(hopper, arrays_of(rng, case, dtype, dtype), case[-1])
+
+
+# What follows are sources of their own, which take long to compile for the emulator.
+gpu_only = pytest.mark.parametrize(
+    "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_gradients_in_e5m2(hopper, rng, dtypes):
+    check(hopper, arrays_of(rng, SMALL["tiles_transposed"], *dtypes), True)
+
+
+@gpu_only
+def test_without_adapters(hopper, rng):
+    check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
+
+
+@gpu_only
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_all_multiprocessors(hopper, rng, dtype, transposed):
+    """Several tiles of each cluster, in several groups of columns."""
+    check(hopper, arrays_of(rng, (2064, 8208, 1040, 40, transposed), dtype, dtype), transposed)
+
+
+def test_where_it_is_faster():
+    dev = PlanDevice(GPU_SPEC)
+
+    def faster(dev=dev, M=4096, N=18944, K=3584, R=32, dtype=BF16, out=BF16):
+        shapes = {"out": ((M, N), out), "a": ((M, K), dtype), "h": ((M, R), BF16)}
+        tensors = (dev.alloc(name, *how, "Activations") for name, how in shapes.items())
+        return is_faster(dev, *tensors)
+
+    assert faster() and faster(dtype=E4M3) and faster(R=128)
+    assert not faster(N=4096) and not faster(M=1024) and not faster(R=136)
+    assert not faster(R=12) and not faster(K=3592, dtype=E4M3)  # rows of no multiple of 16 bytes
+    assert not faster(dtype=F32) and not faster(out=F32)
+    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
+        assert not faster(PlanDevice(spec))
+    assert not faster(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def tensor(dtype, *shape):
+        return dev.alloc("t", shape, dtype, "Weights")
+
+    out, a, b, one = (
+        tensor(BF16, 32, 48),
+        tensor(BF16, 32, 64),
+        tensor(BF16, 48, 64),
+        tensor(F32, 1),
+    )
+    h, tail = tensor(BF16, 32, 8), tensor(BF16, 48, 8)
+    matmul_adapted(dev, out, a, b, h, tail)
+    assert dev.flops["matmul_adapted"] == 2 * 32 * 48 * (64 + 8)
+    with pytest.raises(TypeError, match="matmul_adapted: out must be BF16, got F32"):
+        matmul_adapted(dev, tensor(F32, 32, 48), a, b, h, tail)
+    with pytest.raises(ValueError, match=r"matmul_adapted: b must have shape \(64, 48\)"):
+        matmul_adapted(dev, out, a, b, h, tail, transposed=True)
+    with pytest.raises(ValueError, match=r"matmul_adapted: tail must have shape \(48, 8\)"):
+        matmul_adapted(dev, out, a, b, h, h)
+    with pytest.raises(ValueError, match=r"h must be .* with R from 1 to 128"):
+        matmul_adapted(dev, out, a, b, tensor(BF16, 32, 136), tail)
+    with pytest.raises(TypeError, match="only fp8 codes have scales"):
+        matmul_adapted(dev, out, a, b, h, tail, one, one)
+    codes = tensor(E5M2, 32, 64), tensor(E5M2, 48, 64)
+    with pytest.raises(TypeError, match="a or b must be F8_E4M3, both are F8_E5M2"):
+        matmul_adapted(dev, out, *codes, h, tail, one, one)
+    with pytest.raises(TypeError, match="scale_a must be a tensor"):
+        matmul_adapted(dev, out, codes[0], tensor(E4M3, 48, 64), h, tail)
+    with pytest.raises(ValueError, match="a must be a matrix with rows of a multiple of 16 bytes"):
+        matmul_adapted(dev, out, tensor(BF16, 32, 60), tensor(BF16, 48, 60), h, tail)
