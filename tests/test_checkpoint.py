@@ -21,6 +21,7 @@ import safetensors.torch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
+from llmq.checkpoint import folder
 from llmq.checkpoint.checkpoint import (
     GROUPS,
     CheckpointReader,
@@ -28,7 +29,7 @@ from llmq.checkpoint.checkpoint import (
     FileEntry,
     slab_ranges,
 )
-from llmq.checkpoint.folder import discard
+from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
 from llmq.checkpoint.safetensors_file import HashingSink
@@ -794,3 +795,31 @@ def test_clean_old_keeps_what_was_just_saved(tmp_path):
         (tmp_path / f"step_{step:08d}" / "checkpoint.json").write_text("{}")
     clean_old(tmp_path, 1, -1, saved=40)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000040"]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "file", "with a folder", "no links"])
+def test_what_is_moved_has_one_name_at_least(tmp_path, monkeypatch, kind):
+    """On the disk, too: the new one is there before the old one goes, where there are links."""
+    path, target = tmp_path / "ckpt/step_00000002", tmp_path / "aside/step_00000002"
+    file = path if kind == "file" else path / "checkpoint.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    if kind == "with a folder":
+        (path / "more").mkdir()
+    target.parent.mkdir()
+    if kind == "no links":
+        monkeypatch.setattr(os, "link", failing_link)
+    seen = []
+    real = folder.sync_directory
+    monkeypatch.setattr(
+        folder, "sync_directory", lambda at: real(at) or seen.append((path.exists(), at.name))
+    )
+    move(path, target)
+    linked = kind in ("checkpoint", "file")
+    assert [each for each in seen if each[1] != target.name] == [(linked, "aside"), (False, "ckpt")]
+    assert os.listdir(tmp_path / "ckpt") == [] and os.listdir(target.parent) == [target.name]
+    assert (target / file.relative_to(path)).read_text() == "{}"
+
+
+def failing_link(*_, **__):
+    raise PermissionError(errno.EPERM, "Operation not permitted")

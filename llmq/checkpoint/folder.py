@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmq.base.errors import LlmqError, warn
-from llmq.base.files import retired_path
+from llmq.base.files import retired_path, sync_directory
 from llmq.checkpoint.manifest import MANIFEST
 
 _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
@@ -101,6 +101,53 @@ def check_own(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, "it is no folder of a checkpoint's: move it away")
 
 
+def move(path: Path, target: Path) -> None:
+    """Move a checkpoint or a file. Raises OSError.
+
+    A rename between two directories is two changes, of which a loss of power may leave the second
+    without the first. So it has both names until the new one is on the disk, where the file system
+    has hard links.
+    """
+    linked = target.parent != path.parent and _link(path, target)
+    if not linked:
+        os.rename(path, target)
+    sync_directory(target.parent)
+    if linked and path.is_dir() and not path.is_symlink():
+        delete([path])
+    elif linked:
+        path.unlink()
+    if os.path.lexists(path):
+        raise OSError(errno.EBUSY, f"'{path}' cannot be removed")
+    sync_directory(path.parent)
+
+
+def _link(path: Path, target: Path) -> bool:
+    """Give a file or a checkpoint's files a second name; False where that does not go."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            os.link(path, target, follow_symlinks=False)
+            return True
+        if os.path.lexists(_deleting(path)):
+            return False
+        target.mkdir()
+    except OSError:
+        return False
+    try:
+        # The manifest last: it makes a checkpoint of them.
+        for name in sorted(os.listdir(path), key=lambda name: (name == MANIFEST, name)):
+            os.link(path / name, target / name, follow_symlinks=False)
+        sync_directory(target)
+    except OSError:
+        shutil.rmtree(target)
+        return False
+    return True
+
+
+def _deleting(path: Path) -> Path:
+    """What a checkpoint is called while it is deleted."""
+    return path.with_name(f"{path.name.partition('.')[0]}.tmp")
+
+
 def delete(paths: Iterable[Path]) -> list[Path]:
     """Delete directories of checkpoints; returns those that are gone.
 
@@ -114,7 +161,7 @@ def delete(paths: Iterable[Path]) -> list[Path]:
                 raise OSError(0, "it is a link")
             unfinished = path
             if not _UNFINISHED.fullmatch(path.name):
-                unfinished = path.with_name(f"{path.name.partition('.')[0]}.tmp")
+                unfinished = _deleting(path)
                 os.rename(path, unfinished)
             shutil.rmtree(unfinished)
         except FileNotFoundError:  # somebody else was faster

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import disk_errors, free_name, make_directory, sync_directory
+from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner
 from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.folder import move
 from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.store import (
     NoCheckpoint,
@@ -191,9 +192,7 @@ def move_aside(strangers: list[Found]) -> list[str]:
                 target = targets[folder] / path.name
             with disk_errors(target):
                 make_directory(target.parent)
-                os.rename(whole, target)
-                sync_directory(target.parent)
-                sync_directory(whole.parent)
+                move(whole, target)
             place = target if flag == "--log-file" else target.parent
             lines.setdefault(place, f"Moved aside: {what}, to '{place}'")
     return list(lines.values())

@@ -25,8 +25,8 @@ _COMMITTED = re.compile(r"step_(\d{8})")
 
 
 class Call(NamedTuple):
-    """One call. number: counts from 0. to: the second path of a rename, the offset of a write, the
-    length of a truncation. data: what is written."""
+    """One call. number: counts from 0. to: the second path of a rename or a link, the offset of a
+    write, the length of a truncation. data: what is written."""
 
     number: int
     kind: str
@@ -147,11 +147,11 @@ def _install_paths(calls: Calls) -> None:
 
         setattr(os, name, one)
 
-    def wrap_two(name: str) -> None:
+    def wrap_two(name: str, kind: str) -> None:
         real = getattr(os, name)
 
-        def two(src: Any, dst: Any) -> Any:
-            return calls.perform("rename", _place(src), lambda: real(src, dst), _place(dst))
+        def two(src: Any, dst: Any, **how: Any) -> Any:
+            return calls.perform(kind, _place(src), lambda: real(src, dst, **how), _place(dst))
 
         setattr(os, name, two)
 
@@ -159,8 +159,9 @@ def _install_paths(calls: Calls) -> None:
     wrap("remove", "unlink")
     wrap("mkdir", "mkdir")
     wrap("rmdir", "rmdir")
-    wrap_two("rename")
-    wrap_two("replace")
+    wrap_two("rename", "rename")
+    wrap_two("replace", "rename")
+    wrap_two("link", "link")
 
 
 def _install_descriptors(calls: Calls) -> None:

@@ -144,6 +144,9 @@ class Disk:
         elif call.kind in ("unlink", "rmdir"):
             parent, name = self._parent(call.path)
             parent.pending.append({name: None})
+        elif call.kind == "link":
+            parent, name = self._parent(call.to)
+            parent.pending.append({name: found})
         elif call.kind == "rename":
             self._rename(call.path, call.to)
 
