@@ -24,9 +24,7 @@ from llmq.plan.shrink import Shrinker, smaller_batch
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
-from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("shared_estimates")
 GIB = 1 << 30
 CARD = find_card("4090")
 SPEC = spec_of(CARD)
@@ -302,6 +300,25 @@ def test_a_larger_micro_batch_that_is_faster_fits(chunks):
     )
     then = followed_exactly(limit + 2 * MIB)
     assert (then.batch_size, then.grad_accumulation, then.lmhead_chunks) == (64, 2, chunks)
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "flags"),
+    [
+        (2, {"attn_bwd_chunks": 14}, "--attn-bwd-chunks=56"),  # 7 parts of each sequence's heads
+        (1, {"lmhead_chunks": 16}, ""),  # with too few rows each in 2 or 4 sequences
+    ],
+)
+def test_a_larger_micro_batch_that_not_every_smaller_one_could_be(batch, given, flags):
+    sizes = {"seq_len": 1024, "batch_size": batch, "grad_accumulation": 4}
+    if not flags:
+        sizes |= {"seq_len": 512, "grad_accumulation": 8}
+    config = options(device="cuda", **sizes, **given)
+    plans = planner(preset("Qwen2.5-0.5B"), spec_of(H100))
+    larger = larger_batch(config, plans, Limits(device=1 << 40))
+    batch *= config.grad_accumulation
+    want = ["--grad-accumulation=1", f"--batch-size={batch}", *flags.split()]
+    assert sorted(larger.flags.split()) == sorted(want)
 
 
 def test_no_larger_micro_batch_without_room_or_gain():

@@ -117,9 +117,9 @@ def shards(place, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("train-000.bin", "train-000.bin' is missing, 7 files were written for train: copy the"),
-        ("train-006.bin", "train-006.bin' is missing, 7 files"),
-        ("eval-000.bin", "eval-000.bin' is missing, 1 files"),
+        ("train-000.bin", "train-000.bin' is missing, of 7 that were written for train: copy the"),
+        ("train-006.bin", "train-006.bin' is missing, of 7"),
+        ("eval-000.bin", "eval-000.bin' is missing, of 1"),
         ("train-003.docs", "train-003.docs' is missing: copy it together with '"),
         ("train-003.sums", "train-003.sums' is missing: copy it together with '"),
         ("tokenizer/tokenizer.json", "tokenizer' is missing or damaged: copy the"),
@@ -145,7 +145,7 @@ def test_a_run_says_which_token_files_are_missing(capsys, shards, tmp_path):
     (made / "train-003.bin").unlink()
     manifest = json.loads((made / "tokenize.json").read_text())
     assert train(steps=0, **data, **places, overwrite="") == 0
-    said = "train-003.bin' is missing, 7 files were written for train: what is there is read\n"
+    said = "train-003.bin' is missing, of 7 that were written for train: what is there is read\n"
     assert capsys.readouterr().out.count(said) == 1
     (made / "tokenize.json").write_text(json.dumps(manifest | {"complete": False}))
     (made / "train-003.bin.partial").touch()

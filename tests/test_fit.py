@@ -34,13 +34,9 @@ from llmq.plan.target import target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.gpu_info import drives_display
 from llmq.runtime.machine import Machine
-from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 from tests.runs import make_workplace
 
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
-
-
-pytestmark = pytest.mark.usefixtures("shared_estimates")
 
 
 @contextmanager

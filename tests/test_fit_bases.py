@@ -17,9 +17,7 @@ from llmq.plan.fit import Fit
 from llmq.plan.fit_bases import search_bases
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.target import target
-from tests.planners import shared_estimates  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("shared_estimates")
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 
 

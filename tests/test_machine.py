@@ -107,6 +107,7 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
     two = machine.Machine(kind="cuda", spec=GPU, note=None, world=World.of(2))
     two.open(sizes, rank=1, tune=False)
     options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2, "shards": None}
+    options["num_sms"] = GPU.num_sms
     assert calls == ["bus 1", ((1, sizes), options)]
     calls.clear()
     machine.Machine(kind="cuda", spec=GPU, note=None).open(sizes)

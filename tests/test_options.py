@@ -613,6 +613,15 @@ def test_options_that_do_nothing_alone(without, remedies):
         assert option_warnings(make_config(without | options)) == []
 
 
+def test_heads_that_native_attention_does_not_divide():
+    given = {"batch-size": 2, "attn-bwd-chunks": 4}
+    assert option_warnings(make_config(given)) == []
+    for where in ({"attention": "native"}, {"device": "cpu"}):
+        (line,) = option_warnings(make_config(given | where))
+        assert line.startswith("--attn-bwd-chunks=4 is the same as 2: native attention")
+        assert option_warnings(make_config(given | where | {"attn-bwd-chunks": 2})) == []
+
+
 def test_host_memory_of_residuals_is_not_the_optimizers():
     """--offload-residual makes neither option of the other offloaded tensors useful."""
     for flag in ("use-zero-copy", "write-combined"):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import MIB
+from llmq.base.dtypes import BF16, MIB
 from llmq.commands.cli import _run
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.model import ModelConfig
@@ -207,9 +207,12 @@ def test_memory_is_what_the_kept_runs_have_used():
     runs = [run for report, _, run in kept_runs() if report == "h100_offload"]
     assert len(runs) >= 8
     for run in runs:
-        plan = make_plan(make_config(run["options"]), preset(run["model"]), spec, "cudnn")
+        config, model = make_config(run["options"]), preset(run["model"])
+        plan = make_plan(config, model, spec, "cudnn")
+        # These runs still had a buffer for a half's output beside the residual stream.
+        branch = config.batch_size * config.seq_len * model.hidden_size * BF16.itemsize
         used = run["result"]["memory"]["used"]
-        assert needed_bytes(plan, spec) == pytest.approx(used, rel=0.01), run["flags"]
+        assert needed_bytes(plan, spec) + branch == pytest.approx(used, rel=0.01), run["flags"]
 
 
 @pytest.mark.parametrize(

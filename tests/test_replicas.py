@@ -34,6 +34,7 @@ from tests.test_sharding import (
     QUANTS,
     SMALL,
     STREAMED,
+    TWO_STEPS,
     close_to_one_rank,
     flags,
 )
@@ -63,8 +64,8 @@ ROWS = covering(
 def test_the_sums_are_those_of_one_rank(row):
     """`run` checks that all machines end with the same bits."""
     options = {"zero_level": row["level"], "all_to_all_reduce": row["a2a"]} | EXTRAS[row["extra"]]
-    ranks = {"world": row["world"], "accum": row["accum"], "machines": row["machines"]}
-    close_to_one_rank(run(**ranks, **FP32, **options))
+    ranks = (row["world"], row["accum"], TWO_STEPS)
+    close_to_one_rank(run(*ranks, machines=row["machines"], **FP32, **options))
 
 
 # Where memory is, and whether it is divided, changes no bit here either.

@@ -366,8 +366,9 @@ def test_delayed_scales_follow_from_all_ranks():
     for found in others:
         assert found.keys() == want.keys()
         for name, history in found.items():
-            # In the rehearsal each rank has scales of its own, and rounds with them.
-            np.testing.assert_allclose(history, want[name], rtol=0.05, err_msg=name)
+            # In the rehearsal each rank has scales of its own, and rounds with them: a factor of
+            # the element that is largest may differ by E4M3's rounding, 1 / 16.
+            np.testing.assert_allclose(history, want[name], rtol=2.0**-4, err_msg=name)
             assert all(history[-2:]) and not any(history[:-2])  # the rehearsal and the step
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32, GIB
 from llmq.config.cards import CARDS, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
@@ -18,8 +18,9 @@ from llmq.plan.shrink import REARRANGING, Shrinker, having
 from llmq.runtime.plan_device import PlanDevice
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
-GIB = 1 << 30
-# T, Hq, Hkv, Hd, and milliseconds by number of parts: cuDNN 9.19 on an H100, one sequence.
+# T, Hq, Hkv, Hd, and milliseconds by number of parts: calls of cuDNN 9.19 on an H100, one sequence,
+# timed before the operation divided heads. `tools/bench_ops.py attention --case qwen15b_32k` times
+# the operation at the first of these sizes.
 MEASURED = [
     ((32768, 12, 2, 128), {1: 17.11, 2: 17.86, 4: 18.26, 6: 19.77, 12: 21.31}),
     ((16384, 12, 2, 128), {1: 4.40, 2: 4.70, 4: 5.98, 6: 5.48, 12: 10.22}),

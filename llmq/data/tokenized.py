@@ -71,7 +71,7 @@ class Tokenized:
             path = partial_path(path)
             if path.exists():
                 return None
-        return f"'{path}' is missing, {count} files were written for {split}"
+        return f"'{path}' is missing, of {count} that were written for {split}"
 
     def _check_tokenizer(self, made: TokenizerId) -> None:
         folder = self.folder / "tokenizer"

@@ -117,14 +117,14 @@ class BlockLinear:
             more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
-        joins = bias is None and self.linear.joins_forward(out, x, weight, parts.hidden)
+        joins = bias is None and self.linear.joins(out, x, weight, parts.hidden)
         if not joins:
             self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             if joins:
-                self.linear.forward_adapted(out, x, weight, parts.hidden, b)
+                self.linear.adapted(out, x, weight, parts.hidden, b)
             else:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
@@ -143,14 +143,14 @@ class BlockLinear:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
-        joins = self.linear.joins_input_gradient(d_x, d_out, weight, d_hidden)
+        joins = self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
         joins = joins and not self._probability
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
         self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
         if joins:
-            self.linear.input_gradient_adapted(d_x, d_out, weight, d_hidden, a)
+            self.linear.adapted(d_x, d_out, weight, d_hidden, a, backward=True)
             return
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)

@@ -59,41 +59,38 @@ class Linear:
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
 
-    def joins_forward(self, out: Tensor, x: Operand, weight: Operand, hidden: Tensor) -> bool:
-        """Whether `forward_adapted` is the way to compute out with the adapters' part."""
-        return self._joins(out, x, weight, hidden, self.fast.forward)
-
-    def joins_input_gradient(
-        self, d_x: Tensor, d_out: Operand, weight: Operand, d_hidden: Tensor
+    def joins(
+        self, out: Tensor, x: Operand, weight: Operand, h: Tensor, *, backward: bool = False
     ) -> bool:
-        """As joins_forward, of `input_gradient_adapted`."""
-        return self._joins(d_x, d_out, weight, d_hidden, self.fast.d_x)
-
-    def _joins(self, out: Tensor, a: Operand, weight: Operand, h: Tensor, fast: bool) -> bool:
+        """Whether `adapted` is the way to compute out with the adapters' part; its arguments."""
         fp8 = isinstance(weight, Fp8)
+        fast = self.fast.d_x if backward else self.fast.forward
         if not self.adapts or (fp8 and not fast):
             return False
-        return matmul_adapted.is_faster(self.dev, out, a.codes if fp8 else a, h)
+        return matmul_adapted.is_faster(self.dev, out, x.codes if fp8 else x, h)
 
-    def forward_adapted(
-        self, out: Tensor, x: Operand, weight: Operand, hidden: Tensor, b: Tensor
+    def adapted(
+        self,
+        out: Tensor,
+        x: Operand,
+        weight: Operand,
+        h: Tensor,
+        tail: Tensor,
+        *,
+        backward: bool = False,
     ) -> None:
-        """out (rows, out_features) = x @ weight^T + hidden (rows, R) @ b^T, rounded once."""
-        if isinstance(weight, Fp8):
-            operands = (x.codes, weight.codes, hidden, b, x.scale, weight.scale)
-        else:
-            operands = (x, weight, hidden, b)
-        matmul_adapted.matmul_adapted(self.dev, out, *operands)
+        """out = x @ weight^T + h @ tail^T, rounded once; backward: out = x @ weight + h @ tail.
 
-    def input_gradient_adapted(
-        self, d_x: Tensor, d_out: Operand, weight: Operand, d_hidden: Tensor, a: Tensor
-    ) -> None:
-        """d_x (rows, in_features) = d_out @ weight + d_hidden (rows, R) @ a, rounded once."""
+        Args:
+            out, x  (rows, out_features), (rows, in_features); backward: the other way round
+            h       (rows, R)
+            tail    (out_features, R), B; backward: (R, in_features), A
+        """
+        operands: tuple[Tensor, ...] = (x, weight, h, tail)
         if isinstance(weight, Fp8):
-            operands = (d_out.codes, weight.transposed, d_hidden, a, d_out.scale, weight.scale)
-        else:
-            operands = (d_out, weight, d_hidden, a)
-        matmul_adapted.matmul_adapted(self.dev, d_x, *operands, transposed=True)
+            codes = weight.transposed if backward else weight.codes
+            operands = (x.codes, codes, h, tail, x.scale, weight.scale)
+        matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)
 
     def forward(
         self,

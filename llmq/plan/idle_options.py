@@ -129,7 +129,13 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
     optimizer = config.offload_master or config.offload_opt_m or config.offload_opt_v
     offload = optimizer or config.offload_gradients or config.offload_quants
     recomputes = any(getattr(config, name) for name in RECOMPUTE)
+    undivided = config.attention == "native" or config.device == "cpu"
     idle = (
+        (
+            flag("attn_bwd_chunks", config.attn_bwd_chunks),
+            f"is the same as {config.batch_size}: native attention divides no heads",
+            undivided and config.attn_bwd_chunks > config.batch_size,
+        ),
         ("--zero-level 0", "is the same as 1", config.zero_level == 0),
         (
             "--offload-master",
@@ -163,7 +169,7 @@ def _memory_warnings(config: TrainConfig) -> list[str]:
             config.recompute_layers != "all" and not recomputes,
         ),
     )
-    lines = [f"{flag} {problem}" for flag, problem, applies in idle if applies]
+    lines = [f"{given} {problem}" for given, problem, applies in idle if applies]
     return lines + _fp8_warnings(config)
 
 

@@ -13,7 +13,7 @@ from llmq.config.options import TrainConfig
 from llmq.plan.advice import spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits
-from llmq.plan.shrink import MARGIN, MIN_CHUNK_ROWS, Changes, Shrinker
+from llmq.plan.shrink import MARGIN, MIN_CHUNK_ROWS, Changes, Shrinker, changed
 
 WORTH = 0.01  # by how much it must be faster to be worth a word
 MOST_TIMES = 8  # as large
@@ -32,25 +32,28 @@ class LargerBatch:
 def larger_batch(config: TrainConfig, planner: Planner, limits: Limits) -> LargerBatch | None:
     """The fastest one with as many tokens a step, None if none is noticeably faster.
 
-    Nothing else is arranged otherwise, but chunks of the head.
+    Nothing else is arranged otherwise, but chunks of the head, and parts of attention's backward
+    that divide the heads of a sequence, which stay as large as they are.
     """
     shrinker = Shrinker(planner, limits.less(MARGIN))
     best, speed = None, planner.estimate(config).speed * (1 + WORTH)
     for times in range(2, min(config.grad_accumulation, MOST_TIMES) + 1):
         if config.grad_accumulation % times:
             continue
-        found = _with_batch(config, shrinker, times)
-        if found is None:
+        changes = _with_batch(config, shrinker, times)
+        found = [_larger(config, planner, c) for c in changes if shrinker.fits(changed(config, c))]
+        if changes and not found:
             break  # a larger one does not fit either
-        if found.speed > speed:
-            best, speed = found, found.speed
+        for larger in found:
+            if larger.speed > speed:
+                best, speed = larger, larger.speed
     return best
 
 
-def _with_batch(config: TrainConfig, shrinker: Shrinker, times: int) -> LargerBatch | None:
-    """So many times as many sequences, and the fastest number of chunks with which they fit."""
+def _with_batch(config: TrainConfig, shrinker: Shrinker, times: int) -> list[Changes]:
+    """So many times as many sequences, and numbers of chunks with which that is allowed."""
     batch = config.batch_size * times
-    found = []
+    changes = []
     for more in CHUNKS:
         chunks = config.lmhead_chunks * more
         rows, rest = divmod(batch * config.seq_len, chunks)
@@ -61,9 +64,13 @@ def _with_batch(config: TrainConfig, shrinker: Shrinker, times: int) -> LargerBa
             "grad_accumulation": config.grad_accumulation // times,
             "lmhead_chunks": chunks,
         }
-        then = shrinker.allowed(config, change)
-        if then is not None and shrinker.fits(then):
-            need = shrinker.planner.estimate(then)
-            flags = spelled(config, change)
-            found.append(LargerBatch(flags=flags, speed=need.speed, device=need.device))
-    return max(found, key=lambda larger: larger.speed, default=None)
+        if config.attn_bwd_chunks > config.batch_size:
+            change["attn_bwd_chunks"] = config.attn_bwd_chunks * times
+        if shrinker.allowed(config, change) is not None:
+            changes.append(change)
+    return changes
+
+
+def _larger(config: TrainConfig, planner: Planner, change: Changes) -> LargerBatch:
+    need = planner.estimate(changed(config, change))
+    return LargerBatch(flags=spelled(config, change), speed=need.speed, device=need.device)

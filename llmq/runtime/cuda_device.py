@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,15 +46,19 @@ class CudaDevice(Device):
         *,
         graphs: bool = True,
         tune: bool = True,
+        num_sms: int | None = None,
         **ranks: int | None,
     ):
         """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
-        algorithms, which are timed once per shape; else the library's first choice. ranks: rank,
+        algorithms, which are timed once per shape; else the library's first choice. num_sms: what
+        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. ranks: rank,
         world_size and shards, as for every device.
 
         Raises LlmqError where the GPU cannot be used or has too little memory.
         """
         spec = cuda_api.device_spec(index)
+        if num_sms is not None:
+            spec = replace(spec, num_sms=num_sms)
         api = cuda_api.load()
         self.index = index
         self._runtime = api.runtime

@@ -15,8 +15,9 @@ from llmq.runtime.kernel import Source
 from llmq.runtime.processes import Processes, processes
 from llmq.runtime.world import World
 
-# A card that `llmq plan` assumes where none is named: enough multiprocessors that no real card
-# needs larger workspaces (an RTX PRO 6000 has 188), and the largest workspace for the library.
+# A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
+# (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
+# gradients may take more on a small card), and the largest workspace for the library.
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=90, num_sms=192, memory=0, library_workspace=32 * MIB
 )
@@ -79,7 +80,9 @@ class Machine:
         index = self.index(rank)
         if self.world_size > 1:
             stay_near(bus_id(index))
-        return CudaDevice(index, sizes, graphs=graphs, tune=tune, **ranks)
+        # Where GPUs differ, all size their grids alike: a smaller one may want larger workspaces.
+        how = {"graphs": graphs, "tune": tune, "num_sms": self.spec.num_sms}
+        return CudaDevice(index, sizes, **how, **ranks)
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:

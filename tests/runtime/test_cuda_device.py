@@ -2,6 +2,7 @@
 
 import gc
 import struct
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,8 @@ def tensor(dev, values=(0.0,), dtype=F32):
 def test_spec(api):
     spec = device_spec(0)
     assert (spec.name, spec.capability, spec.num_sms) == ("Fake GPU", 90, 132)
+    with closing(CudaDevice(0, SIZES, num_sms=170)) as device:  # of a larger GPU beside it
+        assert (device.spec.name, device.num_sms) == ("Fake GPU", 170)
 
 
 @pytest.mark.parametrize(

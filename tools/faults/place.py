@@ -61,7 +61,6 @@ def warm_up() -> None:
     for name in [*modules, "tokenizers", "yaml", "jinja2", "tomllib", "pynvml"]:
         if name != "llmq.__main__":
             importlib.import_module(name)
-    cli._command = functools.cache(cli._command)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         command("plan", "--model", "tiny", "--from-scratch", "--device", "cpu")
         command("export", "--checkpoint-dir", "there is none", "--out-dir", "nor this")
