@@ -19,8 +19,9 @@ usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
 work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
+fp8='fp8(-delayed(-mlp)?)?(-moments)?(-head)?(-all|-forward)?'
 for run in "$@"; do
-    if ! [[ $run =~ ^(bf16(-again)?|int8|fp8(-delayed(-mlp)?)?(-moments)?(-head)?(-all|-forward)?)$ ]]; then
+    if ! [[ $run =~ ^(bf16(-again)?|int8|$fp8)$ ]]; then
         echo "error: $run: $usage" >&2 && exit 64
     fi
 done
