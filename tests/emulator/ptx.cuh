@@ -147,6 +147,11 @@ static inline void ldmatrix_x4_trans(unsigned (&r)[4], SharedAddress row) {
     std::copy(out.r, out.r + 4, r);
 }
 
+static inline uint4 load_shared(SharedAddress from) {
+    ptx::check(from % 16 == 0, "ld.shared: an address is not a multiple of 16");
+    return *(const uint4*)from;
+}
+
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
@@ -180,6 +185,12 @@ template <int PENDING> static inline void cp_async_wait() { ptx::copies_wait(PEN
 static inline float exp2_approx(float x) {
     const float y = exp2f(x);
     return y < 0x1p-126f ? 0.0f : y;
+}
+
+static inline float reciprocal_approx(float x) { return 1.0f / x; }
+
+static inline unsigned max_halves(unsigned a, unsigned b) {
+    return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }
 
 // -- Thread-block clusters: both halves of the barrier happen in the second one --------------------
