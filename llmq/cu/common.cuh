@@ -44,6 +44,15 @@ template <class T> struct alignas(16) Vec {
     T v[N];
     __device__ __forceinline__ T& operator[](int i) { return v[i]; }
     __device__ __forceinline__ const T& operator[](int i) const { return v[i]; }
+    __device__ __forceinline__ T at(int i) const { return v[i]; }
+    // Elements i, which is even, and i + 1: two of BF16 are rounded by one instruction.
+    __device__ __forceinline__ void set_two(int i, float a, float b) {
+        if constexpr (sizeof(T) == 2) {
+            *reinterpret_cast<__nv_bfloat162*>(v + i) = __floats2bfloat162_rn(a, b);
+        } else {
+            v[i] = a, v[i + 1] = b;
+        }
+    }
 };
 
 template <class T> __device__ __forceinline__ Vec<T> load_vec(const T* p) {
@@ -156,6 +165,9 @@ template <class T, int COUNT> struct Pack {
     __device__ __forceinline__ T at(int i) const { return part[i / Vec<T>::N][i % Vec<T>::N]; }
     __device__ __forceinline__ float get(int i) const { return to_f32(at(i)); }
     __device__ __forceinline__ void set(int i, T x) { part[i / Vec<T>::N][i % Vec<T>::N] = x; }
+    __device__ __forceinline__ void set_two(int i, float a, float b) {
+        part[i / Vec<T>::N].set_two(i % Vec<T>::N, a, b);
+    }
     __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
         for (int k = 0; k < COUNT / Vec<T>::N; ++k) {

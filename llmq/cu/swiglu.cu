@@ -20,7 +20,7 @@
 //          instructions per output element. _fp8: twice as many loads in flight, 40 (forward) or
 //          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
 //          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
-//          of what is read, 8-byte loads.
+//          of what is read, 8-byte loads; then 30 (forward) and 50 instructions are as long.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "activation.cuh"
@@ -31,6 +31,7 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
+constexpr int AT_ONCE = CODED ? 8 : 2;  // sigmoids of a row that are computed together
 constexpr int N = Vec<T>::N;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool ON_BLACKWELL = true;
@@ -43,19 +44,50 @@ template <> struct ResultOf<e4m3> { using Type = bf16; };
 using V = ResultOf<U>::Type;
 constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that the registers must do for
 
-template <class R, class In> __device__ __forceinline__ R activation(In up, In gate) {
-    const float g = to_f32(gate);
-    return from_f32<R>(to_f32(up) * (g * Gate::share(g)));
+// Gates g from gate.at(first) on, and their sigmoids s. near: all are above FAR.
+template <int COUNT, class In>
+__device__ __forceinline__ void sigmoids(float (&g)[COUNT], float (&s)[COUNT], const In& gate,
+                                         int first, bool near) {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) { g[k] = to_f32(gate.at(first + k)); }
+    if (near) {
+        shares<Gate, false>(s, g);
+    } else {
+        shares<Gate, true>(s, g);
+    }
 }
 
-// out: activation() again, of the same sigmoid.
-template <class R, class Gradient, class In>
-__device__ __forceinline__ void gradients(R& d_up, R& d_gate, R& out, Gradient d_out, In up,
-                                          In gate) {
-    const float g = to_f32(gate), s = Gate::share(g), d = to_f32(d_out);
-    d_up = from_f32<R>(g * s * d);
-    d_gate = from_f32<R>(Gate::slope(g, s) * to_f32(up) * d);
-    out = from_f32<R>(to_f32(up) * (g * s));
+// out of COUNT elements. AT_ONCE: sigmoids that are in registers; near: as in sigmoids.
+template <int COUNT, int AT_ONCE, class Result, class In>
+__device__ __forceinline__ void activate(Result& out, const In& up, const In& gate, bool near) {
+    float g[AT_ONCE], s[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        const int i = k % AT_ONCE;
+        if (i == 0) { sigmoids(g, s, gate, k, near); }
+        out.set_two(k, to_f32(up.at(k)) * (g[i] * s[i]),
+                    to_f32(up.at(k + 1)) * (g[i + 1] * s[i + 1]));
+    }
+}
+
+// out: that of activate() again, of the same sigmoids.
+template <int COUNT, int AT_ONCE, class Result, class Gradient, class In>
+__device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& out,
+                                          const Gradient& d_out, const In& up, const In& gate,
+                                          bool near) {
+    float g[AT_ONCE], s[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        const int i = k % AT_ONCE, j = i + 1;
+        if (i == 0) { sigmoids(g, s, gate, k, near); }
+        const float d[2] = {to_f32(d_out.at(k)), to_f32(d_out.at(k + 1))};
+        const float u[2] = {to_f32(up.at(k)), to_f32(up.at(k + 1))};
+        const float active[2] = {g[i] * s[i], g[j] * s[j]};
+        d_up.set_two(k, active[0] * d[0], active[1] * d[1]);
+        d_gate.set_two(k, Gate::slope(g[i], s[i]) * u[0] * d[0],
+                       Gate::slope(g[j], s[j]) * u[1] * d[1]);
+        out.set_two(k, u[0] * active[0], u[1] * active[1]);
+    }
 }
 
 // Element offsets of output vector i of this thread: in out, and in up_gate.
@@ -90,8 +122,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
         if (!place.inside) { break; }
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
-#pragma unroll
-        for (int k = 0; k < N; ++k) { result[k] = activation<T>(up_i[k], gate_i[k]); }
+        activate<N, 2>(result, up_i, gate_i, false);
         store_vec(out + place.out, result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -122,10 +153,7 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
         if constexpr (OUT) { forget(d[i]), forget(up[i]), forget(gate[i]); }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate, out_i;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            gradients(d_up[k], d_gate[k], out_i[k], d_i[k], up_i[k], gate_i[k]);
-        }
+        gradients<N, 2>(d_up, d_gate, out_i, d_i, up_i, gate_i, false);
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
         if constexpr (OUT) { store_vec(out + place.out, out_i); }
@@ -149,12 +177,12 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     u32 largest = 0;
     uint2 result[4];
+    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const auto up_i = up.row(i), gate_i = gate.row(i);
         Pack<V, 8> out_i;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) { out_i.set(k, activation<V>(up_i.at(k), gate_i.at(k))); }
+        activate<8, AT_ONCE>(out_i, up.row(i), gate.row(i), near);
+        forget(out_i);
         if (out != nullptr && place.inside) {
             out_i.store(reinterpret_cast<V*>(out) + (place.row + i) * F + place.column);
         }
@@ -204,20 +232,12 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
     uint2 up_result[4], gate_result[4], out_result[4];
+    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const auto d_i = d.row(i);
-        const auto up_i = up.row(i), gate_i = gate.row(i);
         Pack<V, 8> d_up, d_gate, out_i;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            V d_up_k, d_gate_k, out_k;
-            gradients(d_up_k, d_gate_k, out_k, d_i.at(k), up_i.at(k), gate_i.at(k));
-            d_up.set(k, d_up_k);
-            d_gate.set(k, d_gate_k);
-            out_i.set(k, out_k);
-        }
-        if constexpr (OUT || OUT_TRANSPOSED) { forget(d_up), forget(d_gate), forget(out_i); }
+        gradients<8, AT_ONCE>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i), near);
+        forget(d_up), forget(d_gate), forget(out_i);
         if (d_up_gate != nullptr && place.inside) {
             V* const to = reinterpret_cast<V*>(d_up_gate) + wide + (i64)i * 2 * F;
             d_up.store(to);
