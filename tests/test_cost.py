@@ -276,6 +276,7 @@ FUSED_WHERE = [
     (H100, DELAYED, BOTH),
     (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, BOTH | AGAIN),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
+    (H100, DELAYED | {"mlp-dtype": "e4m3"}, {}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),
