@@ -222,7 +222,9 @@ struct SharedProduct {
     // A warp's 16 rows of a tile into the boxes.
     __device__ __forceinline__ void hand_over(const float (&d)[96], int first_row, float scale,
                                               u32 free_parity) const {
-        const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        int thread = threadIdx.x % 128;
+        forget(thread);  // or addresses would be held, for which there are no registers, over all tiles
+        const u32 warp = thread / 32, lane = thread % 32;
         const u32 row = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
         const SharedAddress line = boxes + (first_row + 16 * warp + row) * LINE;
 #pragma unroll
