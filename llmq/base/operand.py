@@ -30,8 +30,9 @@ class ProductCodes(NamedTuple):
     """What a product writes as FP8, with a scale that is known beforehand: x ~ code * scale.
 
     A value x of its F32 sums becomes x * factor, rounded to nearest even and clamped to the largest
-    finite value MAX; NaN stays NaN. The product finds its largest |x|, and the kernel that reads
-    the codes first does what else is to be known of the tensor: a product cannot.
+    finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an infinity or NaN
+    where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
+    does what else is to be known of the tensor: a product cannot.
 
         codes      out    E4M3, E5M2 (rows, features)
         scale      in     F32        (1,)              positive

@@ -209,6 +209,8 @@ constexpr bool ONE_LAYOUT = true;
 #else
 constexpr bool ONE_LAYOUT = false;
 #endif
+// Backward of codes was faster with streamed results, forward slower; of BF16 it is not known.
+constexpr bool STREAMED = CODED;
 constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT));
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
@@ -254,8 +256,10 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     const int wide_column = place.column + F;
     if constexpr (OUT_TRANSPOSED) { out_tile.put(out_result); }
     if constexpr (CODES) {
-        OctetTile::store_rows(codes, place.row, place.column, 2 * F, up_result, place.inside);
-        OctetTile::store_rows(codes, place.row, wide_column, 2 * F, gate_result, place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, place.column, 2 * F, up_result,
+                                        place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, wide_column, 2 * F, gate_result,
+                                        place.inside);
     }
     if constexpr (TRANSPOSED) {
         up_tile.put(up_result);
@@ -263,11 +267,12 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     }
     if constexpr (TRANSPOSED || OUT_TRANSPOSED) { __syncthreads(); }
     if constexpr (TRANSPOSED) {
-        up_tile.store(transposed, place.first_row, place.first_column, rows, F);
-        gate_tile.store(transposed, place.first_row, place.first_column + F, rows, 2 * F);
+        up_tile.store<STREAMED>(transposed, place.first_row, place.first_column, rows, F);
+        gate_tile.store<STREAMED>(transposed, place.first_row, place.first_column + F, rows,
+                                  2 * F);
     }
     if constexpr (OUT_TRANSPOSED) {
-        out_tile.store(out_transposed, place.first_row, place.first_column, rows, F);
+        out_tile.store<STREAMED>(out_transposed, place.first_row, place.first_column, rows, F);
     }
     encoder.finish(saturated);
     out_encoder.finish(out_saturated);
