@@ -254,7 +254,7 @@ def test_small_products_are_less_efficient():
 
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
-AGAIN = {"matmul_adapted": 1}  # without adapters
+AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
 BOTH = FORWARD | BACKWARD
 LORA = {"lora-rank": 16}
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
@@ -266,6 +266,7 @@ FUSED_WHERE = [
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD),
     (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
     (H100, LORA | {"recompute-ffn": True}, BOTH | AGAIN),
+    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
@@ -273,8 +274,9 @@ FUSED_WHERE = [
     (H100, {"recompute-swiglu": True}, BOTH),
     (H100, {"recompute-ffn": True}, BOTH | AGAIN),
     (H100, {"matmul-dtype": "e4m3"}, BOTH),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
     (H100, DELAYED, BOTH),
-    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, BOTH | AGAIN),
+    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, FORWARD | AGAIN_TWICE),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
