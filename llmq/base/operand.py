@@ -74,12 +74,12 @@ class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 
     up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: the activation (rows, F) once more, where it is wanted.
+    may be up_gate. act: BF16 (rows, F), where the activation is written once more, or None.
     """
 
     up_gate: Tensor
     d_up_gate: Target
-    act: Target
+    act: Tensor | None
     gelu: bool
 
 

@@ -120,7 +120,7 @@ class Linear:
             up_gate, to, act, gelu = out
             matmul_swiglu_backward.backward(
                 self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
-                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+                abs_max=to.abs_max, fp8=to.fp8, out=act,
             )  # fmt: skip
         else:
             matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)

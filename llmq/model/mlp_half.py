@@ -156,8 +156,9 @@ class MlpHalf:
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
-        if self.linear.activates(layer.index, "down", d_down, w):
-            d_x = ActivatedGradient(mlp_up, to, act, self.gelu)
+        # With the activation's codes in it as well, one kernel takes longer than two.
+        if act.fp8 is None and self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act.out, self.gelu)
             self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
             return
         multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g)
