@@ -174,6 +174,11 @@ def all_runs(capability: int) -> list[Run]:
     for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
         of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
     runs += [Run(name, tuple(fields.items())) for fields in of_all for name in PRESETS]
+    of_activation = {model.activation: name for name, model in PRESETS.items() if model.gated}
+    for name in of_activation.values():
+        for gradient in ("e4m3", "e5m2"):
+            fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}
+            runs.append(Run(name, tuple((fields | {"mlp_dtype": "e4m3"}).items())))
     # These have all layouts and tiles of products of int8.
     runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
     of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]

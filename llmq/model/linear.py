@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
 from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward, reduce
@@ -120,21 +120,24 @@ class Linear:
             up_gate, to, act, gelu = out
             matmul_swiglu_backward.backward(
                 self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
-                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+                abs_max=to.abs_max, fp8=to.fp8, out=act,
             )  # fmt: skip
         else:
             matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)
 
     def forward(
         self,
-        out: Tensor,
+        out: Tensor | ProductCodes,
         x: Operand,
         weight: Operand,
         bias: Tensor | None = None,
         *,
         addend: Tensor | None = None,
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out."""
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out.
+
+        Fp8 products can write codes, without an addend, here and in input_gradient.
+        """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
@@ -143,7 +146,9 @@ class Linear:
         else:
             matmul(self.dev, out, x, weight, trans_b=True, bias=bias, addend=addend)
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
+    def input_gradient(
+        self, d_x: Tensor | ProductCodes, d_out: Operand, weight: Operand, salt: int = 0
+    ) -> None:
         """d_x (rows, in_features) = d_out (rows, out_features) @ weight.
 
         salt: a number of this weight's own, for products that round their operands stochastically.
