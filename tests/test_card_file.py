@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -16,10 +17,10 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
-from llmq.ops import attention, matmul, matmul_adapted
+from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu_backward
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import Measured
+from llmq.plan.measured import EXPOSED, Measured
 from llmq.plan.plan import make_plan
 from llmq.plan.target import target
 from llmq.rig import steps
@@ -203,6 +204,28 @@ def test_a_product_with_adapters_is_like_one_without():
     assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/adapted"
     rates = Rates(card_of_file(FILE))
     assert rates.compute(other) < rates.compute(work) < 1.01 * rates.compute(other)
+
+
+def test_a_product_with_the_activation_takes_what_it_moves_besides():
+    def call(again, dev, alloc):
+        a, b, up = alloc("a", (32768, 4096)), alloc("b", (4096, 1024)), alloc("up", (32768, 2048))
+        out = alloc("out", (32768, 1024)) if again else None
+        return lambda: matmul_swiglu_backward.backward(dev, up, a, b, up, out=out)
+
+    work, more = (traced(partial(call, again)) for again in (False, True))
+    other = product(32768, 1024, 4096)
+    assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/swiglu_backward/bf16,bf16,-,-,-,-,-,-"
+    assert kind_of(work).sizes == (32768, 1024, 4096)
+    rates, bandwidth = Rates(card_of_file(FILE)), Measured(FILE).bandwidth
+    besides = 6 * 32768 * 1024  # up, gate, their gradients, but not that of the activation
+    alone = rates.compute(other)
+    assert rates.compute(work) == pytest.approx(alone + EXPOSED * besides / bandwidth)
+    itself = {kind_of(work).name: [[[32768, 1024, 4096], 1.1e-4]]}
+    rates = Rates(card_of_file(card_file(launches=FILE.launches | itself)))
+    assert rates.compute(work) == 1.1e-4
+    assert rates.compute(other) == alone  # and not what the activation takes besides
+    besides = 8 * 32768 * 1024  # nor what is like it, but writes the activation once more
+    assert rates.compute(more) == pytest.approx(alone + EXPOSED * besides / bandwidth)
 
 
 def kind_of(work):

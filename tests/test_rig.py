@@ -12,14 +12,14 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
+from llmq.model.linear import Linear
 from llmq.rig import child, exchanges, facts, host, ladder, launches, load, rows, steps
-from llmq.rig.child import Job
 from llmq.rig.findings import words_on
 from llmq.rig.rig import run_rig
 from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
-from tests.rigs import H100, report, results
+from tests.rigs import H100, job, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
 
@@ -253,11 +253,6 @@ def test_nothing_measured_makes_no_card_file(cache, tmp_path):
 # -- parts, as far as they run without a GPU -----------------------------------------------------
 
 
-def job(seconds=1.0):
-    notes = []
-    return Job(time.monotonic() + seconds, notes.append), notes
-
-
 def test_a_child_notes_what_it_finds():
     found = child.run_part("host", 0.5, {"disk": "/nowhere/at/all", "memory_mib": 1})
     assert found["result"]["memory"] > 0 and found["result"]["product"] > 0
@@ -439,9 +434,23 @@ def test_steps_after_one_that_crashes(cache, trained, tmp_path):
         return found
 
     found = run_rig(tmp_path / "rig", 10.0, measure)
-    assert left == [steps.runs(True), steps.runs(True)[2:]]
+    assert left == [steps.runs(True, 2), steps.runs(True, 2)[2:]]
     assert len(found["measured"]["steps"]) == 2
-    assert found["parts"]["steps 1.5B, e4m3"]["error"] == "it crashed"
+    assert found["parts"]["steps 1.5B, e4m3, beside others"]["error"] == "it crashed"
+
+
+def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch):
+    def measured(job, options, settle):
+        return {"options": options, "fuses": Linear.fuses}
+
+    monkeypatch.setattr(steps, "_measured", measured)
+    work, notes = job(10)
+    alone, both = steps.runs(True), steps.runs(True, 2)
+    beside = both[: steps.FIRST]
+    assert both[steps.FIRST :] == alone and all(steps.BESIDE in run for run in beside)
+    steps.measure(work, runs=[*beside, alone[0]])
+    found = [record["fuses"] for record in notes[-1]["steps"]]
+    assert found == [False] * steps.FIRST + [True]
 
 
 def test_steps_that_do_not_fit_are_left_out(monkeypatch):

@@ -30,7 +30,7 @@ from op_calls import OPS, SEED, Call, Spec, cases, scalars
 
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, U8
 from llmq.base.errors import LlmqError
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import fill, random
 from llmq.rig.ladder import fill_codes
@@ -53,6 +53,8 @@ PRODUCTS = (
     "matmul_adapted",
     "matmul_fp8",
     "matmul_int8",
+    "matmul_swiglu",
+    "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory
 
 
@@ -72,8 +74,8 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [made(name, part) for part in value]
-        if isinstance(value, Fp8Out):
-            return Fp8Out(*(made(name, part) for part in value))
+        if isinstance(value, Fp8Out | ProductCodes):
+            return type(value)(*(made(name, part) for part in value))
         if isinstance(value, np.ndarray):
             dtype = next(d for d in (I32, F32, I64) if d.numpy == value.dtype)
             tensor = dev.alloc(name, value.shape, dtype, "Activations")
@@ -141,7 +143,7 @@ class Ceilings:
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
-        if known is None and (op in ("matmul_fp8", "matmul_int8") or call == "fp8"):
+        if known is None and (op in ("matmul_fp8", "matmul_int8") or call.startswith("fp8")):
             return 2 * self.product, "2 x product"
         if known is None:
             return self.product, "product"

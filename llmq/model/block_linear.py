@@ -4,7 +4,8 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-Where it is faster, both terms of y, or of d_x without dropout, are one product.
+Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
+the MLP's activation makes of y, or its gradient of d_x.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -69,7 +70,9 @@ class BlockLinear:
         scalars: Tensor | None,
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
-        self.dev, self.linear, self.drops = dev, linear, False
+        self.dev, self.config, self.linear, self.drops = dev, config, linear, False
+        # Products that have the activation in them write no codes of what it is of.
+        self._may_activate = config.gated and options.mlp_dtype == options.model_dtype
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -97,53 +100,86 @@ class BlockLinear:
         """
         return self.linear.adds and not self._parts
 
+    def activates(self, layer: int, key: str, x: Operand, w: BlockWeights) -> bool:
+        """Whether the activation is part of the product of x beside it.
+
+        up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
+        is d_out. Others never. The product of a tensor alone has the same sums there.
+        """
+        parts, backward = self._parts.get((layer, key)), key == "down"
+        if key not in ("up", "down") or not self._may_activate:
+            return False
+        # A bias comes before the activation, and dropout before the sum that it is of.
+        if w.up_bias is not None if key == "up" else parts and self._probability:
+            return False
+        F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
+        return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
+
     def forward(
         self,
         layer: int,
         key: str,
-        out: Tensor,
+        out: Tensor | ProductCodes | Activated,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None, as it is where there are adapters.
+        addend: like out, other memory, or None, as it is where there are adapters. Beside these no
+        product writes codes.
         """
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
+        # Also of a tensor: what is computed again gets the bits of the first time.
+        fused = key == "up" and self.activates(layer, key, x, w)
+        if parts is None and fused:
+            self.linear.fused(out, x, weight)
+            return
         if parts is None:
             more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
-        joins = bias is None and self.linear.joins(out, x, weight, parts.hidden)
+        joins = fused or (bias is None and self.linear.joins(out, x, weight, parts.hidden))
         if not joins:
             self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             if joins:
-                self.linear.adapted(out, x, weight, parts.hidden, b)
+                self.linear.fused(out, x, weight, parts.hidden, b)
             else:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
-        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights, g: BlockGrads
+        self,
+        layer: int,
+        key: str,
+        d_x: Tensor | ProductCodes | ActivatedGradient,
+        d_out: Operand,
+        w: BlockWeights,
+        g: BlockGrads,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
+        # Also of a tensor: whether the activation is made again changes no bit.
+        fused = key == "down" and self.activates(layer, key, d_out, w)
+        if parts is None and fused:
+            self.linear.fused(d_x, d_out, weight, backward=True)
+            return
         if parts is None:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
-        joins = self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
-        joins = joins and not self._probability
+        joins = fused or (
+            not self._probability and self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
+        )
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
         self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
         if joins:
-            self.linear.adapted(d_x, d_out, weight, d_hidden, a, backward=True)
+            self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
             return
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=True)

@@ -9,7 +9,7 @@ Scratch is a stack: codes of a tensor that is gone before them are taken before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -19,7 +19,15 @@ from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Activation, slot
-from llmq.model.operands import GRADIENTS, HEAD, NAMES, Operands, Write
+from llmq.model.operands import (
+    GRADIENTS,
+    HEAD,
+    NAMES,
+    RESULTS,
+    Operands,
+    Result,
+    Write,
+)
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.runtime.device import Device
@@ -36,15 +44,19 @@ def make_operands(
         return Operands(dev, shape, dtype)
     gradient = parse_dtype(options.gradient_dtype)
     formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
+    if options.mlp_dtype == "e4m3":
+        formats |= dict(zip(RESULTS, (E4M3, gradient), strict=True))
     limits = {
-        slot(layer, name): MAX[formats[name]] for layer in range(num_layers) for name in NAMES
+        slot(layer, name): MAX[formats[name]] for layer in range(num_layers) for name in formats
     }
+    products = [name for name in limits if name.rpartition(".")[2] in RESULTS]
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
     keeps = options.lora_rank > 0
     if options.fp8_recipe == "delayed":
-        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits), keeps_tensors=keeps)
+        scales = DelayedScales(dev, limits, products)
+        return Delayed(dev, shape, dtype, formats, scales, keeps_tensors=keeps)
     return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), keeps_tensors=keeps)
 
 
@@ -112,9 +124,9 @@ class JustInTime(Operands):
         return self._fp8(x.slot, x.tensor, None, x.codes)
 
     def input_again(
-        self, temps: ExitStack, x: Activation, write: Write, *, product: bool, out: Tensor | None
+        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
-        kept = (out or x.place(self.dev, temps)) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self.keeps_tensors else None
         q, q_t = self._codes(temps, x.slot, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.slot, q, q_t) if q or q_t else None
         write(Target(kept, None, codes))
@@ -142,7 +154,8 @@ class JustInTime(Operands):
 
     def largest(self) -> np.ndarray:
         values = self.dev.download(self.scales.abs_maxes)[:, 0]
-        return values[: len(values) // len(NAMES) * len(NAMES)].reshape(-1, len(NAMES))
+        width = len(self.formats.keys() - {HEAD})
+        return values[: len(values) // width * width].reshape(-1, width)
 
 
 class Delayed(JustInTime):
@@ -165,6 +178,7 @@ class Delayed(JustInTime):
 
         q_t = None if keeps_tensors else alloc("q_t", shape[::-1])
         self._half_gradient = (alloc("q", shape), q_t)
+        self._coded = RESULTS[0] in formats  # whether products write codes
 
     def _direct(
         self, slot: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
@@ -189,14 +203,45 @@ class Delayed(JustInTime):
         quantize.scaled(self.dev, x, self.scales.fp8_out(slot, q, q_t), abs_max=largest)
         return self._fp8(slot, x, q, q_t)
 
+    # Without scales, what is never there but as codes is written twice: with any scale for its
+    # largest value, and with the scale that follows from it. Another form would need memory that
+    # no later step needs.
+
+    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
+        if not self._coded:
+            return super().result(slot, out, multiply)
+        codes = self.scales.product(slot, out)
+        multiply(codes)
+        if not self.scales.ready:
+            self.scales.settle(slot)
+            multiply(codes)
+        return codes
+
+    def result_again(self, slot: str, out: Tensor) -> Result:
+        return self.scales.product(slot, out, again=True) if self._coded else out
+
+    def written(self, slot: str, launch: Callable[[], None]) -> None:
+        launch()
+        if self._coded and not self.scales.ready:
+            self.scales.settle(slot)
+            launch()
+
     def gradient(
-        self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
+        self,
+        temps: ExitStack,
+        slot: str,
+        write: Write,
+        *,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        bias: bool,
     ) -> Operand:
         # RoPE backward writes the tensor or its codes.
         again = self.keeps_tensors and slot.endswith("d_qkv")
-        if again or not self.scales.ready:
-            return super().gradient(temps, slot, write, out=out, bias=bias)
-        q, q_t = self._codes(temps, slot, out.shape)
+        known = self.scales.ready or (self._coded and slot.endswith("d_mlp_up"))
+        if again or not known:
+            return super().gradient(temps, slot, write, shape=shape, out=out, bias=bias)
+        q, q_t = self._codes(temps, slot, shape)
         source = out if bias or self.keeps_tensors else None
         write(self._direct(slot, source, q, q_t))
         return self._fp8(slot, source, q, q_t)

@@ -2,7 +2,10 @@
 
     x -> up -> swiglu|geglu|gelu -> down -> out
 
+Where `BlockLinear.activates`, a product and the activation behind it are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+With --mlp-dtype e4m3 it also turns the memory of what products write for the activation into fp8
+codes and a scale: mlp_up, and the gradient of the activation's output.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Operand, Target
+from llmq.base.dtypes import parse_dtype
+from llmq.base.operand import Activated, ActivatedGradient, Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.block_linear import BlockLinear
-from llmq.model.operands import InputAgain, Operands
+from llmq.model.operands import InputAgain, Operands, Result
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
+
+NOWHERE = Target(None)
 
 
 def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -36,25 +43,41 @@ class MlpAgain(NamedTuple):
     a gated MLP (rows, 2F)."""
 
     x: Operand | None
-    mlp_up: Tensor
+    mlp_up: Result
 
 
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        operands: Operands,
+        linear: BlockLinear,
+    ):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
+        self.gelu = config.activation == "geglu"
+        coded = options.mlp_dtype == "e4m3"
+        self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
-        mlp_up = layer.mlp_up.place(self.dev, temps)
-        self.linear.forward(layer.index, "up", mlp_up, x, w)
 
-        def activate(to: Target) -> None:
-            self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+        def write(to: Target) -> None:
+            if self.linear.activates(layer.index, "up", x, w):
+                out = Activated(layer.mlp_up.tensor, to, self.gelu)
+                self.linear.forward(layer.index, "up", out, x, w)
+                return
+            with ExitStack() as inner:
+                place = layer.mlp_up.place(self.dev, inner)
+                multiply = partial(self.linear.forward, layer.index, "up", x=x, w=w)
+                mlp_up = self.operands.result(layer.mlp_up.slot, place, multiply)
+                self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
-        mlp_act = self.operands.input(temps, layer.mlp_act, activate)
+        mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out
         self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
@@ -63,7 +86,8 @@ class MlpHalf:
     ) -> MlpAgain:
         """What backward needs: kept, or computed again."""
         computed = layer.recompute.ffn
-        mlp_up = layer.mlp_up.place(self.dev, temps)
+        place = layer.mlp_up.place(self.dev, temps)
+        mlp_up = self.operands.result_again(layer.mlp_up.slot, place)
         x = None
         if computed or self.linear.needs_input(layer.index, "up", g):
             x = x_again(product=computed)
@@ -80,7 +104,8 @@ class MlpHalf:
         d_out: Tensor,
         d_x: Tensor,
     ) -> None:
-        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up."""
+        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up, but
+        for codes."""
         mlp_up = again.mlp_up
 
         def write(to: Target) -> None:
@@ -88,7 +113,12 @@ class MlpHalf:
 
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
-            d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
+            out, shape = mlp_up, layer.mlp_up.shape
+            if isinstance(mlp_up, ProductCodes):  # their memory is too small
+                scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
+                out = temps.enter_context(scratch) if bias else None
+            gradient = self.operands.gradient
+            d_mlp_up = gradient(temps, slot, write, shape=shape, out=out, bias=bias)
             self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
@@ -97,45 +127,49 @@ class MlpHalf:
         layer: Layer,
         w: BlockWeights,
         g: BlockGrads,
-        mlp_up: Tensor,
+        mlp_up: Result,
         d_out: Tensor,
         to: Target,
     ) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
         with ExitStack() as temps:
-            shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
-            d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
-            needed = self.linear.needs_input(layer.index, "down", g)
-            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
+
+            def write(act: Target) -> None:
+                self._d_mlp_up(layer, w, g, mlp_up, d_down, to, act)
+
+            mlp_act = self.operands.kept(layer.mlp_act)
+            if mlp_act is None and self.linear.needs_input(layer.index, "down", g):
+                mlp_act = self.operands.input_again(temps, layer.mlp_act, write, product=False)
+            else:
+                write(NOWHERE)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
 
-    def _activate_backward(
+    def _d_mlp_up(
         self,
-        temps: ExitStack,
         layer: Layer,
-        mlp_up: Tensor,
-        d_mlp_act: Tensor,
+        w: BlockWeights,
+        g: BlockGrads,
+        mlp_up: Result,
+        d_down: Operand,
         to: Target,
-        *,
-        needed: bool,
-    ) -> Operand | None:
-        """Returns the activation, which the same kernel makes again if it was not kept.
-
-        needed: by a gradient; else it may be None.
-        """
-        dev, backward = self.dev, self.activate_backward
-        kept = self.operands.kept(layer.mlp_act)
-        if kept is not None or not needed:
-            backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
-            return kept
-
-        def write(act: Target) -> None:
-            backward(
-                dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
-                out=act.out, out_fp8=act.fp8,
+        act: Target,
+    ) -> None:
+        """`to` from d_down; and the activation once more, where `act` wants it."""
+        # With the activation's codes in it as well, one kernel takes longer than two.
+        if act.fp8 is None and self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act.out, self.gelu)
+            self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
+            return
+        multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g)
+        with ExitStack() as temps:
+            place = act.out  # may go where its gradient is, which is not needed again
+            if place is None:
+                scratch = self.dev.scratch("d_mlp_act", layer.mlp_act.shape, self._gradient_dtype)
+                place = temps.enter_context(scratch)
+            d_mlp_act = self.operands.result(layer.slot("d_mlp_act"), place, multiply)
+            backward = partial(
+                self.activate_backward, self.dev, to.out, d_mlp_act, mlp_up,
+                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
             )  # fmt: skip
-
-        # The activation may go where its gradient is, which is not needed again.
-        return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)
+            self.operands.written(layer.slot("d_mlp_up"), backward)

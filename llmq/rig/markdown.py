@@ -8,6 +8,7 @@ from typing import Any
 from llmq.base.dtypes import GIB
 
 Report = dict[str, Any]
+BESIDE = " (products as beside other GPUs)"
 
 
 def markdown(report: Report) -> str:
@@ -189,7 +190,7 @@ def _steps(report: Report) -> str:
         (
             found["options"]["model"],
             f"{found['options']['batch-size']} x {found['options']['seq-len']}",
-            _flags(found["options"]),
+            _flags(found["options"]) + BESIDE * bool(found.get("beside")),
             _number(found["tokens_per_second"], "{:,.0f}"),
             _number(found["idle"], "{:.1%}"),
             _number(found["seconds"], "{:.0f} s"),

@@ -157,7 +157,7 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
     measured["ladder"] = rig.part("ladder", {})
     measured["steps"] = []
     share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
-    _measure_steps(rig, steps.runs(fp8), rig.elapsed + share * rig.seconds)
+    _measure_steps(rig, steps.runs(fp8, gpus), rig.elapsed + share * rig.seconds)
 
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:

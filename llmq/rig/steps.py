@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
 from llmq.bench.measure import idle_share, launch_times, open_trainer, random_batches, timed_steps
 from llmq.config.presets import preset
+from llmq.model.linear import Linear
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.launches import as_in_steps
@@ -29,6 +32,8 @@ ROUNDS = 3  # steps whose launches are timed
 BATCHES = (32, 16, 8, 4, 2, 1)  # sequences, of which as many as fit are taken
 QUARTER = 4
 MULTIPLE = 128  # that vocabularies are of, as Qwen2.5's is
+BESIDE = "beside"  # beside a run's options: whether its products are those beside other GPUs
+FIRST = 5  # runs that are measured so, where there are other GPUs
 MANY = 10_000  # steps that a trainer is opened for: more than there is time for
 SHARED = {
     "from-scratch": True,
@@ -56,11 +61,18 @@ def quarter(model: str, **options: Any) -> dict[str, Any]:
     return SHARED | {"model": model} | sizes | options
 
 
-def runs(fp8: bool) -> list[dict[str, Any]]:
+def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
     """The options of every run, the most telling first: sizes, formats, and small micro-batches.
 
-    batch-size: at most.
+    batch-size: at most. gpus: of the rig. Several launch other products than one, which computes
+    more in them: the first runs are measured in both ways.
     """
+    alone = _runs(fp8)
+    beside = [options | {BESIDE: True} for options in alone[:FIRST]] if gpus > 1 else []
+    return beside + alone
+
+
+def _runs(fp8: bool) -> list[dict[str, Any]]:
     small, mid, larger, large = (f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B"))
     bf16 = [
         quarter(mid, **WHOLE),
@@ -89,12 +101,13 @@ def runs(fp8: bool) -> list[dict[str, Any]]:
     ]
     few = [(mid, 8), (small, 4), (large, 2)]
     third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
-    return [*first, *bf16[:2], *second, *bf16[2:5], *third, *bf16[5:]]
+    return [*first, *bf16[:3], *second, *bf16[3:5], *third, *bf16[5:]]
 
 
 def title_of(options: dict[str, Any]) -> str:
     """Short, for progress and the report."""
     flags = [str(options["model"]).rpartition("-")[2], options.get("matmul-dtype", "bf16")]
+    flags += ["beside others"] if options.get(BESIDE) else []
     flags += [
         f"{name} {options[name]}"
         for name in (
@@ -110,8 +123,8 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
     """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
     not, of those that do not fit, by index.
 
-    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`, `idle`
-    and `options` of the run.
+    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`, `idle`,
+    `options` and BESIDE of the run.
     """
     found: dict[str, Any] = {"steps": [], "refused": {}}
     longest = 0.0
@@ -121,7 +134,8 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
         start = time.monotonic()
         print(f"  {title_of(options)}", flush=True)
         try:
-            record = _measured(job, options, settle)
+            with _library_products() if options.get(BESIDE) else nullcontext():
+                record = _measured(job, options, settle)
             record["seconds"] = time.monotonic() - start
             found["steps"].append(record)
         except LlmqError as error:
@@ -130,11 +144,22 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
         job.note(found)
 
 
+@contextmanager
+def _library_products() -> Iterator[None]:
+    """Within the block no product is of our own, as none is where GPUs exchange data."""
+    fuses, Linear.fuses = Linear.fuses, False
+    try:
+        yield
+    finally:
+        Linear.fuses = fuses
+
+
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
     """Of the largest micro-batch of BATCHES that fits, and is no larger than the options have."""
     most = given.get("batch-size", BATCHES[0])
+    options = {name: value for name, value in given.items() if name != BESIDE}
     for batch in (batch for batch in BATCHES if batch <= most):
-        options = given | {"batch-size": batch}
+        options |= {"batch-size": batch}
         try:
             trainer = open_trainer(options, MANY)
             break
@@ -155,6 +180,7 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
         rounds = [_launches(trainer, batches, count) for _ in range(ROUNDS)]
         return {
             "options": options,
+            BESIDE: given.get(BESIDE, False),
             "tokens_per_second": trainer.plan.tokens / step,
             "idle": statistics.median(idle_share(times, step) for times in rounds),
             "launches": as_in_steps(rounds, step),

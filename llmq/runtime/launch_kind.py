@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
+
+# Products of our own, which take about as long as the library's of the same matrices: where these
+# are among their arguments, and a word for what they do besides.
+FUSED = {
+    "matmul_adapted": (1, "adapted"),
+    "matmul_swiglu": (2, "swiglu"),
+    "matmul_swiglu_backward": (1, "swiglu_backward"),
+}
+LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
+OPERANDS = 6  # arguments of all of them: a, b, h and tail of adapters, and two scales
 
 
 class Kind(NamedTuple):
@@ -24,16 +35,21 @@ class Kind(NamedTuple):
 
 def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: int) -> Kind:
     """Of one launch, copy or fill: file and entry of its kernel, or "" and what it does."""
-    tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
+    tensors = _names(args)
+    if entry in FUSED:
+        library, (a, b), (m, n, k) = fused_product(entry, args)
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", "bf16", FUSED[entry][1]]
+        if library == "matmul_fp8":
+            words[:4] = ["1", a.dtype.name, "0"]  # as below
+        if FUSED[entry][1] in LONGER:  # by as much as it writes: what is kept, codes or tensors
+            first, _ = FUSED[entry]
+            besides = args[:first] + args[first + OPERANDS :]
+            words.append(",".join(_names(besides)))
+        return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
-        more = []
-        if entry == "matmul_adapted":  # takes about as long as the library's
-            by_rows = int(args[2].shape[0] == n)
-            entry, flags = ("matmul", [0, by_rows, 0]) if a == "bf16" else ("matmul_fp8", [0, 1])
-            more = ["adapted"]
-        words = [a, *map(str, reversed(flags)), out, *more]
+        words = [a, *map(str, reversed(flags)), out]
         if entry == "matmul_fp8":  # whether sums are fast matters more than which 8-bit format
             words[:2] = words[1::-1]
         if file == "matmul" and tensors[-2] != "-":  # the last one is the workspace
@@ -44,6 +60,34 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
         return Kind(f"{entry}/{file.partition('.')[2] or 'library'}/{tensors[0]}", sizes)
     return Kind(f"{entry}/{','.join(tensors)}", (device_bytes,))
+
+
+def fused_product(
+    entry: str, args: tuple
+) -> tuple[str, tuple[Tensor, Tensor], tuple[int, int, int]]:
+    """Of a launch of FUSED: the library's entry point of the same product, its a and b, M, N, K."""
+    first, _ = FUSED[entry]
+    a, b = args[first : first + 2]
+    m, k = a.shape
+    return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
+
+
+class More(NamedTuple):
+    """What a launch does beside the library's product of the same matrices. nbytes: what it moves.
+    turns: whether it writes codes in both layouts."""
+
+    nbytes: int = 0
+    turns: bool = False
+
+
+def more_work(entry: str, args: tuple, device_bytes: int) -> More:
+    """Nothing of launches that are not of FUSED."""
+    if entry not in FUSED:
+        return More()
+    _, (a, b), (m, n, _) = fused_product(entry, args)
+    nbytes = max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
+    codes = [x for x in args if isinstance(x, Tensor) and x.dtype.itemsize == 1]
+    return More(nbytes, turns=len([x for x in codes if x is not a and x is not b]) == 2)
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:
@@ -59,6 +103,10 @@ def library_heads(file: str, entry: str, args: tuple) -> tuple[int, int, int] | 
     return parts, num_heads, num_kv_heads
 
 
-def _points(value: object) -> bool:
-    """Whether an argument is a tensor, or could be."""
-    return value is None or isinstance(value, Tensor)
+def _names(args: tuple) -> list[str]:
+    """The formats of the tensors among these arguments, "-" for each that could be one."""
+    return [
+        x.dtype.name if isinstance(x, Tensor) else "-"
+        for x in args
+        if x is None or isinstance(x, Tensor)
+    ]

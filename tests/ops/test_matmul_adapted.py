@@ -70,15 +70,18 @@ def test_gradients_in_e5m2(hopper, rng, dtypes):
 
 @gpu_only
 def test_without_adapters(hopper, rng):
+    """As what is computed again: the up product, and gradients before the activation's."""
     check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
+    for dtype in (E4M3, E5M2):
+        check(hopper, arrays_of(rng, (304, 208, 144, 0, True), dtype, E4M3), True)
 
 
 @gpu_only
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_all_multiprocessors(hopper, rng, dtype, transposed):
-    """Several tiles of each cluster, in several groups of columns."""
-    check(hopper, arrays_of(rng, (2064, 8208, 1040, 40, transposed), dtype, dtype), transposed)
+    """Several tiles of each cluster, in several groups of columns, of which K makes few."""
+    check(hopper, arrays_of(rng, (2064, 3088, 8208, 40, transposed), dtype, dtype), transposed)
 
 
 def test_where_it_is_faster():
