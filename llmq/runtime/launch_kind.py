@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
 
+OPERANDS = 6  # arguments of all products of our own: a, b, h and tail of adapters, and two scales
 # Products of our own, which take about as long as the library's of the same matrices: where these
 # are among their arguments, and a word for what they do besides.
 FUSED = {
@@ -15,7 +16,6 @@ FUSED = {
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
 LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
-OPERANDS = 6  # arguments of all of them: a, b, h and tail of adapters, and two scales
 
 
 class Kind(NamedTuple):
@@ -42,9 +42,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
         if FUSED[entry][1] in LONGER:  # by as much as it writes: what is kept, codes or tensors
-            first, _ = FUSED[entry]
-            besides = args[:first] + args[first + OPERANDS :]
-            words.append(",".join(_names(besides)))
+            end = FUSED[entry][0] + OPERANDS
+            words.append(",".join(_names(args[: end - OPERANDS] + args[end:])))
         return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
