@@ -45,8 +45,12 @@ SHARED = {
 WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}
-EXACT = {"fp8-fast-accumulation": "none", "fp8-recipe": "jit"}
+JIT = {"fp8-recipe": "jit"}
+EXACT = JIT | {"fp8-fast-accumulation": "none"}
 AGAIN = {"recompute-norm": True, "recompute-ffn": True}
+# As searches have it for 7B, in half of its layers: there products write less, and others more.
+HALF = {"recompute-swiglu": True, "recompute-layers": "0-3"}
+MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
@@ -74,14 +78,15 @@ def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
 
 def _runs(fp8: bool) -> list[dict[str, Any]]:
     small, mid, larger, large = (f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B"))
+    many = {"batch-size": 16}
     bf16 = [
         quarter(mid, **WHOLE),
         quarter(small, **WHOLE),
         quarter(large, **LORA),
-        quarter(large, **WHOLE | {"batch-size": 16}),
+        quarter(large, **WHOLE | HALF | many),
         quarter(large, **LORA | NF4),
-        quarter(mid, **WHOLE | {"batch-size": 8}),
         quarter(mid, **WHOLE | {"matmul-dtype": "int8"}),
+        quarter(mid, **WHOLE | {"batch-size": 8}),
         quarter(small, **WHOLE | {"batch-size": 4}),
         quarter(large, **WHOLE | {"batch-size": 2}),
     ]
@@ -89,19 +94,21 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         return bf16
     first = [
         quarter(mid, **WHOLE | FP8),
-        quarter(large, **WHOLE | FP8 | {"batch-size": 16}),
+        quarter(large, **WHOLE | FP8 | HALF | many),
         quarter(small, **WHOLE | FP8),
     ]
     second = [
-        quarter(large, **LORA | CODES),
-        quarter(larger, **WHOLE | FP8 | {"batch-size": 16}),
-        quarter(mid, **WHOLE | FP8 | EXACT),
-        quarter(large, **WHOLE | FP8 | FAST | AGAIN | {"batch-size": 16}),
-        quarter(small, **WHOLE | FP8 | FAST),
+        quarter(large, **LORA | CODES | HALF),
+        quarter(large, **WHOLE | FP8 | HALF | many | {"mlp-dtype": "e4m3"}),
+        quarter(mid, **WHOLE | FP8 | JIT),
+        quarter(large, **WHOLE | FP8 | FAST | AGAIN | many),
+        quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
+        quarter(larger, **WHOLE | FP8 | many),
     ]
     few = [(mid, 8), (small, 4), (large, 2)]
     third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
-    return [*first, *bf16[:3], *second, *bf16[3:5], *third, *bf16[5:]]
+    last = [quarter(mid, **WHOLE | FP8 | EXACT), *bf16[6:]]
+    return [*first, *bf16[:3], *second, *bf16[3:6], *third, *last]
 
 
 def title_of(options: dict[str, Any]) -> str:
@@ -111,8 +118,8 @@ def title_of(options: dict[str, Any]) -> str:
     flags += [
         f"{name} {options[name]}"
         for name in (
-            *("fp8-fast-accumulation", "head-dtype", "fp8-recipe", "lora-rank", "base-dtype"),
-            "batch-size",
+            *("fp8-fast-accumulation", "head-dtype", "mlp-dtype", "fp8-recipe"),
+            *("lora-rank", "base-dtype", "batch-size"),
         )
         if options.get(name, "delayed") != "delayed"
     ]
