@@ -1,9 +1,9 @@
 """What reading sensors and drawing the live view cost a training step, in turns in one process.
 
-    python tools/sensor_cost.py [--model Qwen2.5-0.5B] [--batch-size 16] [--rounds 20] [--gpus 1]
+    python tools/sensor_cost.py [--model Qwen2.5-0.5B] [--batch-size 16] [--rounds 21] [--gpus 1]
 
 Each round times the same steps alone, beside the thread that reads the sensors once a second, and
-beside that thread and the live view. Prints the median time of a step of each way, the median of
+beside that thread and the live view, each way as often first as the others. Prints the median time of a step of each way, the median of
 what it takes more than the step alone in the same round, in percent, with the standard error of
 that, and how often rank 0 waits for its GPU in a step. Random batches, no checkpoint, no log.
 """
@@ -63,9 +63,10 @@ def measured(trainer: Any, steps: int, rounds: int) -> dict[str, tuple[list[floa
     timed_steps(trainer, batches, WARM_UP)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     waits = {}
-    for _ in range(rounds):
-        for name, way in WAYS.items():
-            with way(trainer):
+    for number in range(rounds):
+        for place in range(len(WAYS)):
+            name = list(WAYS)[(number + place) % len(WAYS)]
+            with WAYS[name](trainer):
                 seconds[name].append(timed_steps(trainer, batches, steps)[0])
                 waits[name] = host_work(trainer, batches)[1]
     return {name: (seconds[name], waits[name]) for name in WAYS}
@@ -93,7 +94,7 @@ def main(
     seq_len: Annotated[int, typer.Option(min=1)] = 1024,
     grad_accumulation: Annotated[int, typer.Option(min=1)] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Of each way in a round.")] = 20,
-    rounds: Annotated[int, typer.Option(min=1)] = 20,
+    rounds: Annotated[int, typer.Option(min=1)] = 21,
     gpus: Annotated[int, typer.Option(min=0, help="0: all.")] = 1,
     device: str = "auto",
 ) -> None:
