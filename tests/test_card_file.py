@@ -20,7 +20,7 @@ from llmq.config.rig_cards import card_of_file, rig_card
 from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu_backward
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import EXPOSED, Measured
+from llmq.plan.measured import EXPOSED, Measured, half_wave
 from llmq.plan.plan import make_plan
 from llmq.plan.target import target
 from llmq.rig import steps
@@ -226,6 +226,22 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
     assert rates.compute(other) == alone  # and not what the activation takes besides
     besides = 8 * 32768 * 1024  # nor what is like it, but writes the activation once more
     assert rates.compute(more) == pytest.approx(alone + EXPOSED * besides / bandwidth)
+
+
+def test_what_a_product_does_besides_is_by_its_result():
+    """What it does besides is by the size of its result, however long the sums are."""
+
+    def call(depth, dev, alloc):
+        a, b, up = alloc("a", (32768, depth)), alloc("b", (depth, 1024)), alloc("up", (32768, 2048))
+        return lambda: matmul_swiglu_backward.backward(dev, up, a, b, up)
+
+    deep, deeper = (traced(partial(call, depth)) for depth in (4096, 8192))
+    besides = EXPOSED * 6 * 32768 * 1024 / Measured(FILE).bandwidth
+    itself = {kind_of(deep).name: [[[32768, 1024, 4096], 1e-3 + besides]]}
+    file = card_file(launches=FILE.launches | itself)
+    wave = half_wave(8192, file.num_sms)  # of both: longer sums are split
+    expected = 1e-3 * (deeper.flops + wave) / (deep.flops + wave) + besides
+    assert Rates(card_of_file(file)).compute(deeper) == pytest.approx(expected)
 
 
 def kind_of(work):

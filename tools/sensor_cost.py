@@ -3,9 +3,10 @@
     python tools/sensor_cost.py [--model Qwen2.5-0.5B] [--batch-size 16] [--rounds 21] [--gpus 1]
 
 Each round times the same steps alone, beside the thread that reads the sensors once a second, and
-beside that thread and the live view, each way as often first as the others. Prints the median time of a step of each way, the median of
-what it takes more than the step alone in the same round, in percent, with the standard error of
-that, and how often rank 0 waits for its GPU in a step. Random batches, no checkpoint, no log.
+beside that thread and the live view, each as often first as the others. Prints the median time of a
+step of each way, the median of what it takes more than the step alone in the same round, in
+percent, with the standard error of that, and how often rank 0 waits for its GPU in a step. Random
+batches, no checkpoint, no log.
 """
 
 from __future__ import annotations

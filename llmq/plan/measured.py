@@ -62,11 +62,11 @@ class Measured:
         its own."""
         key = (kind, more)
         if key not in self._seconds:
-            way = self._product if kind.is_product else self._moves
-            seconds = way(kind, flops, device_bytes - more.nbytes)
-            itself = tuple(kind.name.split("/")) in self._by_words
-            if seconds is not None and self.bandwidth is not None and not itself:
-                seconds += exposed(more) / self.bandwidth
+            besides = 0.0 if self.bandwidth is None else exposed(more) / self.bandwidth
+            if kind.is_product:
+                seconds = self._product(kind, flops, device_bytes - more.nbytes, besides)
+            else:
+                seconds = self._moves(kind, device_bytes)
             self._seconds[key] = seconds
         return self._seconds[key]
 
@@ -84,28 +84,34 @@ class Measured:
         counts = range(len(words), 0, -1)
         return next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
 
-    def _product(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
+    def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
         """As its own size took, or at the rate of the nearest ones, the more the nearer they are.
 
-        The last wave of tiles, half empty as it is on average, counts as work.
+        The last wave of tiles, half empty as it is on average, counts as work. besides: seconds
+        that it takes for what a product does not do, which is by the size of the result.
         """
         known = self._like(kind)
         if not known:
             return None
+        itself = tuple(kind.name.split("/")) in self._by_words  # does that, too
         if kind.sizes in known:
-            return known[kind.sizes]
+            return known[kind.sizes] + (0.0 if itself else besides)
         distances = {sizes: _distance(sizes, kind.sizes) for sizes in known}
         near = sorted(distances, key=distances.__getitem__)[:NEAREST]
         weights = [1 / distances[sizes] for sizes in near]
         num_sms = self.file.num_sms
+        per_result = besides / math.prod(kind.sizes[:2]) if itself else 0.0
         per_flop = [
-            known[sizes] / (2 * math.prod(sizes) + half_wave(sizes[2], num_sms)) for sizes in near
+            _product_alone(known[sizes], per_result * math.prod(sizes[:2]))
+            / (2 * math.prod(sizes) + half_wave(sizes[2], num_sms))
+            for sizes in near
         ]
         mean = sum(map(float.__mul__, weights, per_flop)) / sum(weights)
         memory = 0.0 if self.bandwidth is None else device_bytes / self.bandwidth
-        return max((flops + half_wave(kind.sizes[2], num_sms)) * mean, memory, self._least)
+        alone = max((flops + half_wave(kind.sizes[2], num_sms)) * mean, memory, self._least)
+        return alone + besides
 
-    def _moves(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
+    def _moves(self, kind: Kind, device_bytes: int) -> float | None:
         """On the line between the two sizes around it; a launch of nothing takes the least time."""
         known = self._like(kind)
         if not known:
@@ -130,6 +136,11 @@ def measured(file: CardFile) -> Measured:
 def half_wave(depth: int, num_sms: int) -> int:
     """FLOPs that half of the multiprocessors could do in a product's last wave of tiles."""
     return TILE * min(depth, TILE_DEPTH) * num_sms
+
+
+def _product_alone(seconds: float, besides: float) -> float:
+    """Of these seconds; what a product does besides is hidden where it would be more than half."""
+    return max(seconds - besides, seconds / 2)
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
