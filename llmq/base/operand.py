@@ -33,21 +33,25 @@ class ProductCodes(NamedTuple):
     finite value MAX; NaN stays NaN. The product finds its largest |x|, and the kernel that reads
     the codes first does what else is to be known of the tensor: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)
+        codes      out    E4M3, E5M2 (rows, features)  or None, of a product that has its reader in
+                                                       it: they are made, and not kept
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
+        found      inout  I32        (4,)              or None; zeros, which a product that has its
+                                                       reader in it leaves as zeros
     """
 
-    codes: Tensor
+    codes: Tensor | None
     scale: Tensor
     factor: Tensor
     largest: Tensor
     abs_max: Tensor | None = None
     saturated: Tensor | None = None
+    found: Tensor | None = None
 
 
 class Target(NamedTuple):
@@ -61,10 +65,11 @@ class Target(NamedTuple):
 class Activated(NamedTuple):
     """What a product writes that has a gated activation behind it: SwiGLU, or with gelu GeGLU.
 
-    up_gate: BF16 (rows, 2F), what the activation is of, or None. act: the activation (rows, F).
+    up_gate: BF16 (rows, 2F), what the activation is of, or None; or ProductCodes, whose reader the
+    activation is. act: the activation (rows, F).
     """
 
-    up_gate: Tensor | None
+    up_gate: Tensor | ProductCodes | None
     act: Target
     gelu: bool
 
@@ -73,13 +78,15 @@ class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 
     up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: the activation (rows, F) once more, where it is wanted.
+    may be up_gate. act: the activation (rows, F) once more, where it is wanted. d_act: None, or
+    where up_gate are codes the codes that the product is rounded to.
     """
 
-    up_gate: Tensor
+    up_gate: Tensor | ProductCodes
     d_up_gate: Target
     act: Target
     gelu: bool
+    d_act: ProductCodes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,16 @@
 // and those of a column 4, which go through shared memory, from where three warps copy whole lines.
 // What is read of up_gate is loaded 16 rows ahead, into registers.
 //
+// With CODED = 1 up_gate are codes, and d_out is rounded to codes of Left instead of BF16, by those
+// that multiply, from F32; its codes stay in shared memory.
+//
 // Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
 //          scale_a, scale_b: F32 (1), of fp8 codes. RANK: R rounded up to 16; 0: there are none.
 //          abs_max, codes, transposed, scale, saturated, out, out_*: as in swiglu.cu. TENSOR: whether
-//          d_up_gate is written, else it is null.
+//          d_up_gate is written, else it is null. With CODED up_codes (M, 2F) of up_scale instead of
+//          up_gate; d_*: ProductCodes of d_out (llmq/base/operand.py), d_found: I32 (4), zeros before
+//          and behind.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors;
 //          dynamic shared memory (ops/matmul_swiglu_backward.py).
 // Cost     2 M F (K + R) FLOPs; reads 4 F bytes a row, and writes as many with codes in both
@@ -40,7 +45,16 @@ constexpr bool TURNS = TRANSPOSED || OUT_TRANSPOSED;
 constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
 constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
 
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, WARPS>;
+#if CODED
+using Rounded = A;
+using Stored = e4m3;  // up_gate
+using Eight = uint2;
+#else
+using Rounded = bf16;
+using Stored = bf16;
+using Eight = uint4;
+#endif
+using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, WARPS, Rounded>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 
@@ -115,13 +129,16 @@ __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& share
 // What a thread of the epilogue does.
 struct Gradients {
     bf16* d_up_gate;
-    const bf16* up_gate;
+    const Stored* up_gate;
     bf16* out;
     Q* codes;
     int M, F;
+    float d_scale, up_scale;  // of CODED, as what follows
+    SharedAddress hot;        // of Product
     Encoder encoder;
     OutEncoder out_encoder;
-    uint4 up[4], gate[4];  // of the part that comes next, a row each
+    u32 count = 0;         // codes of d_out that are +-MAX
+    Eight up[4], gate[4];  // of the part that comes next, a row each
 
     static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
     static __device__ __forceinline__ int four() { return threadIdx.x % 32 / 8; }
@@ -142,9 +159,9 @@ struct Gradients {
     };
 
     __device__ __forceinline__ void load(const Part& part, int row) {
-        const bf16* const from = up_gate + part.place + (i64)row * 2 * F;
-        up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
-        gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
+        const Stored* const from = up_gate + part.place + (i64)row * 2 * F;
+        up[row] = __ldcs(reinterpret_cast<const Eight*>(from));
+        gate[row] = __ldcs(reinterpret_cast<const Eight*>(from + F));
     }
 
     // All tiles of this block.
@@ -187,15 +204,16 @@ private:
                                             const Shared& shared, const unsigned char* box,
                                             int index) {
         const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
-        const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
+        const int first_row = sixteen * LINES + 4 * four();
         uint2 up_codes[4], gate_codes[4], out_codes[4];
 #pragma unroll
         for (int first = 0; first < 4; first += ROWS) {
-            uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
+            uint4 d_up[ROWS], d_gate[ROWS], again[ROWS];
+            Eight d[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const int row = first + i, swizzled = octet() ^ (4 * four() + row) & 7;
-                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (swizzled << 4));
+                const int row = first + i;
+                d[i] = eight(box, first_row + row);
                 forget(up[row]), forget(gate[row]);
             }
             compute(d_up, d_gate, again, d, up + first, gate + first);
@@ -231,6 +249,59 @@ private:
             put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
         }
         if constexpr (OUT_TRANSPOSED) { put_turned(shared.out, sixteen, octet(), four(), out_codes); }
+    }
+
+#if CODED
+    // This thread's codes of a row of d_out.
+    __device__ __forceinline__ uint2 eight(const unsigned char* box, int row) {
+        const uint4 word =
+            *reinterpret_cast<const uint4*>(box + word_of_codes(row, octet() % 4));
+        const uint2 found = octet() < 4 ? first_octet(word) : second_octet(word);
+        if (__builtin_expect(load_shared_word(hot) != 0, 0)) {
+            count += saturated_codes<Rounded>(found);
+        }
+        return found;
+    }
+
+    __device__ __forceinline__ void compute(uint4 (&d_up)[ROWS], uint4 (&d_gate)[ROWS],
+                                            uint4 (&again)[ROWS], const uint2 (&d)[ROWS],
+                                            const uint2* up, const uint2* gate) const {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            float g[8], s[8], x[8], y[8];
+            decode<Stored>(g, gate[row], up_scale);
+            const float far = __uint_as_float(Gate::FAR << 16);
+            float lowest = 0.0f;
+            if (!(Fp8<Stored>::MAX * up_scale < -far)) {  // in most tensors none can be
+#pragma unroll
+                for (int k = 0; k < 8; ++k) { lowest = fminf(lowest, g[k]); }
+            }
+            if (lowest > far) {
+                shares<Gate, false>(s, g);
+            } else {
+                shares<Gate, true>(s, g);
+            }
+            decode<Stored>(x, up[row], up_scale);
+            decode<Rounded>(y, d[row], d_scale);
+            u32 first[4], second[4], third[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int k = 2 * j, l = k + 1;
+                const float share_0 = g[k] * s[k], share_1 = g[l] * s[l];
+                first[j] = to_pair(share_0 * y[k], share_1 * y[l]);
+                second[j] = to_pair(Gate::slope(g[k], s[k]) * x[k] * y[k],
+                                    Gate::slope(g[l], s[l]) * x[l] * y[l]);
+                third[j] = to_pair(x[k] * share_0, x[l] * share_1);
+            }
+            d_up[row] = make_uint4(first[0], first[1], first[2], first[3]);
+            d_gate[row] = make_uint4(second[0], second[1], second[2], second[3]);
+            again[row] = make_uint4(third[0], third[1], third[2], third[3]);
+        }
+    }
+#else
+    // This thread's eight numbers of a row of d_out.
+    static __device__ __forceinline__ uint4 eight(const unsigned char* box, int row) {
+        return *reinterpret_cast<const uint4*>(box + row * LINE + ((octet() ^ row & 7) << 4));
     }
 
     static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {
@@ -271,6 +342,7 @@ private:
             again[row] = make_uint4(z[0], z[1], z[2], z[3]);
         }
     }
+#endif
 };
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -279,7 +351,10 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        const __grid_constant__ TensorMap tail, const f32* scale_a,
                        const f32* scale_b, const bf16* up_gate, i32 M, i32 F, i32 K, f32* abs_max,
                        Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out,
-                       e4m3* out_transposed, const f32* out_scale, i32* out_saturated) {
+                       e4m3* out_transposed, const f32* out_scale, i32* out_saturated,
+                       const e4m3* up_codes, const f32* up_scale, const f32* d_scale,
+                       const f32* d_factor, f32* d_largest, i32* d_found, f32* d_abs_max,
+                       i32* d_saturated) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
     const Shared shared(dynamic, product);
@@ -300,14 +375,31 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
             copy_boxes(work, shared, transposed, out_transposed, M, F);
         }
     } else if (warpgroup < 3) {
-        product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
+        const float sum_scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
+#if CODED
+        Rounding<Rounded> rounding{*d_factor};
+        product.multiply_tiles(work, warpgroup - 1, sum_scale, rounding);
+        finish_codes<Rounded>(rounding.largest, 0, d_found, gridDim.x * (8 + WARPS), *d_scale,
+                              d_largest, d_abs_max, d_saturated);
+#else
+        product.multiply_tiles(work, warpgroup - 1, sum_scale);
+#endif
     } else {
         take_registers<EPILOGUE_REGISTERS>();
-        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale),
+#if CODED
+        Gradients gradients{d_up_gate, up_codes,  out,         codes,          M, F, *d_scale,
+                            *up_scale, product.hot, Encoder(scale), OutEncoder(out_scale)};
+#else
+        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, 1.0f, 1.0f, 0, Encoder(scale),
                             OutEncoder(out_scale)};
+#endif
         gradients.take(work, product, shared);
         gradients.encoder.finish(saturated, abs_max);
         gradients.out_encoder.finish(out_saturated, nullptr);
+#if CODED
+        finish_codes<Rounded>(0.0f, gradients.count, d_found, gridDim.x * (8 + WARPS), *d_scale,
+                              d_largest, d_abs_max, d_saturated);
+#endif
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

@@ -197,6 +197,37 @@ def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
     return (product.scale, largest, product.abs_max, product.saturated)
 
 
+# -- Products that read what they have written as FP8 themselves -----------------------------------
+
+
+def rounded_args(name: str) -> str:
+    """The end of their arguments; rounded() are the values."""
+    return (
+        f"const f32*? {name}_scale, const f32*? {name}_factor, f32*? {name}_largest, "
+        f"inout i32*? {name}_found, inout f32*? {name}_abs_max, inout i32*? {name}_saturated"
+    )
+
+
+def rounded(
+    op: str, name: str, product: ProductCodes | None, *, reads: bool = True
+) -> tuple[Tensor | None, ...]:
+    """The arguments that rounded_args declares. reads: whether the product is the codes' reader.
+
+    Raises TypeError or ValueError if they are not what ProductCodes says.
+    """
+    if product is None:
+        return (None,) * 6
+    floats = {"scale": product.scale, "factor": product.factor, "largest": product.largest}
+    for field, tensor in floats.items():
+        expect(op, f"{name}.{field}", tensor, F32, (1,))
+    expect(op, f"{name}.found", product.found, I32, (4,))
+    if product.abs_max is None or not reads:
+        return (*floats.values(), product.found, None, None)
+    expect(op, f"{name}.abs_max", product.abs_max, F32, (1,))
+    expect(op, f"{name}.saturated", product.saturated, I32, (1,))
+    return (*floats.values(), product.found, product.abs_max, product.saturated)
+
+
 def expect_product(op: str, name: str, product: ProductCodes) -> None:
     """Raise TypeError or ValueError unless these are codes (rows, features) and what they need."""
     codes = product.codes

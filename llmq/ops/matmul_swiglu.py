@@ -8,9 +8,16 @@ are in the product as in `llmq.ops.matmul_adapted`.
 from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, F32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FP8_ARGS, abs_max_consts, fp8_args, fp8_consts
+from llmq.ops.common import (
+    FP8_ARGS,
+    abs_max_consts,
+    fp8_args,
+    fp8_consts,
+    rounded,
+    rounded_args,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -21,8 +28,9 @@ MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruct
 THREADS = 512
 TILE = (256, 96)  # of out, of a cluster of two blocks
 STAGES = 4
-# Pairs of tiles, one tile of up and gate, barriers, alignment.
-SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
+BOXES, BOX_BYTES = 3, 16384  # one tile of up and gate; of codes half the bytes
+# Pairs of tiles, barriers and a word, alignment.
+SHARED = STAGES * 40960 + 8 * (2 * STAGES + 7) + 1024
 
 # Measured are 4,096 rows and more, and these columns and more, in fp8 and bf16
 # (tools/gemm_gate.py --swiglu). Fewer rows would leave cores idle in the last turn.
@@ -33,7 +41,7 @@ FORWARD = Kernel(
     "matmul_swiglu",
     args="bf16*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
     "const bf16[96]*? tail, const f32*? scale_a, const f32*? scale_b, i32 M, i32 F, i32 K, "
-    "inout f32*? abs_max, " + FP8_ARGS,
+    "inout f32*? abs_max, " + FP8_ARGS + ", e4m3*? up_codes, " + rounded_args("up"),
     capability=CAPABILITY,
 )
 
@@ -59,7 +67,7 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
 
 def forward(
     dev: Device,
-    up_gate: Tensor | None,
+    up_gate: Tensor | ProductCodes | None,
     out: Tensor | None,
     a: Tensor,
     b: Tensor,
@@ -75,11 +83,13 @@ def forward(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
-    of `swiglu.forward`, which reads that. With gelu it is GeGLU.
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Codes as up_gate are those of
+    `matmul_fp8`, which sums the same, and their reader is in here; without out and fp8 there is none.
 
     Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
-        up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None
-        out         out    BF16            (M,F)   may be None with fp8
+        up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None; or
+                                                   E4M3 codes of a product, without h
+        out         out    BF16            (M,F)   may be None with fp8, and with codes
         a           in     BF16 or E4M3    (M,K)
         b           in     as a            (2F,K)  the rows of up, and then those of gate
         h           in     BF16            (M,R)   R at most MAX_RANK; or None
@@ -93,21 +103,43 @@ def forward(
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
     (M, K), F = a.shape, b.shape[0] // 2
-    R = _check(up_gate, out, a, b, h, tail, scale_a, scale_b, fp8)
+    coded = isinstance(up_gate, ProductCodes)
+    product, tensor, codes = (up_gate, None, up_gate.codes) if coded else (None, up_gate, None)
+    reads = out is not None or fp8 is not None
+    R = _check(tensor, out, a, b, h, tail, scale_a, scale_b)
+    if coded:
+        _check_codes(codes, a, (M, 2 * F), R, reads)
+    elif not reads:
+        raise TypeError(f"{OP}: out or fp8 must be given, both are None")
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, F)
-    consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
-    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
+    consts |= {"UP_GATE": int((codes or tensor) is not None), "OUT": int(out is not None)}
+    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP), "CODED": int(coded)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
     operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
+    of_codes = (codes, *rounded(OP, "up_gate", product, reads=reads))
     dev.launch(
         FORWARD,
         2 * clusters,
         THREADS,
-        (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8)),
+        (tensor, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
         consts=consts,
-        smem=SHARED,
+        smem=SHARED + BOXES * BOX_BYTES // (1 + coded),
         flops=4 * M * F * (K + R),
     )
+
+
+def _check_codes(
+    codes: Tensor | None, a: Tensor, shape: tuple[int, int], R: int, reads: bool
+) -> None:
+    """What only a product has that is rounded to codes of this shape."""
+    if R:
+        raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
+    if a.dtype != E4M3:
+        raise TypeError(f"{OP}: a must be {E4M3.label} where up_gate are codes, got {a.dtype.label}")
+    if codes is None and not reads:
+        raise TypeError(f"{OP}: out, fp8 or up_gate.codes must be given, all are None")
+    if codes is not None:
+        expect(OP, "up_gate.codes", codes, E4M3, shape)
 
 
 def _check(
@@ -119,11 +151,8 @@ def _check(
     tail: Tensor | None,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
-    fp8: Fp8Out | None,
 ) -> int:
     """Shapes and dtypes, as forward's; returns R, 0 without h and tail."""
-    if out is None and fp8 is None:
-        raise TypeError(f"{OP}: out or fp8 must be given, both are None")
     if b.shape[0] % 2:
         raise ValueError(f"{OP}: b must have rows of up and of gate, got {b.shape}")
     (M, K), N = a.shape, b.shape[0]

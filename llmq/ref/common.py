@@ -195,6 +195,14 @@ def decoded(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return values
 
 
+def round_product(
+    codes: np.ndarray, total: np.ndarray, factor: np.ndarray, largest: np.ndarray
+) -> None:
+    """codes of total F32, of what a product is; largest[0] is raised to the largest magnitude."""
+    update_abs_max(largest, total)
+    encode_fp8(codes.view(np.uint8), total, factor[0], codes.dtype)
+
+
 def look_at_codes(
     codes: np.ndarray,
     scale: np.ndarray | None,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.base.dtypes import E4M3
 from llmq.ref.common import (
     BF16,
     compute,
     decode_fp8,
+    decoded,
     emit_fp8,
     gelu_share,
+    look_at_codes,
+    round_product,
     sigmoid,
     update_abs_max,
 )
@@ -43,19 +47,31 @@ def matmul_swiglu(
     transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
+    up_codes: np.ndarray | None = None,
+    up_scale: np.ndarray | None = None,
+    up_factor: np.ndarray | None = None,
+    up_largest: np.ndarray | None = None,
+    up_found: np.ndarray | None = None,
+    up_abs_max: np.ndarray | None = None,
+    up_saturated: np.ndarray | None = None,
     *,
     gelu: int = 0,
 ) -> None:
     """up_gate (M,2F) = scale_a * scale_b * (a (M,K) @ b (2F,K)^T) [+ h (M,R) @ tail (2F,R)^T];
     out (M,F) = up * gate * sigmoid(gate), and its codes.
 
-    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
+    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that. With
+    an up_scale it is rounded to codes instead, as ProductCodes of llmq.base.operand has it.
     """
     fp8 = scale_a is not None
     right = (decode_fp8(b) if fp8 else compute(b)).T
     low = None if tail is None else compute(tail).T
     if out is None:
         out = np.empty((M, F), BF16)
+    if up_scale is not None:
+        up_largest[0] = 0
+        if up_codes is None:
+            up_codes = np.empty((M, 2 * F), E4M3.numpy)
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)
         total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right
@@ -63,7 +79,11 @@ def matmul_swiglu(
             total *= scale_a[0] * scale_b[0]
         if low is not None:
             total += compute(h[rows]) @ low
-        rounded = total.astype(BF16)
+        if up_scale is None:
+            rounded = total.astype(BF16)
+        else:
+            round_product(up_codes[rows], total, up_factor, up_largest)
+            rounded = decoded(up_codes[rows], up_scale)
         if up_gate is not None:
             up_gate[rows] = rounded
         up, gate = compute(rounded[:, :F]), compute(rounded[:, F:])
@@ -72,5 +92,7 @@ def matmul_swiglu(
         value *= gate
         value *= up
         out[rows] = value
+    if up_scale is not None:
+        look_at_codes(up_codes, up_scale, up_largest, up_abs_max, up_saturated)
     update_abs_max(abs_max, out)
     emit_fp8(codes, transposed, scale, saturated, out)

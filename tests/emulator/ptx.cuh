@@ -19,6 +19,9 @@ static inline uint4 load_shared(SharedAddress from) {
     return *(const uint4*)from;
 }
 
+static inline unsigned load_shared_word(SharedAddress from) { return *(const unsigned*)from; }
+static inline void store_shared_word(SharedAddress to, unsigned x) { *(unsigned*)to = x; }
+
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
@@ -55,6 +58,8 @@ static inline float reciprocal_approx(float x) { return 1.0f / x; }
 static inline unsigned max_halves(unsigned a, unsigned b) {
     return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }
+
+static inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 // -- Thread-block clusters: both halves of the barrier happen in the second one --------------------
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.ops import matmul_swiglu, swiglu
+from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu import CASES
 from llmq.runtime.plan_device import PlanDevice
@@ -99,6 +100,80 @@ def test_low_gates_and_saturation(hopper, rng):
     arrays["scale_b"][:] = 4
     arrays["a"][-1, 0] = np.nan  # in the last row, of which the first tiles see nothing
     check(hopper, arrays)
+
+
+def codes_of(M, F, *, scale, abs_max=3.0):
+    """Arrays of ProductCodes, as up_..."""
+    return {
+        "up_codes": np.full((M, 2 * F), 0.75, E4M3.numpy),
+        "up_scale": np.array([scale], np.float32),
+        "up_factor": np.array([1 / np.float32(scale)], np.float32),
+        "up_largest": np.array([1e9], np.float32),
+        "up_abs_max": np.array([abs_max], np.float32),
+        "up_saturated": np.array([5], np.int32),
+        "up_found": np.zeros(4, np.int32),
+    }
+
+
+def one_with_codes(dev, *, a, b, scale_a, scale_b, gelu=False, out=None, abs_max=None, **more):
+    up = ProductCodes(**{name.removeprefix("up_"): more.pop(name) for name in codes_of(16, 16, scale=1)})
+    matmul_swiglu.forward(
+        dev, up, out, a, b, None, None, scale_a, scale_b,
+        gelu=gelu, abs_max=abs_max, fp8=fp8_of(**more),
+    )  # fmt: skip
+
+
+def two_with_codes(dev, *, a, b, scale_a, scale_b, gelu=False, out=None, abs_max=None, **more):
+    """The operations that it replaces; without a result of the second one it alone."""
+    up = ProductCodes(**{name.removeprefix("up_"): more.pop(name) for name in codes_of(16, 16, scale=1)})
+    matmul_fp8(dev, up, a, b, scale_a, scale_b, fast_accumulation=True)
+    fp8 = fp8_of(**more)
+    if out is not None or fp8 is not None:
+        swiglu.forward(dev, out, up, gelu=gelu, abs_max=abs_max, fp8=fp8)
+
+
+def check_codes(
+    dev, case, *, scale, seed=0, abs_max=3.0, nan=False, out=False, layout="both", keeps=True, gelu=False
+):
+    """As check, with codes as up_gate; layout: None without the activation."""
+    M, F, *_ = case
+    given = operands_of(np.random.default_rng(seed), *case, E4M3)
+    given["scale_b"][:] = 4
+    arrays = {name: x for name, x in given.items() if x is not None}
+    arrays |= codes_of(M, F, scale=scale, abs_max=abs_max)
+    if nan:
+        arrays["a"][-1, 0] = np.nan  # in the last row, of which the first tiles see nothing
+    if layout is not None:
+        arrays |= outputs((M, F), E4M3, layout, np.float32(0.25)) | {"abs_max": np.zeros(1, np.float32)}
+    if out:
+        arrays["out"] = np.full((M, F), np.nan, BF16.numpy)
+    want = run(dev, lambda dev, **x: two_with_codes(dev, **x, gelu=gelu), arrays)
+    left_out = {} if keeps else {"up_codes": None}
+    got = run(dev, lambda dev, **x: one_with_codes(dev, **x, gelu=gelu), arrays | left_out)
+    for name in arrays.keys() - left_out.keys():
+        if arrays[name] is not None:
+            both = got[name], want[name]
+            if name not in ("up_largest", "up_abs_max"):  # one NaN is as good as another
+                both = (x.view(np.uint8) for x in both)
+            np.testing.assert_array_equal(*both, name)
+    return want
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_up_gate_as_codes(hopper, case):
+    """Also with low gates, and with values that codes cannot be, or only just."""
+    case = (*SMALL[case][:3], 0)
+    first = check_codes(hopper, case, seed=1, scale=1.0)
+    assert first["up_saturated"][0] == 5
+    largest = first["up_abs_max"][0]
+    assert largest == first["up_largest"][0] > 3
+    few = check_codes(hopper, case, seed=1, scale=largest / 449)["up_saturated"][0]
+    assert 5 < few < 50
+    # Codes that are +-MAX, of values that are not beyond it.
+    assert check_codes(hopper, case, seed=1, scale=largest / 440)["up_saturated"][0] == 5
+    many = check_codes(hopper, case, seed=1, scale=largest / 4000, keeps=False)
+    assert many["up_saturated"][0] > 200
+    check_codes(hopper, case, seed=1, scale=largest / 400, abs_max=1e9, nan=True)
 
 
 # What follows are sources of their own, which take long to compile for the emulator.
