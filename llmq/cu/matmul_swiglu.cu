@@ -51,13 +51,15 @@ struct Activation {
     float up_scale;     // of CODED, as what follows
     SharedAddress hot;  // of Product
     Encoder encoder;
-    u32 count = 0;  // codes that are +-MAX
+    u32 count = 0;  // codes that are +-MAX,
+    bool counts = false;  // if there may be some
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
                                                SharedAddress lines) {
         const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
         if (row >= M || column >= F) { return; }  // M and F are multiples of 16
+        if constexpr (CODED) { counts = load_shared_word(hot) != 0; }
         uint2 four[4];
 #pragma unroll 1
         for (int i = 0; i < 4; i += 2) {
@@ -83,7 +85,6 @@ private:
     __device__ __forceinline__ void take(uint4 (&result)[2], SharedAddress lines, int line, int octet,
                                          i64 place) {
         uint2 up[2], gate[2];
-        const bool counts = load_shared_word(hot) != 0;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const uint4 word = load_shared(lines + word_of_codes(line + j, octet));

@@ -137,7 +137,8 @@ struct Gradients {
     SharedAddress hot;        // of Product
     Encoder encoder;
     OutEncoder out_encoder;
-    u32 count = 0;         // codes of d_out that are +-MAX
+    u32 count = 0;         // codes of d_out that are +-MAX,
+    bool counts = false;   // if there may be some
     Eight up[4], gate[4];  // of the part that comes next, a row each
 
     static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
@@ -180,6 +181,7 @@ struct Gradients {
             for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
                 barrier_wait(product.ready + 8 * box, parity);
                 if constexpr (TURNS) { barrier_wait(shared.empty, turned_parity); }
+                if constexpr (CODED) { counts = load_shared_word(hot) != 0; }
 #pragma unroll 1
                 for (int part = 0; part < PARTS; ++part) {
                     const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
@@ -253,45 +255,49 @@ private:
 
 #if CODED
     // This thread's codes of a row of d_out.
-    __device__ __forceinline__ uint2 eight(const unsigned char* box, int row) {
-        const uint4 word =
-            *reinterpret_cast<const uint4*>(box + word_of_codes(row, octet() % 4));
-        const uint2 found = octet() < 4 ? first_octet(word) : second_octet(word);
-        if (__builtin_expect(load_shared_word(hot) != 0, 0)) {
-            count += saturated_codes<Rounded>(found);
-        }
-        return found;
+    static __device__ __forceinline__ uint2 eight(const unsigned char* box, int row) {
+        const uint4 word = *reinterpret_cast<const uint4*>(box + word_of_codes(row, octet() % 4));
+        return octet() < 4 ? first_octet(word) : second_octet(word);
     }
 
     __device__ __forceinline__ void compute(uint4 (&d_up)[ROWS], uint4 (&d_gate)[ROWS],
                                             uint4 (&again)[ROWS], const uint2 (&d)[ROWS],
-                                            const uint2* up, const uint2* gate) const {
+                                            const uint2* up, const uint2* gate) {
+        if (__builtin_expect(counts, 0)) {
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) { count += saturated_codes<Rounded>(d[row]); }
+        }
+        float g[ROWS][8], s[ROWS][8];
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            float g[8], s[8], x[8], y[8];
-            decode<Stored>(g, gate[row], up_scale);
-            const float far = __uint_as_float(Gate::FAR << 16);
-            float lowest = 0.0f;
-            if (!(Fp8<Stored>::MAX * up_scale < -far)) {  // in most tensors none can be
+            decode<Stored>(g[row], gate[row], up_scale);
+            shares<Gate, false>(s[row], g[row]);
+        }
+        const float far = __uint_as_float(Gate::FAR << 16);
+        if (!(Fp8<Stored>::MAX * up_scale < -far)) {  // in most tensors none can be
 #pragma unroll
-                for (int k = 0; k < 8; ++k) { lowest = fminf(lowest, g[k]); }
+            for (int row = 0; row < ROWS; ++row) {
+                float lowest = 0.0f;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) { lowest = fminf(lowest, g[row][k]); }
+                if (!(lowest > far)) { shares<Gate, true>(s[row], g[row]); }
             }
-            if (lowest > far) {
-                shares<Gate, false>(s, g);
-            } else {
-                shares<Gate, true>(s, g);
-            }
-            decode<Stored>(x, up[row], up_scale);
-            decode<Rounded>(y, d[row], d_scale);
+        }
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const float(&gates)[8] = g[row], (&of_gates)[8] = s[row];
+            float u[8], x[8];
+            decode<Stored>(u, up[row], up_scale);
+            decode<Rounded>(x, d[row], d_scale);
             u32 first[4], second[4], third[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int k = 2 * j, l = k + 1;
-                const float share_0 = g[k] * s[k], share_1 = g[l] * s[l];
-                first[j] = to_pair(share_0 * y[k], share_1 * y[l]);
-                second[j] = to_pair(Gate::slope(g[k], s[k]) * x[k] * y[k],
-                                    Gate::slope(g[l], s[l]) * x[l] * y[l]);
-                third[j] = to_pair(x[k] * share_0, x[l] * share_1);
+                const float share_0 = gates[k] * of_gates[k], share_1 = gates[l] * of_gates[l];
+                first[j] = to_pair(share_0 * x[k], share_1 * x[l]);
+                second[j] = to_pair(Gate::slope(gates[k], of_gates[k]) * u[k] * x[k],
+                                    Gate::slope(gates[l], of_gates[l]) * u[l] * x[l]);
+                third[j] = to_pair(u[k] * share_0, u[l] * share_1);
             }
             d_up[row] = make_uint4(first[0], first[1], first[2], first[3]);
             d_gate[row] = make_uint4(second[0], second[1], second[2], second[3]);

@@ -9,15 +9,18 @@ while the next tile is multiplied. The adapters beside the matrix are in the pro
 from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     FP8_ARGS,
     abs_max_consts,
     again_args,
     again_consts,
+    expect_product,
     fp8_args,
     fp8_consts,
+    rounded,
+    rounded_args,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -40,9 +43,10 @@ def _kernel(b_rows: int) -> Kernel:
         f"{OP}.cu",
         OP,
         args=f"bf16*? d_up_gate, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
-        "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16* up_gate, "
+        "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16*? up_gate, "
         f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out, "
-        "e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated",
+        "e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated, "
+        f"const e4m3*? up_codes, const f32*? up_scale, {rounded_args('d')}",
         capability=CAPABILITY,
     )
 
@@ -77,12 +81,13 @@ def backward(
     d_up_gate: Tensor | None,
     a: Tensor,
     b: Tensor,
-    up_gate: Tensor,
+    up_gate: Tensor | ProductCodes,
     h: Tensor | None = None,
     tail: Tensor | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
+    d_out: ProductCodes | None = None,
     gelu: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
@@ -93,17 +98,18 @@ def backward(
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds d_out, and of
     `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
-    can be written again.
+    can be written again. With codes as up_gate d_out is rounded to codes as `matmul_fp8` does it.
 
     Args (contiguous; M a multiple of 16, F of 64; rows of multiples of 16 bytes):
         d_up_gate  out    BF16                (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
         a          in     BF16, E4M3 or E5M2  (M,K)   the gradient of the down product's result
         b          in     as a, not E5M2      (K,F)   codes (F,K): they are transposed
-        up_gate    in     BF16                (M,2F)
+        up_gate    in     BF16                (M,2F)  or E4M3 codes of a product, without h
         h          in     BF16                (M,R)   R at most MAX_RANK; or None
         tail       in     BF16                (R,F)   or None, with h
         scale_a    in     F32                 (1,)    of fp8 codes, else None
         scale_b    in     F32                 (1,)
+        d_out      inout  as a                (M,F)   beside codes as up_gate: its own, not kept
         abs_max    inout  F32                 (1,)    or None; raised to the largest |d_up_gate|
         fp8        out                        (M,2F)  or None; d_up_gate in FP8
         out        out    BF16                (M,F)   or None; the bits of forward's out
@@ -113,20 +119,40 @@ def backward(
     Cost:    2*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
-    (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
-    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8)
+    coded = isinstance(up_gate, ProductCodes)
+    tensor, codes, up_scale = (None, *up_gate[:2]) if coded else (up_gate, None, None)
+    (M, K), F, R = _check(a, b, codes if coded else tensor, h, tail, scale_a, scale_b)
+    if coded:
+        _check_codes(up_gate, d_out, a, R)
+    elif d_out is not None:
+        raise TypeError(f"{OP}: d_out is only rounded to codes where up_gate are codes")
+    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8, int(coded))
     consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    operands = (a, b, h, tail, scale_a, scale_b, up_gate)
+    inputs, sizes = (a, b, h, tail, scale_a, scale_b, tensor), (M, F, K)
+    results = (abs_max, *fp8_args(fp8), *again_args(out, out_fp8))
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
         2 * clusters,
         THREADS,
-        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), *again_args(out, out_fp8)),
+        (d_up_gate, *inputs, *sizes, *results, codes, up_scale, *rounded(OP, "d_out", d_out)),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
     )
+
+
+def _check_codes(up_gate: ProductCodes, d_out: ProductCodes | None, a: Tensor, R: int) -> None:
+    """What only a product has that is rounded to codes, beside those of up_gate."""
+    if R:
+        raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
+    if a.dtype == BF16:
+        raise TypeError(f"{OP}: a must be fp8 where up_gate are codes, got {a.dtype.label}")
+    expect_product(OP, "up_gate", up_gate)
+    if d_out is None:
+        raise TypeError(f"{OP}: d_out must be codes of a product where up_gate are, got None")
+    if d_out.codes is not None:
+        raise TypeError(f"{OP}: d_out.codes must be None, they are not kept")
 
 
 def _check(
@@ -154,7 +180,8 @@ def _check(
         raise ValueError(
             f"{OP}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
         )
-    expect(OP, "up_gate", up_gate, BF16, (M, 2 * F))
+    coded = up_gate.dtype in (E4M3, E5M2)
+    expect(OP, "up_gate", up_gate, E4M3 if coded else BF16, (M, 2 * F))
     return a.shape, F, _rank(h, tail, M, F)
 
 
@@ -177,6 +204,7 @@ def _results(
     fp8: Fp8Out | None,
     out: Tensor | None,
     out_fp8: Fp8Out | None,
+    coded: int,
 ) -> dict[str, int]:
     """The constants that switch what is written on and off. shape: of out."""
     M, F = shape
@@ -184,12 +212,14 @@ def _results(
         expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
     consts |= again_consts(OP, out, out_fp8, BF16, shape)
-    # A fourth stage has no place beside transposed codes of out.
-    return consts | {"TENSOR": int(d_up_gate is not None), "RING": 4 - consts["OUT_TRANSPOSED"]}
+    # A fourth stage has no place beside transposed codes of out and a tile of d_out in BF16.
+    ring = 3 if consts["OUT_TRANSPOSED"] and not coded else 4
+    return consts | {"TENSOR": int(d_up_gate is not None), "RING": ring, "CODED": coded}
 
 
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
     turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
-    tiles = consts["RING"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
+    boxes = BOXES * BOX_BYTES // (1 + consts["CODED"])
+    tiles = consts["RING"] * STAGE_BYTES + boxes + turned * TURNED_BYTES
     return tiles + 8 * BARRIERS + 1024

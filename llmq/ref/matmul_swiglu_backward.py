@@ -9,9 +9,12 @@ from llmq.ref.common import (
     BF16,
     compute,
     decode_fp8,
+    decoded,
     emit_fp8,
     gelu_share,
     gelu_slope,
+    look_at_codes,
+    round_product,
     sigmoid,
     silu_slope,
     update_abs_max,
@@ -37,7 +40,7 @@ def matmul_swiglu_backward(
     tail: np.ndarray | None,
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
-    up_gate: np.ndarray,
+    up_gate: np.ndarray | None,
     M: int,
     F: int,
     K: int,
@@ -49,15 +52,20 @@ def matmul_swiglu_backward(
     BF16; of that and up_gate (M,2F) the gradients of up and gate, and forward's out.
 
     b: of fp8 codes (F,K). fp8: codes, transposed, scale, saturated, then out, out_transposed,
-    out_scale, out_saturated.
+    out_scale, out_saturated, then of an up_gate that is codes: these, their scale, and with them
+    ProductCodes of d_out, which is rounded to those instead: scale, factor, largest, found,
+    abs_max, saturated.
     """
-    *codes, out, out_transposed, out_scale, out_saturated = fp8
+    *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
+    up_codes, up_scale, d_scale, d_factor, d_largest, _, d_abs_max, d_saturated = fp8[8:]
     right = compute(b) if scale_a is None else decode_fp8(b).T
     low = None if tail is None else compute(tail)
     if d_up_gate is None:
         d_up_gate = np.empty((M, 2 * F), BF16)
     if out is None and out_transposed is not None:
         out = np.empty((M, F), BF16)
+    if up_codes is not None:
+        d_codes, d_largest[0] = np.empty((M, F), a.dtype), 0
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)
         total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
@@ -65,8 +73,12 @@ def matmul_swiglu_backward(
             total *= scale_a[0] * scale_b[0]
         if low is not None:
             total += compute(h[rows]) @ low
-        d = compute(total.astype(BF16))
-        up, gate = compute(up_gate[rows, :F]), compute(up_gate[rows, F:])
+        if up_codes is None:
+            d, up_gates = compute(total.astype(BF16)), compute(up_gate[rows])
+        else:
+            round_product(d_codes[rows], total, d_factor, d_largest)
+            d, up_gates = decoded(d_codes[rows], d_scale), decoded(up_codes[rows], up_scale)
+        up, gate = up_gates[:, :F], up_gates[:, F:]
         with np.errstate(over="ignore"):
             s = (gelu_share if gelu else sigmoid)(gate)
             slope = (gelu_slope if gelu else silu_slope)(gate, s)
@@ -75,6 +87,8 @@ def matmul_swiglu_backward(
                 out[rows] = active * up
             d_up_gate[rows, :F] = active * d
             d_up_gate[rows, F:] = slope * up * d
+    if up_codes is not None:
+        look_at_codes(d_codes, d_scale, d_largest, d_abs_max, d_saturated)
     update_abs_max(abs_max, d_up_gate)
     emit_fp8(*codes, d_up_gate)
     if out_transposed is not None:

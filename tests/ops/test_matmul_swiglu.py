@@ -163,7 +163,7 @@ def check_codes(
 def test_up_gate_as_codes(hopper, case):
     """Also with low gates, and with values that codes cannot be, or only just."""
     case = (*SMALL[case][:3], 0)
-    first = check_codes(hopper, case, seed=1, scale=1.0)
+    first = check_codes(hopper, case, seed=1, scale=4.0)
     assert first["up_saturated"][0] == 5
     largest = first["up_abs_max"][0]
     assert largest == first["up_largest"][0] > 3

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.ops import matmul_swiglu_backward, swiglu
+from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_swiglu_backward import CAPABILITY, backward
 from llmq.ref.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu_backward import CASES
@@ -118,6 +119,63 @@ def test_codes_in_both_layouts(hopper, rng):
     for case in SMALL.values():
         want = check(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=None)
         assert want["saturated"][0] > 7
+
+
+def check_codes(dev, rng, case, left=E4M3, *, share, up_scale=1 / 4, abs_max=0.0, **wanted):
+    """As check, with codes as up_gate; share: of the largest |d_out| in what its codes can be."""
+    case, gelu = (*case[:3], 0), wanted.pop("gelu", False)
+    given = operands(rng, case, left)
+    M, F, K, _ = case
+    total = given["a"].astype(np.float32) @ given["b"].astype(np.float32).T
+    scale = np.abs(total).max() / 128 / share / (57344 if left == E5M2 else 448)
+    codes = given.pop("up_gate").astype(np.float32).clip(-400, 400) / np.float32(up_scale)
+    given |= {
+        "up_codes": codes.clip(-448, 448).astype(E4M3.numpy),
+        "up_scale": np.array([up_scale], np.float32),
+        "d_codes": np.zeros((M, F), left.numpy),
+        "d_scale": np.array([scale], np.float32),
+        "d_factor": np.array([1 / np.float32(scale)], np.float32),
+        "d_largest": np.array([1e9], np.float32),
+        "d_abs_max": np.array([abs_max], np.float32),
+        "d_saturated": np.array([5], np.int32),
+        "d_found": np.zeros(4, np.int32),
+    }
+    written = results(case, **wanted)
+
+    def split(dev, op, *, a, b, scale_a, scale_b, up_codes, up_scale, h, tail, **rest):
+        up = ProductCodes(up_codes, up_scale, up_scale, up_scale)
+        names = [name for name in rest if name.startswith("d_") and name != "d_up_gate"]
+        d_out = ProductCodes(**{name[2:]: rest.pop(name) for name in names})
+        if op == "two":
+            matmul_fp8(dev, d_out, a, b, scale_a, scale_b, fast_accumulation=True)
+            op = partial(swiglu.backward, d_out=d_out, up_gate=up, gelu=gelu)
+        else:
+            d_out = d_out._replace(codes=None)
+            op = partial(
+                backward, a=a, b=b, up_gate=up, scale_a=scale_a, scale_b=scale_b, d_out=d_out,
+                gelu=gelu,
+            )  # fmt: skip
+        called(op, dev, **rest)
+
+    got, want = (
+        run(dev, lambda dev, op=op, **x: split(dev, op, **x), given | written)
+        for op in ("one", "two")
+    )
+    for name in [*written, "d_largest", "d_abs_max", "d_saturated", "d_found"]:
+        if want[name] is not None:
+            np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8), name)
+    return want
+
+
+def test_codes_between(hopper, rng):
+    """Gates of all sizes, and sums that codes cannot be, or only just."""
+    wanted = {"tensor": False, "fp8": E4M3, "layout": "both", "out": "codes"}
+    for case in SMALL.values():
+        counts = [
+            check_codes(hopper, rng, case, share=share, **wanted)["d_saturated"][0]
+            for share in (0.5, 0.98, 1.01, 5)
+        ]
+        assert counts[:2] == [5, 5] and 5 < counts[2] < 50 < counts[3]
 
 
 # What follows are sources of their own, which take long to compile for the emulator.
