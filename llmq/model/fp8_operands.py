@@ -217,6 +217,9 @@ class Delayed(JustInTime):
             multiply(codes)
         return codes
 
+    def result_within(self, slot: str, out: Tensor | None) -> Result | None:
+        return self.scales.product(slot, out) if self._coded else out
+
     def result_again(self, slot: str, out: Tensor) -> Result:
         return self.scales.product(slot, out, again=True) if self._coded else out
 

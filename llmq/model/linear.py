@@ -91,7 +91,7 @@ class Linear:
 
     def fused(
         self,
-        out: Tensor | Activated | ActivatedGradient,
+        out: Tensor | ProductCodes | Activated | ActivatedGradient,
         x: Operand,
         weight: Operand,
         h: Tensor | None = None,
@@ -102,7 +102,8 @@ class Linear:
         """out = x @ weight^T + h @ tail^T, rounded once; backward: out = x @ weight + h @ tail.
 
         Args:
-            out, x  (rows, out_features), (rows, in_features); backward: the other way round
+            out, x  (rows, out_features), (rows, in_features); backward: the other way round. Codes
+                    are those that Activated has, of fp8 operands
             h       (rows, R); or None
             tail    (out_features, R), B; backward: (R, in_features), A; or None
         """
@@ -110,16 +111,18 @@ class Linear:
         if isinstance(weight, Fp8):
             codes = weight.transposed if backward else weight.codes
             operands = (x.codes, codes, h, tail, x.scale, weight.scale)
-        if isinstance(out, Activated):
+        if isinstance(out, ProductCodes):
+            matmul_swiglu.forward(self.dev, out, None, *operands)
+        elif isinstance(out, Activated):
             up_gate, to, gelu = out
             matmul_swiglu.forward(
                 self.dev, up_gate, to.out, *operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
             )
         elif isinstance(out, ActivatedGradient):
             x, weight, *others = operands
-            up_gate, to, act, gelu = out
+            up_gate, to, act, gelu, d_act = out
             matmul_swiglu_backward.backward(
-                self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
+                self.dev, to.out, x, weight, up_gate, *others, d_out=d_act, gelu=gelu,
                 abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
             )  # fmt: skip
         else:

@@ -60,15 +60,17 @@ class MlpHalf:
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
         self.gelu = config.activation == "geglu"
-        coded = options.mlp_dtype == "e4m3"
-        self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
+        self._coded = options.mlp_dtype == "e4m3"
+        gradient = options.gradient_dtype
+        self._gradient_dtype = parse_dtype(gradient) if self._coded else operands.dtype
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
 
         def write(to: Target) -> None:
-            if self.linear.activates(layer.index, "up", x, w):
-                out = Activated(layer.mlp_up.tensor, to, self.gelu)
+            if self._activates(layer, "up", x, w):
+                up = self.operands.result_within(layer.mlp_up.slot, layer.mlp_up.tensor)
+                out = Activated(up, to, self.gelu)
                 self.linear.forward(layer.index, "up", out, x, w)
                 return
             with ExitStack() as inner:
@@ -80,6 +82,14 @@ class MlpHalf:
         mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out
         self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
+
+    def _activates(self, layer: Layer, key: str, x: Operand, w: BlockWeights) -> bool:
+        """Whether the product has the activation in it: of codes only once their scales are known.
+
+        Else it runs twice, for these, and its reader has to wait.
+        """
+        known = self.operands.scales.ready or not self._coded
+        return known and self.linear.activates(layer.index, key, x, w)
 
     def again(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
@@ -156,8 +166,9 @@ class MlpHalf:
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
-        if self.linear.activates(layer.index, "down", d_down, w):
-            d_x = ActivatedGradient(mlp_up, to, act, self.gelu)
+        if self._activates(layer, "down", d_down, w):
+            d_act = self.operands.result_within(layer.slot("d_mlp_act"), None)
+            d_x = ActivatedGradient(mlp_up, to, act, self.gelu, d_act)
             self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
             return
         multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g)

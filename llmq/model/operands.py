@@ -96,6 +96,13 @@ class Operands:
         multiply(out)
         return out
 
+    def result_within(self, slot: str, out: Tensor | None) -> Result | None:
+        """What a product rounds to before the activation that is part of it, and where that is kept.
+
+        out: None if it is not. Only where `self.scales.ready`.
+        """
+        return out
+
     def result_again(self, slot: str, out: Tensor) -> Result:
         """The same in backward: where it was kept, or is to be written again."""
         return out
