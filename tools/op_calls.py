@@ -121,9 +121,14 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
     )
 
 
-def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes:
+def product_codes(
+    rows: int, features: int, dtype: DType = E4M3, *, kept: bool = True
+) -> ProductCodes:
+    """kept: not only within the product."""
     scale, factor, seen = f32(1, value=0.01), f32(1, value=100.0), f32(1, value=1.0)
-    return ProductCodes(Spec((rows, features), dtype), scale, factor, seen, seen, Spec((1,), I32))
+    codes = Spec((rows, features), dtype) if kept else None
+    found = np.zeros(4, np.int32)
+    return ProductCodes(codes, scale, factor, seen, seen, Spec((1,), I32), found)
 
 
 def fits_fp8(rows: int, features: int) -> bool:
@@ -340,7 +345,11 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     codes |= {"scale_a": one, "scale_b": one, "d_up_gate": wide if R else None}
     codes |= {"abs_max": f32(1, value=5.0), "fp8": fp8_out(M, 2 * F, transposed=not R)}
     function = matmul_swiglu_backward.backward
-    return [Call("bf16", function, halves), Call("fp8", function, codes)]
+    calls = [Call("bf16", function, halves), Call("fp8", function, codes)]
+    if not R:
+        rounded = {"up_gate": product_codes(M, 2 * F), "d_out": product_codes(M, F, kept=False)}
+        calls.append(Call("fp8 codes", function, codes | rounded))
+    return calls
 
 
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
@@ -356,12 +365,16 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     halves = {"a": bf16(M, K), "b": bf16(2 * F, K)}
     codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
     both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
-    return [
+    calls = [
         Call("bf16", matmul_swiglu.forward, low | halves),
         Call("bf16 gelu", matmul_swiglu.forward, low | halves | {"gelu": True}),
         Call("fp8", matmul_swiglu.forward, low | codes),
         Call("fp8 both", matmul_swiglu.forward, low | codes | both),
     ]
+    if not R:
+        rounded = both | {"up_gate": product_codes(M, 2 * F)}
+        calls.append(Call("fp8 codes", matmul_swiglu.forward, codes | rounded))
+    return calls
 
 
 def nf4_calls(n: int) -> list[Call]:

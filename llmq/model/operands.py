@@ -97,7 +97,7 @@ class Operands:
         return out
 
     def result_within(self, slot: str, out: Tensor | None) -> Result | None:
-        """What a product rounds to before the activation that is part of it, and where that is kept.
+        """What a product rounds to before the activation that is part of it, and where it is kept.
 
         out: None if it is not. Only where `self.scales.ready`.
         """

@@ -83,8 +83,8 @@ def forward(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
-    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Codes as up_gate are those of
-    `matmul_fp8`, which sums the same, and their reader is in here; without out and fp8 there is none.
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Codes as up_gate are made as by
+    `matmul_fp8`, and their reader is in here, unless neither out nor fp8 is wanted.
 
     Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
         up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None; or
@@ -115,13 +115,12 @@ def forward(
     consts |= {"UP_GATE": int((codes or tensor) is not None), "OUT": int(out is not None)}
     consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP), "CODED": int(coded)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
-    of_codes = (codes, *rounded(OP, "up_gate", product, reads=reads))
+    args = (tensor, out, a, b, h, tail, scale_a, scale_b, M, F, K, abs_max, *fp8_args(fp8))
     dev.launch(
         FORWARD,
         2 * clusters,
         THREADS,
-        (tensor, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
+        (*args, codes, *rounded(OP, "up_gate", product, reads=reads)),
         consts=consts,
         smem=SHARED + BOXES * BOX_BYTES // (1 + coded),
         flops=4 * M * F * (K + R),
@@ -135,7 +134,7 @@ def _check_codes(
     if R:
         raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
     if a.dtype != E4M3:
-        raise TypeError(f"{OP}: a must be {E4M3.label} where up_gate are codes, got {a.dtype.label}")
+        raise TypeError(f"{OP}: a must be {E4M3.label} for codes as up_gate, got {a.dtype.label}")
     if codes is None and not reads:
         raise TypeError(f"{OP}: out, fp8 or up_gate.codes must be given, all are None")
     if codes is not None:

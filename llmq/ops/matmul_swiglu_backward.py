@@ -122,28 +122,30 @@ def backward(
     coded = isinstance(up_gate, ProductCodes)
     tensor, codes, up_scale = (None, *up_gate[:2]) if coded else (up_gate, None, None)
     (M, K), F, R = _check(a, b, codes if coded else tensor, h, tail, scale_a, scale_b)
-    if coded:
-        _check_codes(up_gate, d_out, a, R)
-    elif d_out is not None:
-        raise TypeError(f"{OP}: d_out is only rounded to codes where up_gate are codes")
+    _check_codes(up_gate if coded else None, d_out, a, R)
     consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8, int(coded))
     consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    inputs, sizes = (a, b, h, tail, scale_a, scale_b, tensor), (M, F, K)
-    results = (abs_max, *fp8_args(fp8), *again_args(out, out_fp8))
+    args = (d_up_gate, a, b, h, tail, scale_a, scale_b, tensor, M, F, K, abs_max, *fp8_args(fp8))
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
         2 * clusters,
         THREADS,
-        (d_up_gate, *inputs, *sizes, *results, codes, up_scale, *rounded(OP, "d_out", d_out)),
+        (*args, *again_args(out, out_fp8), codes, up_scale, *rounded(OP, "d_out", d_out)),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
     )
 
 
-def _check_codes(up_gate: ProductCodes, d_out: ProductCodes | None, a: Tensor, R: int) -> None:
+def _check_codes(
+    up_gate: ProductCodes | None, d_out: ProductCodes | None, a: Tensor, R: int
+) -> None:
     """What only a product has that is rounded to codes, beside those of up_gate."""
+    if up_gate is None:
+        if d_out is not None:
+            raise TypeError(f"{OP}: d_out is only rounded to codes where up_gate are codes")
+        return
     if R:
         raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
     if a.dtype == BF16:

@@ -47,22 +47,17 @@ def matmul_swiglu(
     transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
-    up_codes: np.ndarray | None = None,
-    up_scale: np.ndarray | None = None,
-    up_factor: np.ndarray | None = None,
-    up_largest: np.ndarray | None = None,
-    up_found: np.ndarray | None = None,
-    up_abs_max: np.ndarray | None = None,
-    up_saturated: np.ndarray | None = None,
-    *,
+    *of_codes: np.ndarray | None,
     gelu: int = 0,
 ) -> None:
     """up_gate (M,2F) = scale_a * scale_b * (a (M,K) @ b (2F,K)^T) [+ h (M,R) @ tail (2F,R)^T];
     out (M,F) = up * gate * sigmoid(gate), and its codes.
 
-    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that. With
-    an up_scale it is rounded to codes instead, as ProductCodes of llmq.base.operand has it.
+    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
+    of_codes: None, or what it is rounded to instead: up_codes, or None where they are not kept;
+    then of ProductCodes in llmq.base.operand scale, factor, largest, found, abs_max, saturated.
     """
+    up_codes, up_scale, up_factor, up_largest, _, *seen = of_codes or [None] * 7
     fp8 = scale_a is not None
     right = (decode_fp8(b) if fp8 else compute(b)).T
     low = None if tail is None else compute(tail).T
@@ -93,6 +88,6 @@ def matmul_swiglu(
         value *= up
         out[rows] = value
     if up_scale is not None:
-        look_at_codes(up_codes, up_scale, up_largest, up_abs_max, up_saturated)
+        look_at_codes(up_codes, up_scale, up_largest, *seen)
     update_abs_max(abs_max, out)
     emit_fp8(codes, transposed, scale, saturated, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16
+from llmq.base.dtypes import BF16, DType
 from llmq.base.tensor import Tensor
 
 # Products of our own, which take about as long as the library's of the same matrices: where these
@@ -14,6 +14,8 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+# Where those have a scale that round the product to codes, as which the library writes it then.
+ROUNDED = {"matmul_swiglu": -6, "matmul_swiglu_backward": -6}
 
 
 class Kind(NamedTuple):
@@ -36,7 +38,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
     if entry in FUSED:
         library, (a, b), (m, n, k) = fused_product(entry, args)
-        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", "bf16", FUSED[entry][1]]
+        out = _product_format(entry, args).name
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, FUSED[entry][1]]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
         return Kind("/".join([library, *words]), (m, n, k))
@@ -71,7 +74,15 @@ def more_bytes(entry: str, args: tuple, device_bytes: int) -> int:
     if entry not in FUSED:
         return 0
     _, (a, b), (m, n, _) = fused_product(entry, args)
-    return max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
+    result = m * n * _product_format(entry, args).itemsize
+    return max(device_bytes - a.nbytes - b.nbytes - result, 0)
+
+
+def _product_format(entry: str, args: tuple) -> DType:
+    """What the library would write of the product of a launch of FUSED."""
+    if entry not in ROUNDED or args[ROUNDED[entry]] is None:
+        return BF16
+    return args[FUSED[entry][0]].dtype
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:

@@ -125,7 +125,7 @@ def check_codes(dev, rng, case, left=E4M3, *, share, up_scale=1 / 4, abs_max=0.0
     """As check, with codes as up_gate; share: of the largest |d_out| in what its codes can be."""
     case, gelu = (*case[:3], 0), wanted.pop("gelu", False)
     given = operands(rng, case, left)
-    M, F, K, _ = case
+    M, F, *_ = case
     total = given["a"].astype(np.float32) @ given["b"].astype(np.float32).T
     scale = np.abs(total).max() / 128 / share / (57344 if left == E5M2 else 448)
     codes = given.pop("up_gate").astype(np.float32).clip(-400, 400) / np.float32(up_scale)
@@ -226,6 +226,14 @@ def test_scales_just_in_time(hopper, rng):
     options = {"tensor": True, "fp8": None, "layout": None}
     for out in (None, "codes"):
         check(hopper, rng, SMALL["tiles"], in_place=True, out=out, **options)
+
+
+@gpu_only
+@pytest.mark.parametrize("left", [E4M3, E5M2], ids=str)
+def test_codes_between_on_all_multiprocessors(hopper, rng, left):
+    wanted = {"fp8": left, "layout": "both", "gelu": left == E5M2}
+    check_codes(hopper, rng, LARGE, left, share=0.5, tensor=True, out=None, **wanted)
+    check_codes(hopper, rng, LARGE, left, share=2, tensor=False, out="codes", up_scale=1, **wanted)
 
 
 def test_where_it_serves():

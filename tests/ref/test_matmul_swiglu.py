@@ -68,7 +68,9 @@ def test_what_is_behind_the_product_is_swiglu(rng, layout):
         for _ in range(2)
     )
     reference = swiglu_forward_fp8 if layout else swiglu_forward
-    reference(wanted["out"], up_gate, M, F, *list(wanted.values())[1:])
+    reference(
+        wanted["out"], up_gate, M, F, *list(wanted.values())[1:], *[None] * (4 if layout else 0)
+    )
     if layout:
         found["out"] = None
     matmul_swiglu(None, found.pop("out"), *operands, M, F, K, **found)
