@@ -54,8 +54,8 @@ def matmul_swiglu(
     out (M,F) = up * gate * sigmoid(gate), and its codes.
 
     Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
-    of_codes: None, or what it is rounded to instead: up_codes, or None where they are not kept;
-    then of ProductCodes in llmq.base.operand scale, factor, largest, found, abs_max, saturated.
+    of_codes: the codes it is rounded to instead, None if not kept; scale, factor, largest, found,
+    abs_max, saturated as ProductCodes has them. Else nothing, or None for each.
     """
     up_codes, up_scale, up_factor, up_largest, _, *seen = of_codes or [None] * 7
     fp8 = scale_a is not None
@@ -64,9 +64,8 @@ def matmul_swiglu(
     if out is None:
         out = np.empty((M, F), BF16)
     if up_scale is not None:
+        up_codes = np.empty((M, 2 * F), E4M3.numpy) if up_codes is None else up_codes
         up_largest[0] = 0
-        if up_codes is None:
-            up_codes = np.empty((M, 2 * F), E4M3.numpy)
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)
         total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right

@@ -52,9 +52,8 @@ def matmul_swiglu_backward(
     BF16; of that and up_gate (M,2F) the gradients of up and gate, and forward's out.
 
     b: of fp8 codes (F,K). fp8: codes, transposed, scale, saturated, then out, out_transposed,
-    out_scale, out_saturated, then of an up_gate that is codes: these, their scale, and with them
-    ProductCodes of d_out, which is rounded to those instead: scale, factor, largest, found,
-    abs_max, saturated.
+    out_scale, out_saturated, then of an up_gate that is codes: these, their scale, and of the codes
+    that d_out is rounded to with them: scale, factor, largest, found, abs_max, saturated.
     """
     *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
     up_codes, up_scale, d_scale, d_factor, d_largest, _, d_abs_max, d_saturated = fp8[8:]
