@@ -116,8 +116,8 @@ template <class Format> struct Rounding {
 
     // Four elements' codes.
     __device__ __forceinline__ u32 four(float a, float b, float c, float d) {
-        largest = larger(larger(largest, fabsf(a)), fabsf(b));
-        largest = larger(larger(largest, fabsf(c)), fabsf(d));
+        const float most = larger(larger(fabsf(a), fabsf(b)), larger(fabsf(c), fabsf(d)));
+        largest = larger(largest, most);  // one step of the chain for four elements
         return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
     }
     // Whether a code may be +-MAX; values above 0.928 of it are rounded to it.
