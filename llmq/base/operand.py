@@ -30,8 +30,9 @@ class ProductCodes(NamedTuple):
     """What a product writes as FP8, with a scale that is known beforehand: x ~ code * scale.
 
     A value x of its F32 sums becomes x * factor, rounded to nearest even and clamped to the largest
-    finite value MAX; NaN stays NaN. The product finds its largest |x|, and the kernel that reads
-    the codes first does what else is to be known of the tensor: a product cannot.
+    finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an infinity or NaN
+    where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
+    does what else is to be known of the tensor: a product cannot.
 
         codes      out    E4M3, E5M2 (rows, features)  or None, of a product that has its reader in
                                                        it: they are made, and not kept
@@ -78,8 +79,9 @@ class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 
     up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: the activation (rows, F) once more, where it is wanted. d_act: None, or
-    where up_gate are codes the codes that the product is rounded to.
+    may be up_gate. act: where the activation (rows, F) is written once more, if it is: BF16, or
+    beside an up_gate that is codes its own ones. d_act: None, or where up_gate are codes what the
+    product is rounded to.
     """
 
     up_gate: Tensor | ProductCodes

@@ -93,6 +93,15 @@ __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
 
 // -- For kernels that work element by element ----------------------------------------------------
 
+// 16 bytes of codes. IS_STREAMED: they leave the L2 cache first.
+template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* place, uint4 codes) {
+    if constexpr (IS_STREAMED) {
+        __stcs(static_cast<uint4*>(place), codes);
+    } else {
+        *static_cast<uint4*>(place) = codes;
+    }
+}
+
 // A block of 256 threads makes the codes of 128 rows and 64 columns: a thread those of 4 rows and 8
 // columns from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column;
 // the 16 bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8
@@ -108,7 +117,7 @@ struct OctetTile {
 
     // Row-major: to codes (any rows, columns) from this thread's row and column of it. All threads
     // of a warp call it; columns % 16 == 0.
-    template <class Format>
+    template <bool IS_STREAMED = false, class Format>
     static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column,
                                                       int columns, const uint2 (&four)[4],
                                                       bool inside) {
@@ -117,7 +126,7 @@ struct OctetTile {
         for (int i = 0; i < 4; i += 2) {
             const uint4 joined = join_pair(four[i], four[i + 1]);
             Format* place = codes + (row + i + odd) * columns + column - odd * 8;
-            if (inside) { *reinterpret_cast<uint4*>(place) = joined; }
+            if (inside) { store_codes<IS_STREAMED>(place, joined); }
         }
     }
 
@@ -137,7 +146,7 @@ struct OctetTile {
 
     // To transposed (columns, rows) what lies inside of it; the tile's first row and column are
     // given; rows % 16 == 0.
-    template <class Format>
+    template <bool IS_STREAMED = false, class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 rows, int columns) const {
 #pragma unroll
@@ -145,7 +154,7 @@ struct OctetTile {
             const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
             const i64 row = first_row + k * 16, column = first_column + (int)c;
             if (row < rows && column < columns) {
-                *reinterpret_cast<uint4*>(transposed + column * rows + row) = line[c][k ^ (c / 8)];
+                store_codes<IS_STREAMED>(transposed + column * rows + row, line[c][k ^ (c / 8)]);
             }
         }
     }

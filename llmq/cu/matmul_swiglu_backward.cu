@@ -37,6 +37,7 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 
+constexpr int STAGES = 4;
 constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box
 constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
 constexpr int ROWS = 2;              // computed together, for many independent instructions
@@ -54,7 +55,7 @@ using Rounded = bf16;
 using Stored = bf16;
 using Eight = uint4;
 #endif
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, WARPS, Rounded>;
+using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, Rounded>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
 using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 

@@ -31,12 +31,13 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
-constexpr int AT_ONCE = CODED ? 8 : 2;  // sigmoids of a row that are computed together
+// Sigmoids of a row that are computed together: as many as registers are for.
+constexpr int AT_ONCE = CODED ? (GELU ? 4 : 8) : (GELU ? 1 : 2);
 constexpr int N = Vec<T>::N;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr bool ON_BLACKWELL = true;
+#ifdef __CUDA_ARCH__
+constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900, ON_BLACKWELL = __CUDA_ARCH__ >= 1000;
 #else
-constexpr bool ON_BLACKWELL = false;
+constexpr bool ON_HOPPER = false, ON_BLACKWELL = false;
 #endif
 // The format of results beside inputs of Element.
 template <class Element> struct ResultOf { using Type = Element; };
@@ -63,10 +64,14 @@ __device__ __forceinline__ void activate(Result& out, const In& up, const In& ga
     float g[AT_ONCE], s[AT_ONCE];
 #pragma unroll
     for (int k = 0; k < COUNT; k += 2) {
-        const int i = k % AT_ONCE;
-        if (i == 0) { sigmoids(g, s, gate, k, near); }
-        out.set_two(k, to_f32(up.at(k)) * (g[i] * s[i]),
-                    to_f32(up.at(k + 1)) * (g[i + 1] * s[i + 1]));
+        float two[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int i = (k + j) % AT_ONCE;
+            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
+            two[j] = to_f32(up.at(k + j)) * (g[i] * s[i]);
+        }
+        out.set_two(k, two[0], two[1]);
     }
 }
 
@@ -78,15 +83,20 @@ __device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& 
     float g[AT_ONCE], s[AT_ONCE];
 #pragma unroll
     for (int k = 0; k < COUNT; k += 2) {
-        const int i = k % AT_ONCE, j = i + 1;
-        if (i == 0) { sigmoids(g, s, gate, k, near); }
-        const float d[2] = {to_f32(d_out.at(k)), to_f32(d_out.at(k + 1))};
-        const float u[2] = {to_f32(up.at(k)), to_f32(up.at(k + 1))};
-        const float active[2] = {g[i] * s[i], g[j] * s[j]};
-        d_up.set_two(k, active[0] * d[0], active[1] * d[1]);
-        d_gate.set_two(k, Gate::slope(g[i], s[i]) * u[0] * d[0],
-                       Gate::slope(g[j], s[j]) * u[1] * d[1]);
-        out.set_two(k, u[0] * active[0], u[1] * active[1]);
+        float of_up[2], of_gate[2], again[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int i = (k + j) % AT_ONCE;
+            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
+            const float d = to_f32(d_out.at(k + j)), u = to_f32(up.at(k + j));
+            const float active = g[i] * s[i];
+            of_up[j] = active * d;
+            of_gate[j] = Gate::slope(g[i], s[i]) * u * d;
+            again[j] = u * active;
+        }
+        d_up.set_two(k, of_up[0], of_up[1]);
+        d_gate.set_two(k, of_gate[0], of_gate[1]);
+        out.set_two(k, again[0], again[1]);
     }
 }
 
@@ -150,7 +160,7 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
     for (int i = 0; i < VECTORS; ++i) {
         const Place place(i, rows, F);
         if (!place.inside) { break; }
-        if constexpr (OUT) { forget(d[i]), forget(up[i]), forget(gate[i]); }
+        if constexpr (OUT || GELU) { forget(d[i]), forget(up[i]), forget(gate[i]); }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate, out_i;
         gradients<N, 2>(d_up, d_gate, out_i, d_i, up_i, gate_i, false);
@@ -203,13 +213,22 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
 }
 
 // With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Blackwell's
-// compiler the codes of one are, too, and codes in one layout only.
+// compiler the codes of one are, too, and codes in one layout only; for Hopper's three tensors'
+// transposed codes of GeGLU.
 #if CODES && !TRANSPOSED
 constexpr bool ONE_LAYOUT = true;
 #else
 constexpr bool ONE_LAYOUT = false;
 #endif
-constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT));
+#if TRANSPOSED && OUT_TRANSPOSED && GELU && !CODED
+constexpr bool MOST_CODES = true;
+#else
+constexpr bool MOST_CODES = false;
+#endif
+constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT)) ||
+                       (ON_HOPPER && MOST_CODES);
+// Measured: backward of codes is faster with streamed results, forward slower.
+constexpr bool STREAMED = ON_HOPPER && CODED;
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
@@ -254,8 +273,10 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     const int wide_column = place.column + F;
     if constexpr (OUT_TRANSPOSED) { out_tile.put(out_result); }
     if constexpr (CODES) {
-        OctetTile::store_rows(codes, place.row, place.column, 2 * F, up_result, place.inside);
-        OctetTile::store_rows(codes, place.row, wide_column, 2 * F, gate_result, place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, place.column, 2 * F, up_result,
+                                        place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, wide_column, 2 * F, gate_result,
+                                        place.inside);
     }
     if constexpr (TRANSPOSED) {
         up_tile.put(up_result);
@@ -263,11 +284,12 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     }
     if constexpr (TRANSPOSED || OUT_TRANSPOSED) { __syncthreads(); }
     if constexpr (TRANSPOSED) {
-        up_tile.store(transposed, place.first_row, place.first_column, rows, F);
-        gate_tile.store(transposed, place.first_row, place.first_column + F, rows, 2 * F);
+        up_tile.store<STREAMED>(transposed, place.first_row, place.first_column, rows, F);
+        gate_tile.store<STREAMED>(transposed, place.first_row, place.first_column + F, rows,
+                                  2 * F);
     }
     if constexpr (OUT_TRANSPOSED) {
-        out_tile.store(out_transposed, place.first_row, place.first_column, rows, F);
+        out_tile.store<STREAMED>(out_transposed, place.first_row, place.first_column, rows, F);
     }
     encoder.finish(saturated);
     out_encoder.finish(out_saturated);

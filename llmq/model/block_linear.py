@@ -102,7 +102,7 @@ class BlockLinear:
         """Whether the activation is part of the product of x beside it.
 
         up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
-        is d_out. Others never.
+        is d_out. Others never. The product of a tensor alone has the same sums there.
         """
         parts, backward = self._parts.get((layer, key)), key == "down"
         if key not in ("up", "down") or not self.config.gated:
@@ -160,7 +160,9 @@ class BlockLinear:
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
-        fused = isinstance(d_x, ActivatedGradient)
+        # Also of a tensor: whether the activation is made again changes no bit.
+        codes = isinstance(d_x, ProductCodes)  # which only the first step wants by themselves
+        fused = key == "down" and not codes and self.activates(layer, key, d_out, w)
         if parts is None and fused:
             self.linear.fused(d_x, d_out, weight, backward=True)
             return

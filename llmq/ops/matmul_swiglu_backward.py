@@ -32,7 +32,8 @@ COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
-STAGE_BYTES, BOX_BYTES, TURNED_BYTES, BOXES = 40960, 16384, 8192, 3
+STAGES, STAGE_BYTES = 4, 40960
+BOXES, BOX_BYTES, TURNED_BYTES = 3, 16384, 8192
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
@@ -97,8 +98,8 @@ def backward(
     """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds d_out, and of
-    `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
-    can be written again. With codes as up_gate d_out is rounded to codes as `matmul_fp8` does it.
+    `swiglu.backward`, which reads that. With gelu of GeGLU. With codes as up_gate d_out is rounded
+    to codes, as by `matmul_fp8`. Forward's result can be written again, its codes beside codes.
 
     Args (contiguous; M a multiple of 16, F of 64; rows of multiples of 16 bytes):
         d_up_gate  out    BF16                (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
@@ -213,15 +214,15 @@ def _results(
     if d_up_gate is not None or fp8 is None:
         expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
+    if out_fp8 is not None and not coded:
+        raise TypeError(f"{OP}: out_fp8 is only written where up_gate are codes")
     consts |= again_consts(OP, out, out_fp8, BF16, shape)
-    # A fourth stage has no place beside transposed codes of out and a tile of d_out in BF16.
-    ring = 3 if consts["OUT_TRANSPOSED"] and not coded else 4
-    return consts | {"TENSOR": int(d_up_gate is not None), "RING": ring, "CODED": coded}
+    return consts | {"TENSOR": int(d_up_gate is not None), "CODED": coded}
 
 
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
     turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
     boxes = BOXES * BOX_BYTES // (1 + consts["CODED"])
-    tiles = consts["RING"] * STAGE_BYTES + boxes + turned * TURNED_BYTES
+    tiles = STAGES * STAGE_BYTES + boxes + turned * TURNED_BYTES
     return tiles + 8 * BARRIERS + 1024

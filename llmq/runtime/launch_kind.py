@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, DType
@@ -14,6 +15,7 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
 # Where those have a scale that round the product to codes, as which the library writes it then.
 ROUNDED = {"matmul_swiglu": -6, "matmul_swiglu_backward": -6}
 
@@ -69,13 +71,23 @@ def fused_product(
     return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
 
 
-def more_bytes(entry: str, args: tuple, device_bytes: int) -> int:
-    """Bytes that a launch moves beside what the library's product would, which is all of others."""
+class More(NamedTuple):
+    """What a launch does beside the library's product of the same matrices. nbytes: what it moves.
+    turns: whether it writes codes in both layouts."""
+
+    nbytes: int = 0
+    turns: bool = False
+
+
+def more_work(entry: str, args: tuple, device_bytes: int) -> More:
+    """Nothing of launches that are not of FUSED."""
     if entry not in FUSED:
-        return 0
+        return More()
     _, (a, b), (m, n, _) = fused_product(entry, args)
     result = m * n * _product_format(entry, args).itemsize
-    return max(device_bytes - a.nbytes - b.nbytes - result, 0)
+    nbytes = max(device_bytes - a.nbytes - b.nbytes - result, 0)
+    codes = [x.shape for x in args if isinstance(x, Tensor) and x.dtype.itemsize == 1]
+    return More(nbytes, turns=any(x == y[::-1] for x, y in combinations(codes, 2)))
 
 
 def _product_format(entry: str, args: tuple) -> DType:

@@ -238,6 +238,21 @@ def test_codes_of_products_on_the_host(rng):
     test_codes_of_products(host_device(), rng, swiglu, "ragged_tiles", E5M2, 40)
 
 
+@pytest.mark.parametrize("bits", [0x7F800000, 0x7FC00000, 0xFFC00000], ids=hex)
+def test_a_largest_value_that_is_not_finite_reaches_abs_max(dev, bits):
+    """Codes of an infinity are finite; what a product then says is infinite, or NaN of any sign."""
+    largest = np.array([bits], np.uint32).view(np.float32)
+    arrays = {
+        "out": np.zeros((16, 16), BF16.numpy),
+        "up_gate.codes": np.full((16, 32), 448, E4M3.numpy),
+        "up_gate.scale": np.ones(1, np.float32),
+        "up_gate.largest": largest,
+        **{f"up_gate.{name}": value.reshape(1) for name, value in BEFORE.items()},
+    }
+    got = run(dev, _with_products(swiglu.forward), arrays)
+    np.testing.assert_array_equal(got["up_gate.abs_max"], largest)
+
+
 def test_leading_dimensions_are_rows(dev, rng):
     up_gate, _ = _inputs(rng, 6, 16, F32)
     flat = run(dev, swiglu.forward, {"out": np.empty((6, 16), np.float32), "up_gate": up_gate})
