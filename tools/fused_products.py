@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import matmul_swiglu, matmul_swiglu_backward, swiglu
 from llmq.ops.matmul import matmul, matmul_fp8
@@ -153,15 +153,95 @@ def backward(bench: Bench, case: Case) -> Ways:
     return Ways(product, two, one, (old.tensors(), new.tensors()))
 
 
+def _rounded(bench: Bench, *shape: int, scales: tuple[Tensor, Tensor]) -> ProductCodes:
+    """A product as codes, with the scale that a step before gave it."""
+    codes = bench.empty("product", E4M3, *shape)
+    largest, abs_max = bench.empty("largest", F32, 1), bench.empty("abs_max", F32, 1)
+    unknown = (abs_max, bench.empty("saturated", I32, 1), bench.empty("found", I32, 4))
+    return ProductCodes(codes, *scales, largest, *unknown)
+
+
+def _found(product: ProductCodes) -> list[Tensor]:
+    return [product.largest, product.abs_max, product.saturated]
+
+
+def _scales_of_codes(bench: Bench) -> tuple[Tensor, Tensor]:
+    """Scale and factor of a tensor with variance 1."""
+    return bench.scale(LARGEST / 448), bench.scale(448 / LARGEST)
+
+
+def forward_codes(bench: Bench, case: Case) -> Ways:
+    """The up product with --mlp-dtype e4m3."""
+    M, F, K, _, dtype = case
+    dev = bench.dev
+    a, b = bench.operand("a", dtype, M, K, 0.3), bench.operand("b", dtype, 2 * F, K, 0.0)
+    scales, of_codes = _scales(bench, case, 1.0), _scales_of_codes(bench)
+    up_gate, same_up_gate = (_rounded(bench, M, 2 * F, scales=of_codes) for _ in range(2))
+    old, new = (Results.made(bench, case, F, of_codes[0]) for _ in range(2))
+
+    def product() -> None:
+        matmul_fp8(dev, up_gate, a, b, *scales, fast_accumulation=True)
+
+    def two() -> None:
+        product()
+        swiglu.forward(dev, None, up_gate, abs_max=old.abs_max, fp8=old.fp8)
+
+    def one() -> None:
+        matmul_swiglu.forward(
+            dev, same_up_gate, None, a, b, None, None, *scales,
+            abs_max=new.abs_max, fp8=new.fp8,
+        )  # fmt: skip
+
+    results = tuple(
+        [up.codes, *_found(up), *made.tensors()]
+        for up, made in ((up_gate, old), (same_up_gate, new))
+    )
+    return Ways(product, two, one, results)
+
+
+def backward_codes(bench: Bench, case: Case) -> Ways:
+    """The down product's input gradient with --mlp-dtype e4m3."""
+    M, F, K, _, dtype = case
+    dev = bench.dev
+    a, b = bench.operand("a", dtype, M, K, 0.3), bench.operand("b", dtype, F, K, 0.0)
+    scales, of_codes = _scales(bench, case, 1.0), _scales_of_codes(bench)
+    up_gate = bench.operand("up_gate", dtype, M, 2 * F, 0.0)
+    up_gate = ProductCodes(up_gate, of_codes[0], of_codes[1], of_codes[0])
+    d_out = _rounded(bench, M, F, scales=of_codes)
+    same = _rounded(bench, 16, 16, scales=of_codes)
+    old, new = (Results.made(bench, case, 2 * F, of_codes[0]) for _ in range(2))
+
+    def product() -> None:
+        matmul_fp8(dev, d_out, a, b, *scales, fast_accumulation=True)
+
+    def two() -> None:
+        product()
+        swiglu.backward(dev, None, d_out, up_gate, abs_max=old.abs_max, fp8=old.fp8)
+
+    def one() -> None:
+        matmul_swiglu_backward.backward(
+            dev, None, a, b, up_gate, None, None, *scales,
+            d_out=same._replace(codes=None), abs_max=new.abs_max, fp8=new.fp8,
+        )  # fmt: skip
+
+    results = tuple([*_found(d), *made.tensors()] for d, made in ((d_out, old), (same, new)))
+    return Ways(product, two, one, results)
+
+
 # For each element of the activation: up_gate, out and its codes; d_up_gate and its codes, and of
 # up_gate and d_out, which both ways share, half.
 FORWARD_BYTES, BACKWARD_BYTES = 2 * 2 + 2 + 2, 2 * (2 + 2) + 3
+CODES_FORWARD, CODES_BACKWARD = 2 + 2, 2 * 2 + 2  # the same as codes
 # Name: what makes the case, the case, and bytes of its results.
 CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B forward, fp8": (forward, Case(32768, 4864, 896, 0, E4M3), FORWARD_BYTES),
     "1.5B forward, fp8": (forward, Case(32768, 8960, 1536, 0, E4M3), FORWARD_BYTES),
     "7B forward, fp8": (forward, Case(16384, 18944, 3584, 0, E4M3), FORWARD_BYTES),
     "7B LoRA forward, fp8": (forward, Case(4096, 18944, 3584, 32, E4M3), FORWARD_BYTES),
+    "1.5B forward, codes": (forward_codes, Case(32768, 8960, 1536, 0, E4M3), CODES_FORWARD),
+    "7B forward, codes": (forward_codes, Case(16384, 18944, 3584, 0, E4M3), CODES_FORWARD),
+    "1.5B backward, codes": (backward_codes, Case(32768, 8960, 1536, 0, E4M3), CODES_BACKWARD),
+    "7B backward, codes": (backward_codes, Case(16384, 18944, 3584, 0, E4M3), CODES_BACKWARD),
     "0.5B forward, bf16": (forward, Case(32768, 4864, 896, 0, BF16), FORWARD_BYTES),
     "1.5B forward, bf16": (forward, Case(32768, 8960, 1536, 0, BF16), FORWARD_BYTES),
     "7B forward, bf16": (forward, Case(16384, 18944, 3584, 0, BF16), FORWARD_BYTES),

@@ -268,5 +268,18 @@ def test_wrong_arguments():
     fp8 = Fp8Out(tensor(E4M3, 48, 32), None, one, tensor(I32, 1))
     with pytest.raises(ValueError, match="codes must have shape"):
         call(*both, *halves, fp8=fp8)
+    product = ProductCodes(tensor(E4M3, 32, 96), one, one, one, found=tensor(I32, 4))
+    scaled = (*codes, None, None, one, one)
+    call(product, None, *scaled)
+    with pytest.raises(TypeError, match=r"out, fp8 or up_gate\.codes must be given"):
+        call(product._replace(codes=None), None, *scaled)
+    with pytest.raises(ValueError, match="up_gate cannot be codes beside h"):
+        call(product, None, *codes, h, tail, one, one)
+    with pytest.raises(TypeError, match="a must be F8_E4M3 for codes as up_gate, got BF16"):
+        call(product, None, *halves)
+    with pytest.raises(ValueError, match=r"up_gate.codes must have shape \(32, 96\)"):
+        call(product._replace(codes=codes[0]), None, *scaled)
+    with pytest.raises(TypeError, match=r"up_gate\.found must be a tensor"):
+        call(product._replace(found=None), None, *scaled)
     with pytest.raises(ValueError, match="a must be a matrix with rows of a multiple of 16 bytes"):
         call(*both, tensor(BF16, 32, 60), tensor(BF16, 96, 60))

@@ -286,5 +286,18 @@ def test_wrong_arguments():
     again = Fp8Out(tensor(E4M3, 32, 64), None, one, count)
     with pytest.raises(TypeError, match=op + "out_fp8 is only written where up_gate are codes"):
         backward(dev, d_up_gate, a, b, up_gate, out_fp8=again)
+    product = ProductCodes(tensor(E4M3, 32, 128), one, one, one, found=tensor(I32, 4))
+    inside, scaled = product._replace(codes=None), (None, None, one, one)
+    backward(dev, d_up_gate, codes, right, product, *scaled, d_out=inside)
+    with pytest.raises(TypeError, match=op + "d_out is only rounded to codes where up_gate are"):
+        backward(dev, d_up_gate, codes, right, up_gate, *scaled, d_out=inside)
+    with pytest.raises(TypeError, match=op + "d_out must be codes of a product where up_gate are"):
+        backward(dev, d_up_gate, codes, right, product, *scaled)
+    with pytest.raises(TypeError, match=op + "d_out.codes must be None"):
+        backward(dev, d_up_gate, codes, right, product, *scaled, d_out=product)
+    with pytest.raises(ValueError, match=op + "up_gate cannot be codes beside h"):
+        backward(dev, d_up_gate, codes, right, product, h, tail, one, one, d_out=inside)
+    with pytest.raises(TypeError, match=op + "a must be fp8 where up_gate are codes, got BF16"):
+        backward(dev, d_up_gate, a, b, product, d_out=inside)
     with pytest.raises(TypeError, match=op + "out must be BF16, got F32"):
         backward(dev, d_up_gate, a, b, up_gate, out=tensor(F32, 32, 64))
