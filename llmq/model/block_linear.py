@@ -161,8 +161,8 @@ class BlockLinear:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
         # Also of a tensor: whether the activation is made again changes no bit.
-        codes = isinstance(d_x, ProductCodes)  # which only the first step wants by themselves
-        fused = key == "down" and not codes and self.activates(layer, key, d_out, w)
+        fused = key == "down" and self.activates(layer, key, d_out, w)
+        fused = fused and not isinstance(d_x, ProductCodes)  # which only the first step wants alone
         if parts is None and fused:
             self.linear.fused(d_x, d_out, weight, backward=True)
             return
