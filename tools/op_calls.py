@@ -121,14 +121,10 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
     )
 
 
-def product_codes(
-    rows: int, features: int, dtype: DType = E4M3, *, kept: bool = True
-) -> ProductCodes:
-    """kept: not only within the product."""
+def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes:
     scale, factor, seen = f32(1, value=0.01), f32(1, value=100.0), f32(1, value=1.0)
-    codes = Spec((rows, features), dtype) if kept else None
-    found = np.zeros(4, np.int32)
-    return ProductCodes(codes, scale, factor, seen, seen, Spec((1,), I32), found)
+    codes, saturated = Spec((rows, features), dtype), Spec((1,), I32)
+    return ProductCodes(codes, scale, factor, seen, seen, saturated, np.zeros(4, np.int32))
 
 
 def fits_fp8(rows: int, features: int) -> bool:
@@ -345,11 +341,7 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     codes |= {"scale_a": one, "scale_b": one, "d_up_gate": wide if R else None}
     codes |= {"abs_max": f32(1, value=5.0), "fp8": fp8_out(M, 2 * F, transposed=not R)}
     function = matmul_swiglu_backward.backward
-    calls = [Call("bf16", function, halves), Call("fp8", function, codes)]
-    if not R:
-        rounded = {"up_gate": product_codes(M, 2 * F), "d_out": product_codes(M, F, kept=False)}
-        calls.append(Call("fp8 codes", function, codes | rounded))
-    return calls
+    return [Call("bf16", function, halves), Call("fp8", function, codes)]
 
 
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
@@ -372,8 +364,8 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
         Call("fp8 both", matmul_swiglu.forward, low | codes | both),
     ]
     if not R:
-        rounded = both | {"up_gate": product_codes(M, 2 * F)}
-        calls.append(Call("fp8 codes", matmul_swiglu.forward, codes | rounded))
+        both |= {"up_gate": product_codes(M, 2 * F)}
+        calls.append(Call("fp8 codes", matmul_swiglu.forward, codes | both))
     return calls
 
 

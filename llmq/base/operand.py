@@ -34,16 +34,15 @@ class ProductCodes(NamedTuple):
     where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
     does what else is to be known of the tensor: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)  or None, of a product that has its reader in
-                                                       it: they are made, and not kept
+        codes      out    E4M3, E5M2 (rows, features)  or None, if Activated has no use for them
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
-        found      inout  I32        (4,)              or None; zeros, which a product that has its
-                                                       reader in it leaves as zeros
+        found      inout  I32        (4,)              or None; zeros before and behind a product
+                                                       that has its reader in it
     """
 
     codes: Tensor | None
@@ -66,8 +65,8 @@ class Target(NamedTuple):
 class Activated(NamedTuple):
     """What a product writes that has a gated activation behind it: SwiGLU, or with gelu GeGLU.
 
-    up_gate: BF16 (rows, 2F), what the activation is of, or None; or ProductCodes, whose reader the
-    activation is. act: the activation (rows, F).
+    up_gate: BF16 (rows, 2F), what the activation is of, or None; or its codes, whose reader this
+    is. act: the activation (rows, F).
     """
 
     up_gate: Tensor | ProductCodes | None
@@ -79,16 +78,13 @@ class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 
     up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: where the activation (rows, F) is written once more, if it is: BF16, or
-    beside an up_gate that is codes its own ones. d_act: None, or where up_gate are codes what the
-    product is rounded to.
+    may be up_gate. act: BF16 (rows, F), where the activation is written once more, or None.
     """
 
-    up_gate: Tensor | ProductCodes
+    up_gate: Tensor
     d_up_gate: Target
-    act: Target
+    act: Tensor | None
     gelu: bool
-    d_act: ProductCodes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

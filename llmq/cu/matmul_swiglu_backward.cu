@@ -11,16 +11,11 @@
 // and those of a column 4, which go through shared memory, from where three warps copy whole lines.
 // What is read of up_gate is loaded 16 rows ahead, into registers.
 //
-// With CODED = 1 up_gate are codes, and d_out is rounded to codes of Left instead of BF16, by those
-// that multiply, from F32; its codes stay in shared memory.
-//
 // Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
 //          scale_a, scale_b: F32 (1), of fp8 codes. RANK: R rounded up to 16; 0: there are none.
-//          abs_max, codes, transposed, scale, saturated, out, out_*: as in swiglu.cu. TENSOR: whether
-//          d_up_gate is written, else it is null. With CODED up_codes (M, 2F) of up_scale instead of
-//          up_gate; d_*: ProductCodes of d_out (llmq/base/operand.py), d_found: I32 (4), zeros before
-//          and behind.
+//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. TENSOR: whether
+//          d_up_gate is written, else it is null.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors;
 //          dynamic shared memory (ops/matmul_swiglu_backward.py).
 // Cost     2 M F (K + R) FLOPs; reads 4 F bytes a row, and writes as many with codes in both
@@ -42,22 +37,11 @@ constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a b
 constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
 constexpr int ROWS = 2;              // computed together, for many independent instructions
 constexpr int COPIERS = 3;           // warps that store transposed codes
-constexpr bool TURNS = TRANSPOSED || OUT_TRANSPOSED;
 constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
 constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
 
-#if CODED
-using Rounded = A;
-using Stored = e4m3;  // up_gate
-using Eight = uint2;
-#else
-using Rounded = bf16;
-using Stored = bf16;
-using Eight = uint4;
-#endif
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, Rounded>;
+using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
-using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 
 // Codes of 64 columns and 128 rows, transposed, in shared memory: a line for each column, in which
 // 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. rows: of the lane's four.
@@ -74,12 +58,11 @@ __device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int
 }
 
 // To transposed (columns, rows), from this row and column of it, by the copying warps.
-template <class Format>
-__device__ __forceinline__ void copy_turned(Format* transposed, const unsigned char* tile, int row,
+__device__ __forceinline__ void copy_turned(Q* transposed, const unsigned char* tile, int row,
                                             int column, int rows) {
     const int thread = threadIdx.x - 32, k = thread % 8;
     if (row + 16 * k >= rows) { return; }
-    Format* const to = transposed + (i64)column * rows + row + 16 * k;
+    Q* const to = transposed + (i64)column * rows + row + 16 * k;
 #pragma unroll 2
     for (int c = thread / 8; c < BOX; c += COPIERS * 4) {
         *reinterpret_cast<uint4*>(to + (i64)c * rows) =
@@ -88,15 +71,14 @@ __device__ __forceinline__ void copy_turned(Format* transposed, const unsigned c
 }
 
 // What lies in shared memory: the boxes, and behind the product's barriers two, and tiles of
-// transposed codes: of up, of gate and of out.
+// transposed codes: of up and of gate.
 struct Shared {
-    unsigned char *boxes, *up, *gate, *out;
+    unsigned char *boxes, *up, *gate;
     SharedAddress full, empty;
     __device__ __forceinline__ Shared(unsigned char* dynamic, const Product& product) {
         boxes = dynamic + (product.boxes - shared_address(dynamic));
         up = boxes + Product::BOXES * Product::BOX_BYTES + 512;
         gate = up + TURNED_BYTES;
-        out = TRANSPOSED ? gate + TURNED_BYTES : up;
         full = shared_address(up) - 16;
         empty = full + 8;
     }
@@ -104,7 +86,7 @@ struct Shared {
 
 // The warps that store transposed codes.
 __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& shared, Q* transposed,
-                                           e4m3* out_transposed, int M, int F) {
+                                           int M, int F) {
     u32 parity = 0;
     for (int t = work.cluster; t < work.tiles; t += work.clusters) {
         const Tile tile(t, work);
@@ -113,13 +95,8 @@ __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& share
             const int column = tile.column + box * BOX;
             barrier_wait(shared.full, parity);
             if (column < F) {
-                if constexpr (TRANSPOSED) {
-                    copy_turned(transposed, shared.up, tile.row, column, M);
-                    copy_turned(transposed, shared.gate, tile.row, column + F, M);
-                }
-                if constexpr (OUT_TRANSPOSED) {
-                    copy_turned(out_transposed, shared.out, tile.row, column, M);
-                }
+                copy_turned(transposed, shared.up, tile.row, column, M);
+                copy_turned(transposed, shared.gate, tile.row, column + F, M);
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0) { barrier_arrive(shared.empty); }
@@ -130,17 +107,12 @@ __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& share
 // What a thread of the epilogue does.
 struct Gradients {
     bf16* d_up_gate;
-    const Stored* up_gate;
+    const bf16* up_gate;
     bf16* out;
     Q* codes;
     int M, F;
-    float d_scale, up_scale;  // of CODED, as what follows
-    SharedAddress hot;        // of Product
     Encoder encoder;
-    OutEncoder out_encoder;
-    u32 count = 0;         // codes of d_out that are +-MAX,
-    bool counts = false;   // if there may be some
-    Eight up[4], gate[4];  // of the part that comes next, a row each
+    uint4 up[4], gate[4];  // of the part that comes next, a row each
 
     static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
     static __device__ __forceinline__ int four() { return threadIdx.x % 32 / 8; }
@@ -161,9 +133,9 @@ struct Gradients {
     };
 
     __device__ __forceinline__ void load(const Part& part, int row) {
-        const Stored* const from = up_gate + part.place + (i64)row * 2 * F;
-        up[row] = __ldcs(reinterpret_cast<const Eight*>(from));
-        gate[row] = __ldcs(reinterpret_cast<const Eight*>(from + F));
+        const bf16* const from = up_gate + part.place + (i64)row * 2 * F;
+        up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
+        gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
     // All tiles of this block.
@@ -181,8 +153,7 @@ struct Gradients {
 #pragma unroll 1
             for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
                 barrier_wait(product.ready + 8 * box, parity);
-                if constexpr (TURNS) { barrier_wait(shared.empty, turned_parity); }
-                if constexpr (CODED) { counts = load_shared_word(hot) != 0; }
+                if constexpr (TRANSPOSED) { barrier_wait(shared.empty, turned_parity); }
 #pragma unroll 1
                 for (int part = 0; part < PARTS; ++part) {
                     const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
@@ -194,7 +165,7 @@ struct Gradients {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
                     barrier_arrive(product.taken + 8 * box);
-                    if constexpr (TURNS) { barrier_arrive(shared.full); }
+                    if constexpr (TRANSPOSED) { barrier_arrive(shared.full); }
                 }
             }
             tile = next;
@@ -207,16 +178,15 @@ private:
                                             const Shared& shared, const unsigned char* box,
                                             int index) {
         const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
-        const int first_row = sixteen * LINES + 4 * four();
-        uint2 up_codes[4], gate_codes[4], out_codes[4];
+        const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
+        uint2 up_codes[4], gate_codes[4];
 #pragma unroll
         for (int first = 0; first < 4; first += ROWS) {
-            uint4 d_up[ROWS], d_gate[ROWS], again[ROWS];
-            Eight d[ROWS];
+            uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const int row = first + i;
-                d[i] = eight(box, first_row + row);
+                const int row = first + i, swizzled = octet() ^ (4 * four() + row) & 7;
+                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (swizzled << 4));
                 forget(up[row]), forget(gate[row]);
             }
             compute(d_up, d_gate, again, d, up + first, gate + first);
@@ -243,7 +213,6 @@ private:
                 if constexpr (OUT) {
                     *reinterpret_cast<uint4*>(out + place - (i64)(part.row + row) * F) = again[i];
                 }
-                if constexpr (OUT_TRANSPOSED) { out_codes[row] = out_encoder.encode(again[i]); }
             }
         }
         if (!part.inside) { return; }
@@ -251,64 +220,6 @@ private:
             put_turned(shared.up, sixteen, octet(), four(), up_codes);
             put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
         }
-        if constexpr (OUT_TRANSPOSED) { put_turned(shared.out, sixteen, octet(), four(), out_codes); }
-    }
-
-#if CODED
-    // This thread's codes of a row of d_out.
-    static __device__ __forceinline__ uint2 eight(const unsigned char* box, int row) {
-        const uint4 word = *reinterpret_cast<const uint4*>(box + word_of_codes(row, octet() % 4));
-        return octet() < 4 ? first_octet(word) : second_octet(word);
-    }
-
-    __device__ __forceinline__ void compute(uint4 (&d_up)[ROWS], uint4 (&d_gate)[ROWS],
-                                            uint4 (&again)[ROWS], const uint2 (&d)[ROWS],
-                                            const uint2* up, const uint2* gate) {
-        if (__builtin_expect(counts, 0)) {
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) { count += saturated_codes<Rounded>(d[row]); }
-        }
-        float g[ROWS][8], s[ROWS][8];
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            decode<Stored>(g[row], gate[row], up_scale);
-            shares<Gate, false>(s[row], g[row]);
-        }
-        const float far = __uint_as_float(Gate::FAR << 16);
-        if (!(Fp8<Stored>::MAX * up_scale < -far)) {  // in most tensors none can be
-#pragma unroll
-            for (int row = 0; row < ROWS; ++row) {
-                float lowest = 0.0f;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) { lowest = fminf(lowest, g[row][k]); }
-                if (!(lowest > far)) { shares<Gate, true>(s[row], g[row]); }
-            }
-        }
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            const float(&gates)[8] = g[row], (&of_gates)[8] = s[row];
-            float u[8], x[8];
-            decode<Stored>(u, up[row], up_scale);
-            decode<Rounded>(x, d[row], d_scale);
-            u32 first[4], second[4], third[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int k = 2 * j, l = k + 1;
-                const float share_0 = gates[k] * of_gates[k], share_1 = gates[l] * of_gates[l];
-                first[j] = to_pair(share_0 * x[k], share_1 * x[l]);
-                second[j] = to_pair(Gate::slope(gates[k], of_gates[k]) * u[k] * x[k],
-                                    Gate::slope(gates[l], of_gates[l]) * u[l] * x[l]);
-                third[j] = to_pair(u[k] * share_0, u[l] * share_1);
-            }
-            d_up[row] = make_uint4(first[0], first[1], first[2], first[3]);
-            d_gate[row] = make_uint4(second[0], second[1], second[2], second[3]);
-            again[row] = make_uint4(third[0], third[1], third[2], third[3]);
-        }
-    }
-#else
-    // This thread's eight numbers of a row of d_out.
-    static __device__ __forceinline__ uint4 eight(const unsigned char* box, int row) {
-        return *reinterpret_cast<const uint4*>(box + row * LINE + ((octet() ^ row & 7) << 4));
     }
 
     static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {
@@ -349,7 +260,6 @@ private:
             again[row] = make_uint4(z[0], z[1], z[2], z[3]);
         }
     }
-#endif
 };
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -357,11 +267,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
                        const __grid_constant__ TensorMap tail, const f32* scale_a,
                        const f32* scale_b, const bf16* up_gate, i32 M, i32 F, i32 K, f32* abs_max,
-                       Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out,
-                       e4m3* out_transposed, const f32* out_scale, i32* out_saturated,
-                       const e4m3* up_codes, const f32* up_scale, const f32* d_scale,
-                       const f32* d_factor, f32* d_largest, i32* d_found, f32* d_abs_max,
-                       i32* d_saturated) {
+                       Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
     const Shared shared(dynamic, product);
@@ -378,35 +284,16 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
         give_registers<OTHER_REGISTERS>();
         if (threadIdx.x == 0) {
             product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TURNS && threadIdx.x >= 32) {
-            copy_boxes(work, shared, transposed, out_transposed, M, F);
+        } else if (TRANSPOSED && threadIdx.x >= 32) {
+            copy_boxes(work, shared, transposed, M, F);
         }
     } else if (warpgroup < 3) {
-        const float sum_scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
-#if CODED
-        Rounding<Rounded> rounding{*d_factor};
-        product.multiply_tiles(work, warpgroup - 1, sum_scale, rounding);
-        finish_codes<Rounded>(rounding.largest, 0, d_found, gridDim.x * (8 + WARPS), *d_scale,
-                              d_largest, d_abs_max, d_saturated);
-#else
-        product.multiply_tiles(work, warpgroup - 1, sum_scale);
-#endif
+        product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
     } else {
         take_registers<EPILOGUE_REGISTERS>();
-#if CODED
-        Gradients gradients{d_up_gate, up_codes,  out,         codes,          M, F, *d_scale,
-                            *up_scale, product.hot, Encoder(scale), OutEncoder(out_scale)};
-#else
-        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, 1.0f, 1.0f, 0, Encoder(scale),
-                            OutEncoder(out_scale)};
-#endif
+        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale)};
         gradients.take(work, product, shared);
         gradients.encoder.finish(saturated, abs_max);
-        gradients.out_encoder.finish(out_saturated, nullptr);
-#if CODED
-        finish_codes<Rounded>(0.0f, gradients.count, d_found, gridDim.x * (8 + WARPS), *d_scale,
-                              d_largest, d_abs_max, d_saturated);
-#endif
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

@@ -109,37 +109,26 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress st
     wgmma_commit();
 }
 
-// Of results that are codes, what becomes of them in the threads that multiply: x becomes x * factor.
+// What becomes of results that are codes, in the threads that multiply: of x that of x * factor.
 template <class Format> struct Rounding {
     float factor;
+    volatile u32* hot;  // in shared memory: not 0 once a code of the block may be +-MAX
     float largest = 0.0f;  // of all |x|; NaN if one is
 
-    // Four elements' codes.
     __device__ __forceinline__ u32 four(float a, float b, float c, float d) {
         const float most = larger(larger(fabsf(a), fabsf(b)), larger(fabsf(c), fabsf(d)));
         largest = larger(largest, most);  // one step of the chain for four elements
         return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
     }
-    // Whether a code may be +-MAX; values above 0.928 of it are rounded to it.
-    __device__ __forceinline__ bool may_be_saturated() const {
-        return largest * factor > 0.9f * Fp8<Format>::MAX;
+    // Before others see the codes. Values above 0.928 of MAX may be rounded to it.
+    __device__ __forceinline__ void mark() const {
+        if (largest * factor > 0.9f * Fp8<Format>::MAX) { *hot = 1; }
     }
 };
 
-// How many codes are +-MAX.
-template <class Format> __device__ __forceinline__ u32 saturated_codes(const uint2& octet) {
-    u32 count = 0;
-#pragma unroll
-    for (int k = 0; k < 32; k += 8) {
-        count += (octet.x >> k & 0x7Fu) == Fp8<Format>::MAX_CODE;
-        count += (octet.y >> k & 0x7Fu) == Fp8<Format>::MAX_CODE;
-    }
-    return count;
-}
-
-// Leaves what llmq/base/operand.py says of ProductCodes. All threads of all warps that know largest,
-// of Rounding, or count codes that are +-MAX, call it once: `warps` of the whole grid. all: largest,
-// count and warps that have come, of which the last one leaves zeros, as they are at first.
+// Leaves what llmq/base/operand.py says of ProductCodes: newest is their largest. All threads of
+// `warps` warps of the grid call it once, those with largest, of Rounding, and those with the count
+// of codes that are +-MAX. all: both, and warps that have come; the last one leaves zeros, as at first.
 template <class Format>
 __device__ __forceinline__ void finish_codes(float largest, u32 count, i32* all, u32 warps,
                                              float scale, float* newest, float* abs_max,
@@ -175,16 +164,6 @@ __device__ __forceinline__ uint2 first_octet(const uint4& word) {
 __device__ __forceinline__ uint2 second_octet(const uint4& word) {
     return make_uint2(__byte_perm(word.x, word.y, 0x7632), __byte_perm(word.z, word.w, 0x7632));
 }
-// What eight codes stand for.
-template <class Format>
-__device__ __forceinline__ void decode(float (&x)[8], const uint2& codes, float scale) {
-#pragma unroll
-    for (int k = 0; k < 8; k += 2) {
-        const float2 two = from_fp8<Format>((k < 4 ? codes.x : codes.y) >> k % 4 * 8);
-        x[k] = two.x * scale;
-        x[k + 1] = two.y * scale;
-    }
-}
 
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
@@ -216,8 +195,7 @@ struct SharedProduct {
     static constexpr int STEP_K = LINE / sizeof(Left);
 
     // Barriers, as many as stages or boxes. stages, boxes: 1024-byte aligned.
-    // hot: a word, not 0 once a code of the block may be +-MAX.
-    SharedAddress stages, boxes, full, empty, ready, taken, hot;
+    SharedAddress stages, boxes, full, empty, ready, taken;
     int steps;  // of K, without tails
 
     __device__ __forceinline__ SharedProduct(void* shared, int K) : steps((K + STEP_K - 1) / STEP_K) {
@@ -227,7 +205,6 @@ struct SharedProduct {
         empty = full + 8 * STAGES;
         ready = empty + 8 * STAGES;
         taken = ready + 8 * BOXES;
-        hot = taken + 8 * BOXES;
     }
 
     // By one thread of the block; all threads of the cluster meet after that.
@@ -240,7 +217,6 @@ struct SharedProduct {
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
             barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
         }
-        if constexpr (MAKES_CODES) { store_shared_word(hot, 0); }
         barriers_ready();
     }
 
@@ -267,11 +243,10 @@ struct SharedProduct {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. rounding: of
-    // results that are codes their Rounding, else nothing.
-    template <class... OfCodes>
-    __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale,
-                                                   OfCodes&... rounding) const {
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Returns the
+    // largest |x| of codes.
+    __device__ __forceinline__ float multiply_tiles(const Work& work, int me, float scale,
+                                                    Rounding<Rounded> rounding = {}) const {
         const u32 thread = threadIdx.x % 128;
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
@@ -304,12 +279,13 @@ struct SharedProduct {
                 }
             }
             if constexpr (MAKES_CODES) {
-                hand_over_codes(d[0], 64 * me, scale, free_parity, rounding...);
+                hand_over_codes(d[0], 64 * me, scale, free_parity, rounding);
             } else {
                 hand_over(d[0], 64 * me, scale, free_parity);
             }
             free_parity ^= 1;
         }
+        return rounding.largest;
     }
 
     // A warp's 16 rows of a tile into the boxes.
@@ -367,7 +343,7 @@ struct SharedProduct {
                 stmatrix_x4(boxes + b * BOX_BYTES + word_of_codes(row, 2 * j + word), four[0],
                             four[1], four[2], four[3]);
             }
-            if (rounding.may_be_saturated()) { store_shared_word(hot, 1); }
+            rounding.mark();
             __syncwarp();
             if (thread % 32 == 0) { barrier_arrive(ready + 8 * b); }
         }

@@ -50,16 +50,6 @@ __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     return x;
 }
 
-// One word of it.
-__device__ __forceinline__ unsigned int load_shared_word(SharedAddress from) {
-    unsigned int x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-    return x;
-}
-__device__ __forceinline__ void store_shared_word(SharedAddress to, unsigned int x) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
-
 // d += a b, BF16 products summed in F32; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {

@@ -71,6 +71,9 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
+        # Of codes, two kernels are faster in backward.
+        coded = options.mlp_dtype != options.model_dtype
+        self._activating = (("up",) if coded else ("up", "down")) if config.gated else ()
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -105,7 +108,7 @@ class BlockLinear:
         is d_out. Others never. The product of a tensor alone has the same sums there.
         """
         parts, backward = self._parts.get((layer, key)), key == "down"
-        if key not in ("up", "down") or not self.config.gated:
+        if key not in self._activating:
             return False
         # A bias comes before the activation, and dropout before the sum that it is of.
         if w.up_bias is not None if key == "up" else parts and self._probability:
@@ -162,7 +165,6 @@ class BlockLinear:
         weight, parts = getattr(w, key), self._parts.get((layer, key))
         # Also of a tensor: whether the activation is made again changes no bit.
         fused = key == "down" and self.activates(layer, key, d_out, w)
-        fused = fused and not isinstance(d_x, ProductCodes)  # which only the first step wants alone
         if parts is None and fused:
             self.linear.fused(d_x, d_out, weight, backward=True)
             return

@@ -207,7 +207,9 @@ class Delayed(JustInTime):
     # largest value, and with the scale that follows from it. Another form would need memory that
     # no later step needs.
 
-    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
+    def result(
+        self, slot: str, out: Tensor | None, multiply: Callable[[Result | None], None]
+    ) -> Result | None:
         if not self._coded:
             return super().result(slot, out, multiply)
         codes = self.scales.product(slot, out)
@@ -216,9 +218,6 @@ class Delayed(JustInTime):
             self.scales.settle(slot)
             multiply(codes)
         return codes
-
-    def result_within(self, slot: str, out: Tensor | None) -> Result | None:
-        return self.scales.product(slot, out) if self._coded else out
 
     def result_again(self, slot: str, out: Tensor) -> Result:
         return self.scales.product(slot, out, again=True) if self._coded else out

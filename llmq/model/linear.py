@@ -102,8 +102,7 @@ class Linear:
         """out = x @ weight^T + h @ tail^T, rounded once; backward: out = x @ weight + h @ tail.
 
         Args:
-            out, x  (rows, out_features), (rows, in_features); backward: the other way round. Codes
-                    are those that Activated has, of fp8 operands
+            out, x  (rows, out_features), (rows, in_features); backward: the other way round
             h       (rows, R); or None
             tail    (out_features, R), B; backward: (R, in_features), A; or None
         """
@@ -120,10 +119,10 @@ class Linear:
             )
         elif isinstance(out, ActivatedGradient):
             x, weight, *others = operands
-            up_gate, to, act, gelu, d_act = out
+            up_gate, to, act, gelu = out
             matmul_swiglu_backward.backward(
-                self.dev, to.out, x, weight, up_gate, *others, d_out=d_act, gelu=gelu,
-                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+                self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
+                abs_max=to.abs_max, fp8=to.fp8, out=act,
             )  # fmt: skip
         else:
             matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)

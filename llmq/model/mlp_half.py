@@ -68,10 +68,15 @@ class MlpHalf:
         """layer.mlp_out from x (rows, C)."""
 
         def write(to: Target) -> None:
-            if self._activates(layer, "up", x, w):
-                up = self.operands.result_within(layer.mlp_up.slot, layer.mlp_up.tensor)
-                out = Activated(up, to, self.gelu)
-                self.linear.forward(layer.index, "up", out, x, w)
+            # Without scales, codes are made twice, and what reads them has to wait.
+            known = self.operands.scales.ready or not self._coded
+            if known and self.linear.activates(layer.index, "up", x, w):
+
+                def activate(mlp_up: Result | None) -> None:
+                    out = Activated(mlp_up, to, self.gelu)
+                    self.linear.forward(layer.index, "up", out, x, w)
+
+                self.operands.result(layer.mlp_up.slot, layer.mlp_up.tensor, activate)
                 return
             with ExitStack() as inner:
                 place = layer.mlp_up.place(self.dev, inner)
@@ -82,14 +87,6 @@ class MlpHalf:
         mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out
         self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
-
-    def _activates(self, layer: Layer, key: str, x: Operand, w: BlockWeights) -> bool:
-        """Whether the product has the activation in it: of codes only once their scales are known.
-
-        Else it runs twice, for these, and its reader has to wait.
-        """
-        known = self.operands.scales.ready or not self._coded
-        return known and self.linear.activates(layer.index, key, x, w)
 
     def again(
         self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
@@ -166,11 +163,9 @@ class MlpHalf:
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
-        # With codes of the activation beside BF16 of up_gate, one kernel takes longer than two.
-        within = self._coded or act.fp8 is None
-        if within and self._activates(layer, "down", d_down, w):
-            d_act = self.operands.result_within(layer.slot("d_mlp_act"), None)
-            d_x = ActivatedGradient(mlp_up, to, act, self.gelu, d_act)
+        # With the activation's codes in it as well, one kernel takes longer than two.
+        if act.fp8 is None and self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act.out, self.gelu)
             self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
             return
         multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g)

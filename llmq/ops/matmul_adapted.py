@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import (
+    CAPABILITY,
+    expect_adapters,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
+)
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # bytes: of rows of all matrices
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 384
 TILE = (256, 192)  # of a cluster of two blocks
 SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks of out, barriers, alignment
@@ -44,21 +48,13 @@ MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
 def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
     """Whether this is the way to compute out = a @ b + h @ tail on a device.
 
-    Fp8 codes may be given to it only where their products may sum with fewer bits. Where GPUs
-    exchange data, they take multiprocessors from it, and its grid counts on all of them.
+    Fp8 codes may be given to it only where their products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
-        return False
     if out.dtype != BF16 or h.dtype != BF16 or a.dtype == F32:
         return False
     (M, N), K, R = out.shape, a.shape[1], h.shape[1]
     rows = (2 * N, a.dtype.itemsize * K, 2 * R)
-    return (
-        M >= MIN_ROWS
-        and N >= MIN_COLUMNS
-        and R <= MAX_RANK
-        and all(nbytes % MULTIPLE == 0 for nbytes in rows)
-    )
+    return M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, rows, R)
 
 
 def matmul_adapted(
@@ -109,27 +105,14 @@ def matmul_adapted(
         raise TypeError(f"{op}: only fp8 codes have scales")
     expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
-    R = _rank(op, h, tail, M, N, transposed)
+    R = expect_adapters(op, h, tail, M, N, transposed=transposed)
     kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2)
     dev.launch(
         kernels[transposed + (transposed and not fp8)],
-        2 * clusters,
+        own_product_blocks(dev, M, N, TILE),
         THREADS,
         (out, a, b, h, tail, scale_a, scale_b, M, N, K),
-        consts={"TRANSPOSED": int(transposed), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)},
+        consts={"TRANSPOSED": int(transposed)} | rank_consts(R),
         smem=SHARED,
         flops=2 * M * N * (K + R),
     )
-
-
-def _rank(op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int, transposed: bool) -> int:
-    """R, 0 without h and tail."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
-    return R

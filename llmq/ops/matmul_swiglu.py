@@ -7,41 +7,42 @@ are in the product as in `llmq.ops.matmul_adapted`.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, F32
+from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
+    CAPABILITY,
     FP8_ARGS,
+    MULTIPLE,
     abs_max_consts,
+    expect_adapters,
     fp8_args,
     fp8_consts,
-    rounded,
-    rounded_args,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu.forward"
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # M and F; and bytes, of which rows of all matrices are a multiple
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 96)  # of out, of a cluster of two blocks
 STAGES = 4
-BOXES, BOX_BYTES = 3, 16384  # one tile of up and gate; of codes half the bytes
-# Pairs of tiles, barriers and a word, alignment.
-SHARED = STAGES * 40960 + 8 * (2 * STAGES + 7) + 1024
+# Pairs of tiles, one tile of up and gate, barriers, alignment.
+SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
 
-# Measured are 4,096 rows and more, and these columns and more, in fp8 and bf16
-# (tools/gemm_gate.py --swiglu). Fewer rows would leave cores idle in the last turn.
+# Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept, and
+# tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
 MIN_ROWS, MIN_COLUMNS = 2048, 4864
 
 FORWARD = Kernel(
     "matmul_swiglu.cu",
     "matmul_swiglu",
-    args="bf16*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
+    args="U*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
     "const bf16[96]*? tail, const f32*? scale_a, const f32*? scale_b, i32 M, i32 F, i32 K, "
-    "inout f32*? abs_max, " + FP8_ARGS + ", e4m3*? up_codes, " + rounded_args("up"),
+    "inout f32*? abs_max, " + FP8_ARGS + ", const f32*? up_scale, const f32*? up_factor, "
+    "f32*? up_largest, inout i32*? up_found, inout f32*? up_abs_max, inout i32*? up_saturated",
     capability=CAPABILITY,
 )
 
@@ -50,19 +51,13 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
     """Whether this is the way to compute the activation (M, F) of a (M, K) on a device.
 
     rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
-    and its grid counts on all of them.
+    products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1 or a.dtype not in (BF16, E4M3):
+    if a.dtype not in (BF16, E4M3):
         return False
     M, K = a.shape
     sizes = (M, F, a.dtype.itemsize * K, 2 * rank)
-    return (
-        M >= MIN_ROWS
-        and F >= MIN_COLUMNS
-        and rank <= MAX_RANK
-        and all(size % MULTIPLE == 0 for size in sizes)
-    )
+    return M >= MIN_ROWS and F >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, sizes, rank)
 
 
 def forward(
@@ -83,12 +78,12 @@ def forward(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
-    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Codes as up_gate are made as by
-    `matmul_fp8`, and their reader is in here, unless neither out nor fp8 is wanted.
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Of codes as up_gate the product is
+    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
 
     Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
         up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None; or
-                                                   E4M3 codes of a product, without h
+                                                   ProductCodes (E4M3) of fp8 codes without h
         out         out    BF16            (M,F)   may be None with fp8, and with codes
         a           in     BF16 or E4M3    (M,K)
         b           in     as a            (2F,K)  the rows of up, and then those of gate
@@ -103,42 +98,51 @@ def forward(
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
     (M, K), F = a.shape, b.shape[0] // 2
-    coded = isinstance(up_gate, ProductCodes)
-    product, tensor, codes = (up_gate, None, up_gate.codes) if coded else (None, up_gate, None)
-    reads = out is not None or fp8 is not None
-    R = _check(tensor, out, a, b, h, tail, scale_a, scale_b)
-    if coded:
-        _check_codes(codes, a, (M, 2 * F), R, reads)
-    elif not reads:
-        raise TypeError(f"{OP}: out or fp8 must be given, both are None")
+    product, reads = None, out is not None or fp8 is not None
+    if isinstance(up_gate, ProductCodes):
+        product, up_gate = up_gate, up_gate.codes
+    if not reads and (product is None or up_gate is None):
+        raise TypeError(f"{OP}: out, fp8 or codes as up_gate must be given, all are None")
+    R = _check(up_gate, out, a, b, h, tail, scale_a, scale_b, E4M3 if product else BF16)
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, F)
-    consts |= {"UP_GATE": int((codes or tensor) is not None), "OUT": int(out is not None)}
-    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP), "CODED": int(coded)}
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    args = (tensor, out, a, b, h, tail, scale_a, scale_b, M, F, K, abs_max, *fp8_args(fp8))
+    consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
+    consts |= {"GELU": int(gelu), "CODED": int(product is not None)} | rank_consts(R)
+    operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
     dev.launch(
         FORWARD,
-        2 * clusters,
+        own_product_blocks(dev, M, F, TILE),
         THREADS,
-        (*args, codes, *rounded(OP, "up_gate", product, reads=reads)),
+        (
+            up_gate,
+            out,
+            *operands,
+            *sizes,
+            abs_max,
+            *fp8_args(fp8),
+            *_of_codes(product, a, R, reads),
+        ),
         consts=consts,
-        smem=SHARED + BOXES * BOX_BYTES // (1 + coded),
+        smem=SHARED,
         flops=4 * M * F * (K + R),
     )
 
 
-def _check_codes(
-    codes: Tensor | None, a: Tensor, shape: tuple[int, int], R: int, reads: bool
-) -> None:
-    """What only a product has that is rounded to codes of this shape."""
-    if R:
-        raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
-    if a.dtype != E4M3:
-        raise TypeError(f"{OP}: a must be {E4M3.label} for codes as up_gate, got {a.dtype.label}")
-    if codes is None and not reads:
-        raise TypeError(f"{OP}: out, fp8 or up_gate.codes must be given, all are None")
-    if codes is not None:
-        expect(OP, "up_gate.codes", codes, E4M3, shape)
+def _of_codes(
+    product: ProductCodes | None, a: Tensor, R: int, reads: bool
+) -> tuple[Tensor | None, ...]:
+    """The last arguments of the kernel. reads: whether it is the codes' reader."""
+    if product is None:
+        return (None,) * 6
+    if a.dtype != E4M3 or R:
+        raise TypeError(f"{OP}: up_gate can be codes only of a product of fp8 codes, without h")
+    given = {"scale": F32, "factor": F32, "largest": F32, "found": I32}
+    if reads and product.abs_max is not None:
+        given |= {"abs_max": F32, "saturated": I32}
+    for name, dtype in given.items():
+        shape = (4,) if name == "found" else (1,)
+        expect(OP, f"up_gate.{name}", getattr(product, name), dtype, shape)
+    args = [getattr(product, name) for name in given]
+    return (*args, *[None] * (6 - len(args)))
 
 
 def _check(
@@ -150,16 +154,18 @@ def _check(
     tail: Tensor | None,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
+    dtype: DType,
 ) -> int:
-    """Shapes and dtypes, as forward's; returns R, 0 without h and tail."""
+    """Shapes and dtypes, as forward's; dtype: up_gate's. Returns R, 0 without h and tail."""
     if b.shape[0] % 2:
         raise ValueError(f"{OP}: b must have rows of up and of gate, got {b.shape}")
     (M, K), N = a.shape, b.shape[0]
     if M % MULTIPLE or N % (2 * MULTIPLE):
         raise ValueError(f"{OP}: M and F must be multiples of {MULTIPLE}, got {M} and {N // 2}")
-    for name, tensor, width in (("up_gate", up_gate, N), ("out", out, N // 2)):
-        if tensor is not None:
-            expect(OP, name, tensor, BF16, (M, width))
+    if up_gate is not None:
+        expect(OP, "up_gate", up_gate, dtype, (M, N))
+    if out is not None:
+        expect(OP, "out", out, BF16, (M, N // 2))
     if a.dtype == E4M3:
         expect(OP, "scale_a", scale_a, F32, (1,))
         expect(OP, "scale_b", scale_b, F32, (1,))
@@ -168,11 +174,4 @@ def _check(
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{OP}: only fp8 codes have scales")
     expect(OP, "b", b, a.dtype, (N, K))
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(OP, "h", h, BF16, (M, R))
-    expect(OP, "tail", tail, BF16, (N, R))
-    return R
+    return expect_adapters(OP, h, tail, M, N, transposed=False)

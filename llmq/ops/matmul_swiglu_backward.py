@@ -9,27 +9,25 @@ while the next tile is multiplied. The adapters beside the matrix are in the pro
 from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
+    CAPABILITY,
     FP8_ARGS,
+    MULTIPLE,
     abs_max_consts,
-    again_args,
-    again_consts,
-    expect_product,
+    expect_adapters,
     fp8_args,
     fp8_consts,
-    rounded,
-    rounded_args,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu_backward"
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # M; and bytes, of which rows of all matrices are a multiple
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
 STAGES, STAGE_BYTES = 4, 40960
@@ -44,10 +42,8 @@ def _kernel(b_rows: int) -> Kernel:
         f"{OP}.cu",
         OP,
         args=f"bf16*? d_up_gate, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
-        "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16*? up_gate, "
-        f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out, "
-        "e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated, "
-        f"const e4m3*? up_codes, const f32*? up_scale, {rounded_args('d')}",
+        "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16* up_gate, "
+        f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out",
         capability=CAPABILITY,
     )
 
@@ -59,22 +55,13 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
     """Whether this is the way to compute the gradient (M, 2F) from a (M, K) on a device.
 
     rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
-    and its grid counts on all of them.
+    products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
-        return False
-    if a.dtype not in (BF16, E4M3, E5M2):
+    if a.dtype not in (BF16, E4M3, E5M2) or F % COLUMNS:
         return False
     M, K = a.shape
-    rows = (M, a.dtype.itemsize * K, 2 * rank)
-    return (
-        M >= MIN_ROWS
-        and F >= MIN_COLUMNS
-        and F % COLUMNS == 0
-        and rank <= MAX_RANK
-        and all(size % MULTIPLE == 0 for size in rows)
-    )
+    sizes = (M, a.dtype.itemsize * K, 2 * rank)
+    return M >= MIN_ROWS and F >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, sizes, rank)
 
 
 def backward(
@@ -82,80 +69,52 @@ def backward(
     d_up_gate: Tensor | None,
     a: Tensor,
     b: Tensor,
-    up_gate: Tensor | ProductCodes,
+    up_gate: Tensor,
     h: Tensor | None = None,
     tail: Tensor | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
-    d_out: ProductCodes | None = None,
     gelu: bool = False,
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
-    out_fp8: Fp8Out | None = None,
 ) -> None:
     """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds d_out, and of
-    `swiglu.backward`, which reads that. With gelu of GeGLU. With codes as up_gate d_out is rounded
-    to codes, as by `matmul_fp8`. Forward's result can be written again, its codes beside codes.
+    `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
+    can be written again, but not its codes: with these, two kernels take less time.
 
     Args (contiguous; M a multiple of 16, F of 64; rows of multiples of 16 bytes):
         d_up_gate  out    BF16                (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
         a          in     BF16, E4M3 or E5M2  (M,K)   the gradient of the down product's result
         b          in     as a, not E5M2      (K,F)   codes (F,K): they are transposed
-        up_gate    in     BF16                (M,2F)  or E4M3 codes of a product, without h
+        up_gate    in     BF16                (M,2F)
         h          in     BF16                (M,R)   R at most MAX_RANK; or None
         tail       in     BF16                (R,F)   or None, with h
         scale_a    in     F32                 (1,)    of fp8 codes, else None
         scale_b    in     F32                 (1,)
-        d_out      inout  as a                (M,F)   beside codes as up_gate: its own, not kept
         abs_max    inout  F32                 (1,)    or None; raised to the largest |d_up_gate|
         fp8        out                        (M,2F)  or None; d_up_gate in FP8
         out        out    BF16                (M,F)   or None; the bits of forward's out
-        out_fp8    out                        (M,F)   or None, if out is; its codes, E4M3, only
-                                                      transposed
 
     Cost:    2*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
-    coded = isinstance(up_gate, ProductCodes)
-    tensor, codes, up_scale = (None, *up_gate[:2]) if coded else (up_gate, None, None)
-    (M, K), F, R = _check(a, b, codes if coded else tensor, h, tail, scale_a, scale_b)
-    _check_codes(up_gate if coded else None, d_out, a, R)
-    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8, int(coded))
-    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
-    args = (d_up_gate, a, b, h, tail, scale_a, scale_b, tensor, M, F, K, abs_max, *fp8_args(fp8))
+    (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
+    consts = _results(d_up_gate, (M, F), abs_max, fp8, out)
+    consts |= {"GELU": int(gelu)} | rank_consts(R)
+    operands = (a, b, h, tail, scale_a, scale_b, up_gate)
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
-        2 * clusters,
+        own_product_blocks(dev, M, F, TILE),
         THREADS,
-        (*args, *again_args(out, out_fp8), codes, up_scale, *rounded(OP, "d_out", d_out)),
+        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
     )
-
-
-def _check_codes(
-    up_gate: ProductCodes | None, d_out: ProductCodes | None, a: Tensor, R: int
-) -> None:
-    """What only a product has that is rounded to codes, beside those of up_gate."""
-    if up_gate is None:
-        if d_out is not None:
-            raise TypeError(f"{OP}: d_out is only rounded to codes where up_gate are codes")
-        return
-    if R:
-        raise ValueError(f"{OP}: up_gate cannot be codes beside h, which is not scaled with them")
-    if a.dtype == BF16:
-        raise TypeError(f"{OP}: a must be fp8 where up_gate are codes, got {a.dtype.label}")
-    expect_product(OP, "up_gate", up_gate)
-    if d_out is None:
-        raise TypeError(f"{OP}: d_out must be codes of a product where up_gate are, got None")
-    if d_out.codes is not None:
-        raise TypeError(f"{OP}: d_out.codes must be None, they are not kept")
 
 
 def _check(
@@ -183,21 +142,8 @@ def _check(
         raise ValueError(
             f"{OP}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
         )
-    coded = up_gate.dtype in (E4M3, E5M2)
-    expect(OP, "up_gate", up_gate, E4M3 if coded else BF16, (M, 2 * F))
-    return a.shape, F, _rank(h, tail, M, F)
-
-
-def _rank(h: Tensor | None, tail: Tensor | None, M: int, F: int) -> int:
-    """R, 0 without h and tail."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(OP, "h", h, BF16, (M, R))
-    expect(OP, "tail", tail, BF16, (R, F))
-    return R
+    expect(OP, "up_gate", up_gate, BF16, (M, 2 * F))
+    return a.shape, F, expect_adapters(OP, h, tail, M, F, transposed=True)
 
 
 def _results(
@@ -206,23 +152,19 @@ def _results(
     abs_max: Tensor | None,
     fp8: Fp8Out | None,
     out: Tensor | None,
-    out_fp8: Fp8Out | None,
-    coded: int,
 ) -> dict[str, int]:
     """The constants that switch what is written on and off. shape: of out."""
     M, F = shape
     if d_up_gate is not None or fp8 is None:
         expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
-    if out_fp8 is not None and not coded:
-        raise TypeError(f"{OP}: out_fp8 is only written where up_gate are codes")
-    consts |= again_consts(OP, out, out_fp8, BF16, shape)
-    return consts | {"TENSOR": int(d_up_gate is not None), "CODED": coded}
+    if out is not None:
+        expect(OP, "out", out, BF16, shape)
+    return consts | {"TENSOR": int(d_up_gate is not None), "OUT": int(out is not None)}
 
 
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
-    turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
-    boxes = BOXES * BOX_BYTES // (1 + consts["CODED"])
-    tiles = STAGES * STAGE_BYTES + boxes + turned * TURNED_BYTES
+    turned = 2 * consts["TRANSPOSED"] * TURNED_BYTES
+    tiles = STAGES * STAGE_BYTES + BOXES * BOX_BYTES + turned
     return tiles + 8 * BARRIERS + 1024

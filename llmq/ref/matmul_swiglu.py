@@ -7,13 +7,14 @@ import numpy as np
 from llmq.base.dtypes import E4M3
 from llmq.ref.common import (
     BF16,
+    adapted_product,
     compute,
     decode_fp8,
     decoded,
     emit_fp8,
+    encode_fp8,
     gelu_share,
     look_at_codes,
-    round_product,
     sigmoid,
     update_abs_max,
 )
@@ -26,8 +27,6 @@ CASES = {
     "qwen15b": (32768, 8960, 1536, 0),
     "qwen7b_lora": (4096, 18944, 3584, 32),
 }
-
-ROWS = 1024  # of a, at a time
 
 
 def matmul_swiglu(
@@ -47,39 +46,38 @@ def matmul_swiglu(
     transposed: np.ndarray | None = None,
     scale: np.ndarray | None = None,
     saturated: np.ndarray | None = None,
-    *of_codes: np.ndarray | None,
+    up_scale: np.ndarray | None = None,
+    up_factor: np.ndarray | None = None,
+    up_largest: np.ndarray | None = None,
+    up_found: np.ndarray | None = None,
+    up_abs_max: np.ndarray | None = None,
+    up_saturated: np.ndarray | None = None,
+    *,
     gelu: int = 0,
 ) -> None:
     """up_gate (M,2F) = scale_a * scale_b * (a (M,K) @ b (2F,K)^T) [+ h (M,R) @ tail (2F,R)^T];
     out (M,F) = up * gate * sigmoid(gate), and its codes.
 
-    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
-    of_codes: the codes it is rounded to instead, None if not kept; scale, factor, largest, found,
-    abs_max, saturated as ProductCodes has them. Else nothing, or None for each.
+    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that. With
+    up_scale it is rounded to E4M3 codes instead, as matmul_fp8 does it, and swiglu_forward_fp8 does
+    the rest; up_found is what only kernels need.
     """
-    up_codes, up_scale, up_factor, up_largest, _, *seen = of_codes or [None] * 7
-    fp8 = scale_a is not None
-    right = (decode_fp8(b) if fp8 else compute(b)).T
+    right = (compute(b) if scale_a is None else decode_fp8(b)).T
     low = None if tail is None else compute(tail).T
     if out is None:
         out = np.empty((M, F), BF16)
     if up_scale is not None:
-        up_codes = np.empty((M, 2 * F), E4M3.numpy) if up_codes is None else up_codes
+        up_gate = np.empty((M, 2 * F), E4M3.numpy) if up_gate is None else up_gate
         up_largest[0] = 0
-    for start in range(0, M, ROWS):
-        rows = slice(start, start + ROWS)
-        total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right
-        if fp8:
-            total *= scale_a[0] * scale_b[0]
-        if low is not None:
-            total += compute(h[rows]) @ low
+    for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
         if up_scale is None:
             rounded = total.astype(BF16)
+            if up_gate is not None:
+                up_gate[rows] = rounded
         else:
-            round_product(up_codes[rows], total, up_factor, up_largest)
-            rounded = decoded(up_codes[rows], up_scale)
-        if up_gate is not None:
-            up_gate[rows] = rounded
+            update_abs_max(up_largest, total)
+            encode_fp8(up_gate.view(np.uint8)[rows], total, up_factor[0], up_gate.dtype)
+            rounded = decoded(up_gate[rows], up_scale)
         up, gate = compute(rounded[:, :F]), compute(rounded[:, F:])
         with np.errstate(over="ignore"):
             value = (gelu_share if gelu else sigmoid)(gate)
@@ -87,6 +85,6 @@ def matmul_swiglu(
         value *= up
         out[rows] = value
     if up_scale is not None:
-        look_at_codes(up_codes, up_scale, up_largest, *seen)
+        look_at_codes(up_gate, up_scale, up_largest, up_abs_max, up_saturated)
     update_abs_max(abs_max, out)
     emit_fp8(codes, transposed, scale, saturated, out)

@@ -7,14 +7,12 @@ import numpy as np
 
 from llmq.ref.common import (
     BF16,
+    adapted_product,
     compute,
     decode_fp8,
-    decoded,
     emit_fp8,
     gelu_share,
     gelu_slope,
-    look_at_codes,
-    round_product,
     sigmoid,
     silu_slope,
     update_abs_max,
@@ -29,8 +27,6 @@ CASES = {
     "qwen7b_lora": (4096, 18944, 3584, 16),
 }
 
-ROWS = 1024  # of a, at a time
-
 
 def matmul_swiglu_backward(
     d_up_gate: np.ndarray | None,
@@ -40,44 +36,31 @@ def matmul_swiglu_backward(
     tail: np.ndarray | None,
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
-    up_gate: np.ndarray | None,
+    up_gate: np.ndarray,
     M: int,
     F: int,
     K: int,
     abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray | None,
+    saturated: np.ndarray | None,
+    out: np.ndarray | None,
+    *,
     gelu: int = 0,
 ) -> None:
     """d_out (M,F) = scale_a * scale_b * (a (M,K) @ b (K,F)) [+ h (M,R) @ tail (R,F)], rounded to
     BF16; of that and up_gate (M,2F) the gradients of up and gate, and forward's out.
 
-    b: of fp8 codes (F,K). fp8: codes, transposed, scale, saturated, then out, out_transposed,
-    out_scale, out_saturated, then of an up_gate that is codes: these, their scale, and of the codes
-    that d_out is rounded to with them: scale, factor, largest, found, abs_max, saturated.
+    b: of fp8 codes (F,K).
     """
-    *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
-    up_codes, up_scale, d_scale, d_factor, d_largest, _, d_abs_max, d_saturated = fp8[8:]
     right = compute(b) if scale_a is None else decode_fp8(b).T
     low = None if tail is None else compute(tail)
     if d_up_gate is None:
         d_up_gate = np.empty((M, 2 * F), BF16)
-    if out is None and out_transposed is not None:
-        out = np.empty((M, F), BF16)
-    if up_codes is not None:
-        d_codes, d_largest[0] = np.empty((M, F), a.dtype), 0
-    for start in range(0, M, ROWS):
-        rows = slice(start, start + ROWS)
-        total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
-        if scale_a is not None:
-            total *= scale_a[0] * scale_b[0]
-        if low is not None:
-            total += compute(h[rows]) @ low
-        if up_codes is None:
-            d, up_gates = compute(total.astype(BF16)), compute(up_gate[rows])
-        else:
-            round_product(d_codes[rows], total, d_factor, d_largest)
-            d, up_gates = decoded(d_codes[rows], d_scale), decoded(up_codes[rows], up_scale)
-        up, gate = up_gates[:, :F], up_gates[:, F:]
+    for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
+        d = compute(total.astype(BF16))
+        up, gate = compute(up_gate[rows, :F]), compute(up_gate[rows, F:])
         with np.errstate(over="ignore"):
             s = (gelu_share if gelu else sigmoid)(gate)
             slope = (gelu_slope if gelu else silu_slope)(gate, s)
@@ -86,9 +69,5 @@ def matmul_swiglu_backward(
                 out[rows] = active * up
             d_up_gate[rows, :F] = active * d
             d_up_gate[rows, F:] = slope * up * d
-    if up_codes is not None:
-        look_at_codes(d_codes, d_scale, d_largest, d_abs_max, d_saturated)
     update_abs_max(abs_max, d_up_gate)
-    emit_fp8(*codes, d_up_gate)
-    if out_transposed is not None:
-        emit_fp8(None, out_transposed, out_scale, out_saturated, out)
+    emit_fp8(codes, transposed, scale, saturated, d_up_gate)

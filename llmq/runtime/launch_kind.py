@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, DType
+from llmq.base.dtypes import BF16, E4M3, DType
 from llmq.base.tensor import Tensor
 
 # Products of our own, which take about as long as the library's of the same matrices: where these
@@ -16,8 +15,6 @@ FUSED = {
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
 LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
-# Where those have a scale that round the product to codes, as which the library writes it then.
-ROUNDED = {"matmul_swiglu": -6, "matmul_swiglu_backward": -6}
 
 
 class Kind(NamedTuple):
@@ -40,7 +37,7 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
     if entry in FUSED:
         library, (a, b), (m, n, k) = fused_product(entry, args)
-        out = _product_format(entry, args).name
+        out = _result_dtype(entry, args).name
         words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, FUSED[entry][1]]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
@@ -84,17 +81,17 @@ def more_work(entry: str, args: tuple, device_bytes: int) -> More:
     if entry not in FUSED:
         return More()
     _, (a, b), (m, n, _) = fused_product(entry, args)
-    result = m * n * _product_format(entry, args).itemsize
+    result = m * n * _result_dtype(entry, args).itemsize
     nbytes = max(device_bytes - a.nbytes - b.nbytes - result, 0)
-    codes = [x.shape for x in args if isinstance(x, Tensor) and x.dtype.itemsize == 1]
-    return More(nbytes, turns=any(x == y[::-1] for x, y in combinations(codes, 2)))
+    behind = args[FUSED[entry][0] + 2 :]
+    codes = [x for x in behind if isinstance(x, Tensor) and x.dtype.itemsize == 1]
+    return More(nbytes, turns=len(codes) == 2)
 
 
-def _product_format(entry: str, args: tuple) -> DType:
+def _result_dtype(entry: str, args: tuple) -> DType:
     """What the library would write of the product of a launch of FUSED."""
-    if entry not in ROUNDED or args[ROUNDED[entry]] is None:
-        return BF16
-    return args[FUSED[entry][0]].dtype
+    has_scale = entry == "matmul_swiglu" and args[-6] is not None  # of codes, see ops/matmul_swiglu
+    return E4M3 if has_scale else BF16
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:

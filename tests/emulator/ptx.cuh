@@ -19,9 +19,6 @@ static inline uint4 load_shared(SharedAddress from) {
     return *(const uint4*)from;
 }
 
-static inline unsigned load_shared_word(SharedAddress from) { return *(const unsigned*)from; }
-static inline void store_shared_word(SharedAddress to, unsigned x) { *(unsigned*)to = x; }
-
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};

@@ -10,10 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.operand import Fp8Out
 from llmq.ops import matmul_swiglu_backward, swiglu
-from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_swiglu_backward import CAPABILITY, backward
 from llmq.ref.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu_backward import CASES
@@ -53,7 +52,7 @@ def operands(rng, case, left):
 
 
 def results(case, *, tensor, fp8, layout, out, abs_max=True):
-    """Arrays to write to. fp8: the format of codes, or None. out: "tensor", "codes" or None."""
+    """Arrays to write to. fp8: the format of codes, or None. out: whether it is written."""
     M, F, _, _ = case
     one = np.zeros(1, np.float32)
 
@@ -68,20 +67,13 @@ def results(case, *, tensor, fp8, layout, out, abs_max=True):
         "transposed": empty(fp8, 2 * F, M) if fp8 and layout != "rows" else None,
         "scale": np.array([1 / 300], np.float32) if fp8 else None,
         "saturated": np.array([7], np.int32) if fp8 else None,
-        "out": empty(BF16, M, F) if out == "tensor" else None,
-        "out_transposed": empty(E4M3, F, M) if out == "codes" else None,
-        "out_scale": np.array([1 / 60], np.float32) if out == "codes" else None,
-        "out_saturated": np.array([1], np.int32) if out == "codes" else None,
+        "out": empty(BF16, M, F) if out else None,
     }
 
 
-def called(op, dev, *, codes, transposed, scale, saturated, out_transposed, out_scale,
-           out_saturated, **rest):  # fmt: skip
+def called(op, dev, *, codes, transposed, scale, saturated, **rest):
     fp8 = None if scale is None else Fp8Out(codes, transposed, scale, saturated)
-    again = None
-    if out_scale is not None:
-        again = Fp8Out(None, out_transposed, out_scale, out_saturated)
-    op(dev, fp8=fp8, out_fp8=again, **rest)
+    op(dev, fp8=fp8, **rest)
 
 
 def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
@@ -117,65 +109,8 @@ def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
 def test_codes_in_both_layouts(hopper, rng):
     """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
     for case in SMALL.values():
-        want = check(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=None)
+        want = check(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=False)
         assert want["saturated"][0] > 7
-
-
-def check_codes(dev, rng, case, left=E4M3, *, share, up_scale=1 / 4, abs_max=0.0, **wanted):
-    """As check, with codes as up_gate; share: of the largest |d_out| in what its codes can be."""
-    case, gelu = (*case[:3], 0), wanted.pop("gelu", False)
-    given = operands(rng, case, left)
-    M, F, *_ = case
-    total = given["a"].astype(np.float32) @ given["b"].astype(np.float32).T
-    scale = np.abs(total).max() / 128 / share / (57344 if left == E5M2 else 448)
-    codes = given.pop("up_gate").astype(np.float32).clip(-400, 400) / np.float32(up_scale)
-    given |= {
-        "up_codes": codes.clip(-448, 448).astype(E4M3.numpy),
-        "up_scale": np.array([up_scale], np.float32),
-        "d_codes": np.zeros((M, F), left.numpy),
-        "d_scale": np.array([scale], np.float32),
-        "d_factor": np.array([1 / np.float32(scale)], np.float32),
-        "d_largest": np.array([1e9], np.float32),
-        "d_abs_max": np.array([abs_max], np.float32),
-        "d_saturated": np.array([5], np.int32),
-        "d_found": np.zeros(4, np.int32),
-    }
-    written = results(case, **wanted)
-
-    def split(dev, op, *, a, b, scale_a, scale_b, up_codes, up_scale, h, tail, **rest):
-        up = ProductCodes(up_codes, up_scale, up_scale, up_scale)
-        names = [name for name in rest if name.startswith("d_") and name != "d_up_gate"]
-        d_out = ProductCodes(**{name[2:]: rest.pop(name) for name in names})
-        if op == "two":
-            matmul_fp8(dev, d_out, a, b, scale_a, scale_b, fast_accumulation=True)
-            op = partial(swiglu.backward, d_out=d_out, up_gate=up, gelu=gelu)
-        else:
-            d_out = d_out._replace(codes=None)
-            op = partial(
-                backward, a=a, b=b, up_gate=up, scale_a=scale_a, scale_b=scale_b, d_out=d_out,
-                gelu=gelu,
-            )  # fmt: skip
-        called(op, dev, **rest)
-
-    got, want = (
-        run(dev, lambda dev, op=op, **x: split(dev, op, **x), given | written)
-        for op in ("one", "two")
-    )
-    for name in [*written, "d_largest", "d_abs_max", "d_saturated", "d_found"]:
-        if want[name] is not None:
-            np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8), name)
-    return want
-
-
-def test_codes_between(hopper, rng):
-    """Gates of all sizes, and sums that codes cannot be, or only just."""
-    wanted = {"tensor": False, "fp8": E4M3, "layout": "both", "out": "codes"}
-    for case in SMALL.values():
-        counts = [
-            check_codes(hopper, rng, case, share=share, **wanted)["d_saturated"][0]
-            for share in (0.5, 0.98, 1.01, 5)
-        ]
-        assert counts[:2] == [5, 5] and 5 < counts[2] < 50 < counts[3]
 
 
 # What follows are sources of their own, which take long to compile for the emulator.
@@ -188,14 +123,14 @@ LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several group
 @gpu_only
 @pytest.mark.parametrize("layout", ["rows", "transposed"])
 def test_codes_in_one_layout(hopper, rng, layout):
-    check(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout, out=None)
+    check(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout, out=False)
 
 
 @gpu_only
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_bf16(hopper, rng, gelu, in_place):
-    options = {"tensor": not in_place, "fp8": None, "layout": None, "out": "tensor"}
+    options = {"tensor": not in_place, "fp8": None, "layout": None, "out": True}
     check(hopper, rng, LARGE, BF16, gelu=gelu, in_place=in_place, abs_max=False, **options)
 
 
@@ -203,30 +138,22 @@ def test_bf16(hopper, rng, gelu, in_place):
 def test_adapters(hopper, rng):
     """With two pairs of tiles of adapters, and d_up_gate besides its codes, in place."""
     case = (*LARGE[:3], 72)
-    options = {"tensor": True, "fp8": E4M3, "layout": "rows", "out": "tensor"}
+    options = {"tensor": True, "fp8": E4M3, "layout": "rows", "out": True}
     check(hopper, rng, case, in_place=True, **options)
 
 
 @gpu_only
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gradients_in_e5m2(hopper, rng, gelu):
-    options = {"tensor": True, "fp8": E5M2, "layout": "both", "out": None}
+    options = {"tensor": True, "fp8": E5M2, "layout": "both", "out": False}
     check(hopper, rng, SMALL["tiles"], E5M2, gelu=gelu, **options)
 
 
 @gpu_only
 def test_scales_just_in_time(hopper, rng):
     """Codes as operands and none as results."""
-    options = {"tensor": True, "fp8": None, "layout": None, "out": None}
+    options = {"tensor": True, "fp8": None, "layout": None, "out": False}
     check(hopper, rng, SMALL["tiles"], in_place=True, **options)
-
-
-@gpu_only
-@pytest.mark.parametrize("left", [E4M3, E5M2], ids=str)
-def test_codes_between_on_all_multiprocessors(hopper, rng, left):
-    wanted = {"fp8": left, "layout": "both", "gelu": left == E5M2}
-    check_codes(hopper, rng, LARGE, left, share=0.5, tensor=True, out=None, **wanted)
-    check_codes(hopper, rng, LARGE, left, share=2, tensor=False, out="codes", up_scale=1, **wanted)
 
 
 def test_where_it_serves():
@@ -254,7 +181,7 @@ def test_wrong_arguments():
 
     d_up_gate, up_gate = tensor(BF16, 32, 128), tensor(BF16, 32, 128)
     a, b, h, tail = (tensor(BF16, *n) for n in ((32, 48), (48, 64), (32, 8), (8, 64)))
-    one, count = tensor(F32, 1), tensor(I32, 1)
+    one = tensor(F32, 1)
     backward(dev, d_up_gate, a, b, up_gate, h, tail)
     assert dev.flops["matmul_swiglu_backward"] == 2 * 32 * 64 * (48 + 8)
     op = "matmul_swiglu_backward: "
@@ -283,21 +210,5 @@ def test_wrong_arguments():
         backward(dev, d_up_gate, codes, right, up_gate)
     with pytest.raises(TypeError, match=op + "b must be F8_E4M3"):
         backward(dev, d_up_gate, codes, tensor(E5M2, 64, 48), up_gate, None, None, one, one)
-    again = Fp8Out(tensor(E4M3, 32, 64), None, one, count)
-    with pytest.raises(TypeError, match=op + "out_fp8 is only written where up_gate are codes"):
-        backward(dev, d_up_gate, a, b, up_gate, out_fp8=again)
-    product = ProductCodes(tensor(E4M3, 32, 128), one, one, one, found=tensor(I32, 4))
-    inside, scaled = product._replace(codes=None), (None, None, one, one)
-    backward(dev, d_up_gate, codes, right, product, *scaled, d_out=inside)
-    with pytest.raises(TypeError, match=op + "d_out is only rounded to codes where up_gate are"):
-        backward(dev, d_up_gate, codes, right, up_gate, *scaled, d_out=inside)
-    with pytest.raises(TypeError, match=op + "d_out must be codes of a product where up_gate are"):
-        backward(dev, d_up_gate, codes, right, product, *scaled)
-    with pytest.raises(TypeError, match=op + "d_out.codes must be None"):
-        backward(dev, d_up_gate, codes, right, product, *scaled, d_out=product)
-    with pytest.raises(ValueError, match=op + "up_gate cannot be codes beside h"):
-        backward(dev, d_up_gate, codes, right, product, h, tail, one, one, d_out=inside)
-    with pytest.raises(TypeError, match=op + "a must be fp8 where up_gate are codes, got BF16"):
-        backward(dev, d_up_gate, a, b, product, d_out=inside)
     with pytest.raises(TypeError, match=op + "out must be BF16, got F32"):
         backward(dev, d_up_gate, a, b, up_gate, out=tensor(F32, 32, 64))
