@@ -108,19 +108,12 @@ def forward(
     consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
     consts |= {"GELU": int(gelu), "CODED": int(product is not None)} | rank_consts(R)
     operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
+    of_codes = _of_codes(product, a, R, reads)
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, F, TILE),
         THREADS,
-        (
-            up_gate,
-            out,
-            *operands,
-            *sizes,
-            abs_max,
-            *fp8_args(fp8),
-            *_of_codes(product, a, R, reads),
-        ),
+        (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
         consts=consts,
         smem=SHARED,
         flops=4 * M * F * (K + R),
