@@ -41,8 +41,8 @@ class ProductCodes(NamedTuple):
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
-        found      inout  I32        (4,)              or None; zeros before and behind a product
-                                                       that has its reader in it
+        found      inout  I32        (4,)              or None, but for matmul_swiglu; zeros, which
+                                                       it leaves as zeros
     """
 
     codes: Tensor | None
