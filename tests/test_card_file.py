@@ -263,7 +263,8 @@ def test_a_product_whose_activation_reads_its_codes():
 
     work = traced(call)
     kind = kind_of(work)
-    assert kind == ("matmul_fp8/1/e4m3/0/e4m3/swiglu", (32768, 2048, 1024))
+    assert kind.name.startswith("matmul_fp8/1/e4m3/0/e4m3/swiglu/e4m3,-,-,e4m3,e4m3,")
+    assert kind.sizes == (32768, 2048, 1024)
     more = more_work(work.entry, work.args, work.device_bytes)
     assert more.turns and 0 <= more.nbytes - 2 * 32768 * 1024 < 100  # scales
 
