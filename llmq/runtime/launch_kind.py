@@ -39,12 +39,9 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     if entry in FUSED:
         library, (a, b), (m, n, k) = fused_product(entry, args)
         out = _result_dtype(entry, args).name
-        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, FUSED[entry][1]]
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, *_does(entry, args)]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
-        if FUSED[entry][1] in LONGER:  # by as much as it writes: what is kept, codes or tensors
-            end = FUSED[entry][0] + OPERANDS
-            words.append(",".join(_names(args[: end - OPERANDS] + args[end:])))
         return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
@@ -60,6 +57,14 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
         return Kind(f"{entry}/{file.partition('.')[2] or 'library'}/{tensors[0]}", sizes)
     return Kind(f"{entry}/{','.join(tensors)}", (device_bytes,))
+
+
+def _does(entry: str, args: tuple) -> list[str]:
+    """The words of what a launch of FUSED does: what takes longer does so by as much as it writes,
+    what is kept, codes or tensors."""
+    first, word = FUSED[entry]
+    besides = args[:first] + args[first + OPERANDS :]
+    return [word, ",".join(_names(besides))] if word in LONGER else [word]
 
 
 def fused_product(
