@@ -141,4 +141,5 @@ def _summary(changes: Sequence[Change]) -> str:
     shown = {v: f"with {v}" if v in (SAME, UNKNOWN) else v for v in verdicts}
     counted = [f"{verdicts.count(v)} {told}" for v, told in shown.items()]
     mean = math.expm1(statistics.fmean(math.log1p(found.part) for found in changes))
-    return f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."
+    told = f"{', '.join(counted)}; all together {mean:+.1%} (geometric mean)."
+    return f"{told}\ntok/s: the median of the repeats; change: of their geometric means."
