@@ -41,7 +41,7 @@ LABELS = {
     "host": "host memory, CPU, disk",
     "bus": "links to the host and between GPUs",
     "exchanges": "collectives",
-    "load": "two minutes of load",
+    "load": "load, until clocks settle",
     "ladder": "products, attention and copies by size",
     "steps": "launches of real steps",
     "rows": "rows of llm.q's table",
