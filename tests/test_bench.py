@@ -505,6 +505,7 @@ def test_report(monkeypatch, tmp_path, capsys):
         {"status": "does not fit", "message": "out of memory: 90 GiB are needed"},
         {"status": "ok", "result": RESULT | {"tokens_per_second": 130000.0}, "machine": MACHINE},
         {"status": "ok", "result": slow, "machine": MACHINE},
+        {"status": "does not fit", "message": "neither does this"},
     ]
     bench_with(monkeypatch, tmp_path, outcomes, BENCHMARKS / "h100_bf16.yaml")
     text = (tmp_path / "h100.v1.md").read_text()
@@ -531,7 +532,8 @@ def test_report(monkeypatch, tmp_path, capsys):
     assert f"- {run}: does not fit: out of memory: 90 GiB are needed" in lines
     report = json.loads((tmp_path / "h100.v1.json").read_text())
     assert report["machine"] == MACHINE
-    assert [run["status"] for run in report["runs"]] == ["ok", "does not fit", "ok", "ok"]
+    statuses = [run["status"] for run in report["runs"]]
+    assert statuses == ["ok", "does not fit", "ok", "ok", "does not fit"]
     assert report["runs"][0]["result"] == RESULT
     assert report["runs"][0]["peers"] == {"llm.q": 149000}
     assert report["runs"][0]["options"]["grad-accumulation"] == 16
