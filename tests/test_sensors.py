@@ -382,7 +382,7 @@ def test_an_instance_of_a_divided_gpu():
 
 def test_all_gpus_of_a_machine():
     nvml = FakeNvml(FakeGpu(0), FakeGpu(1, lost=True), FakeGpu(2))
-    assert [gpu.uuid[6:8] for gpu in all_gpus(nvml)] == ["00", "02"]
+    assert [gpu and gpu.uuid[6:8] for gpu in all_gpus(nvml)] == ["00", None, "02"]
 
 
 def test_energy_and_identity():

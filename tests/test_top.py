@@ -159,7 +159,9 @@ def test_a_run_on_the_cpu(machine, tmp_path, capsys):
 def test_the_machine_alone(machine, capsys):
     machine(FakeGpu(0), FakeGpu(1, lost=True), FakeGpu(2))
     run_top(None)
-    assert [line.split()[0] for line in shown(capsys)] == ["GPU", "0", "1"]
+    lines = shown(capsys)
+    assert [line.split()[0] for line in lines] == ["GPU", "0", "1", "2"]
+    assert lines[2].split() == ["1", "does", "not", "answer"]
 
 
 def test_errors_of_gpus(machine):

@@ -244,10 +244,12 @@ def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
     return NvmlGpu(nvml, handle)
 
 
-def all_gpus(nvml: Any) -> list[NvmlGpu]:
-    """Those of the machine that answer, also those that CUDA_VISIBLE_DEVICES hides."""
-    found = []
+def all_gpus(nvml: Any) -> list[NvmlGpu | None]:
+    """Those of the machine, also those that CUDA_VISIBLE_DEVICES hides; None: does not answer."""
+    found: list[NvmlGpu | None] = []
     for index in range(nvml.nvmlDeviceGetCount()):
+        gpu = None
         with contextlib.suppress(nvml.NVMLError):
-            found.append(NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            gpu = NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+        found.append(gpu)
     return found

@@ -95,15 +95,16 @@ class _GpuErrors:
     """Those of all GPUs of the machine since it was made; of none where NVML cannot be used."""
 
     def __init__(self) -> None:
-        self._gpus: list[NvmlGpu] = []
+        gpus: list[NvmlGpu | None] = []
         with suppress(Exception):  # no module, no library, no driver: each its own class
-            self._gpus = all_gpus(open_nvml())
-        self._known = [gpu.read_errors()["ecc_uncorrected"] for gpu in self._gpus]
+            gpus = all_gpus(open_nvml())
+        self._gpus = {index: gpu for index, gpu in enumerate(gpus) if gpu is not None}
+        self._known = {i: gpu.read_errors()["ecc_uncorrected"] for i, gpu in self._gpus.items()}
 
     def new(self) -> list[str]:
         """In words, since this was last called."""
         found = []
-        for index, gpu in enumerate(self._gpus):
+        for index, gpu in self._gpus.items():
             errors, before = gpu.read_errors(), self._known[index]
             found += [f"GPU {index}: {xid_text(xid)}" for xid in dict.fromkeys(errors["xid"])]
             now = self._known[index] = errors["ecc_uncorrected"]

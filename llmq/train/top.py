@@ -155,7 +155,7 @@ class Top:
 
     def _of_machine(self) -> list[Sensor | None]:
         gpus = [] if self.run is not None or self._nvml is None else all_gpus(self._nvml)
-        found = [Sensor(gpu, f"GPU {index}") for index, gpu in enumerate(gpus)]
+        found = [gpu and Sensor(gpu, f"GPU {index}") for index, gpu in enumerate(gpus)]
         return found or [Sensor(HostUsage(), "CPU")]
 
     def rows(self) -> list[Row]:
@@ -167,6 +167,8 @@ class Top:
                 rows.append(row_of(sensor, rank, waits))
             elif rank in self._known:
                 rows.append(self._row_of_log(rank, waits))
+            elif run is None:
+                rows.append(Row(label=str(rank), sample={}, note="does not answer"))
         if run is not None and not self._known:
             for record in run.cpus.values():
                 machine = record.get("machine", self._machine)
