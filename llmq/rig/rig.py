@@ -229,7 +229,7 @@ def _keep(rig: Rig, out: Path) -> None:
         start = rig.elapsed
         row = steps.title_of({name: options[name] for name in ("model", "matmul-dtype")})
         title = f"rows {row}"
-        if rig.left < rows.START + rows.REPEATS * rows.STEP:
+        if rig.left < rows.SHORTEST:
             break
         rig.say(f"{LABELS['rows']}: {row}")
         try:
@@ -238,7 +238,7 @@ def _keep(rig: Rig, out: Path) -> None:
                 rig.note(title, "it does not fit", rig.elapsed - start)
                 continue
             limit = min(rows.START + 2 * rows.SECONDS, rig.left)
-            if limit < rows.START:
+            if limit < rows.SHORTEST:
                 break
             record = rows.trained(found, Path(f"{out}.json"), limit)
         except Exception as error:  # the report is worth more than this row
