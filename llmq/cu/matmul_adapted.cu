@@ -1,6 +1,6 @@
 // matmul_adapted.cu -- a matrix product for Hopper, with the adapters' product in it.
 //
-//   out = scale_a * scale_b * (a @ b^T) + h @ tail^T
+//   out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias
 //
 // h and tail are the last tiles of the sum over K, so that out is written once and rounded once.
 // Fp8 products are added as the tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
@@ -13,7 +13,7 @@
 //
 // Data     out: bf16 (M, N), a: A (M, K), b: B (N, K), of bf16 with TRANSPOSED (K, N). h: bf16
 //          (M, R), tail: bf16 (N, R), with TRANSPOSED (R, N). scale_a, scale_b: F32 (1), of fp8
-//          codes. RANK: R rounded up to 16; 0: there are no h and tail.
+//          codes. RANK: R rounded up to 16; 0: there are no h and tail. bias: bf16 (N), with BIAS.
 // Launch   an even number of blocks of THREADS threads, not more than there are multiprocessors;
 //          SHARED bytes of dynamic shared memory (ops/matmul_adapted.py).
 // Cost     2 M N (K + R) FLOPs. A cluster reads 2 BM rows of a and BN of b for each of its tiles.
@@ -96,12 +96,23 @@ __device__ __forceinline__ void multiply(float (&d)[2][96], SharedAddress stage,
 
 // A warp's 16 rows of both halves of a tile, 64 columns at a time through its chunk.
 __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][96], const Tile& tile,
-                                      SharedAddress chunk) {
+                                      SharedAddress chunk, const bf16* bias, int N) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
+    const int left = N - tile.column;
+    const volatile u32* mine = reinterpret_cast<const u32*>(bias) + tile.column / 2 + lane % 4;
 #pragma unroll
     for (int c = 0; c < 2 * BN / BOX; ++c) {
         const int half = c / (BN / BOX), box = c % (BN / BOX);
+        u32 more[BOX / 8];  // bias of two of every 8 columns
+        if constexpr (BIAS) {
+#pragma unroll
+            for (int i = 0; i < BOX / 8; ++i) {
+                // Volatile: there are no registers for those of all boxes at once.
+                const int column = BOX * box + 8 * i;
+                more[i] = column < left ? mine[column / 2] : 0;
+            }
+        }
         if (lane == 0) { stores_have_read(); }
         __syncwarp();
 #pragma unroll
@@ -110,7 +121,12 @@ __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* x = d[half] + 32 * box + 8 * j + 2 * i;
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+                float low = x[0], high = x[1];
+                if constexpr (BIAS) {
+                    low += __uint_as_float(more[2 * j + i / 2] << 16);
+                    high += __uint_as_float(more[2 * j + i / 2] & 0xffff0000u);
+                }
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
                 pairs[i] = *reinterpret_cast<const u32*>(&pair);
             }
             stmatrix_x4(chunk + line * LINE + ((2 * j + octet ^ line & 7) << 4), pairs[0], pairs[1],
@@ -128,7 +144,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap a,
                const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
                const __grid_constant__ TensorMap tail, const float* scale_a, const float* scale_b,
-               int M, int N, int K) {
+               const bf16* bias, int M, int N, int K) {
     extern __shared__ unsigned char shared[];
     const SharedAddress stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
     const SharedAddress chunks = stages + STAGES * STAGE_BYTES, full = chunks + WARPS * CHUNK_BYTES;
@@ -211,7 +227,7 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
                 wgmma_wait<0>();
                 if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
             }
-            store(&out, d, tile, chunk);
+            store(&out, d, tile, chunk, bias, N);
         }
         if (thread % 32 == 0) { stores_are_done(); }
     }

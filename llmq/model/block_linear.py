@@ -116,14 +116,14 @@ class BlockLinear:
             more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
-        joins = bias is None and self.linear.joins(out, x, weight, parts.hidden)
+        joins = self.linear.joins(out, x, weight, parts.hidden)
         if not joins:
             self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             if joins:
-                self.linear.adapted(out, x, weight, parts.hidden, b)
+                self.linear.adapted(out, x, weight, parts.hidden, b, bias=bias)
             else:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 

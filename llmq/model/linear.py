@@ -77,9 +77,10 @@ class Linear:
         h: Tensor,
         tail: Tensor,
         *,
+        bias: Tensor | None = None,
         backward: bool = False,
     ) -> None:
-        """out = x @ weight^T + h @ tail^T, rounded once; backward: out = x @ weight + h @ tail.
+        """out = x @ weight^T + h @ tail^T + bias, rounded once; backward: x @ weight + h @ tail.
 
         Args:
             out, x  (rows, out_features), (rows, in_features); backward: the other way round
@@ -90,7 +91,7 @@ class Linear:
         if isinstance(weight, Fp8):
             codes = weight.transposed if backward else weight.codes
             operands = (x.codes, codes, h, tail, x.scale, weight.scale)
-        matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)
+        matmul_adapted.matmul_adapted(self.dev, out, *operands, bias=bias, transposed=backward)
 
     def forward(
         self,

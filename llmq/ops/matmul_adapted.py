@@ -18,9 +18,12 @@ THREADS = 384
 TILE = (256, 192)  # of a cluster of two blocks
 SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks of out, barriers, alignment
 
-# Fewer would leave cores idle in the last turn. Measured are 4,096 rows of 18,944 columns and more
-# (tools/gemm_gate.py --tail).
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
+# With fewer columns the last turn of the clusters counts. One without a tile costs the more the
+# longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
+# part of the clusters' tiles that is none, times the bytes of a row of a
+# (tools/gemm_gate.py --tail).
+MOST_IDLE = 1280
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
@@ -30,7 +33,7 @@ def _kernel(b_rows: int, tail_rows: int) -> Kernel:
         "matmul_adapted",
         args=f"bf16[16]* out, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
         f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
-        "i32 M, i32 N, i32 K",
+        "const bf16*? bias, i32 M, i32 N, i32 K",
         capability=CAPABILITY,
     )
 
@@ -55,10 +58,25 @@ def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
     rows = (2 * N, a.dtype.itemsize * K, 2 * R)
     return (
         M >= MIN_ROWS
-        and N >= MIN_COLUMNS
+        and (N >= MIN_COLUMNS or _idle(dev, M, N) * rows[1] <= MOST_IDLE)
         and R <= MAX_RANK
         and all(nbytes % MULTIPLE == 0 for nbytes in rows)
     )
+
+
+def _tiles(M: int, N: int) -> int:
+    return ceil_div(M, TILE[0]) * ceil_div(N, TILE[1])
+
+
+def _clusters(dev: Device) -> int:
+    return dev.spec.num_sms // 2
+
+
+def _idle(dev: Device, M: int, N: int) -> float:
+    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
+    clusters = _clusters(dev)
+    turns = ceil_div(_tiles(M, N), clusters)
+    return turns * clusters * TILE[0] * TILE[1] / (M * N) - 1
 
 
 def matmul_adapted(
@@ -71,9 +89,10 @@ def matmul_adapted(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
-    """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T, summed in F32, rounded once.
+    """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias, in F32, rounded once.
 
     Fp8 codes are added as with fast accumulation (`ops.matmul.matmul_fp8`).
 
@@ -85,6 +104,7 @@ def matmul_adapted(
         tail        in   BF16                 (N,R)   transposed: (R,N); or None
         scale_a     in   F32                  (1,)    of fp8 codes, else None
         scale_b     in   F32                  (1,)
+        bias        in   BF16                 (N,)    or None
         transposed                                    out = a @ b + h @ tail, but for fp8 codes b
 
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
@@ -109,15 +129,20 @@ def matmul_adapted(
         raise TypeError(f"{op}: only fp8 codes have scales")
     expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
+    if bias is not None:
+        expect(op, "bias", bias, BF16, (N,))
     R = _rank(op, h, tail, M, N, transposed)
     kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2)
     dev.launch(
         kernels[transposed + (transposed and not fp8)],
-        2 * clusters,
+        2 * min(_tiles(M, N), _clusters(dev)),
         THREADS,
-        (out, a, b, h, tail, scale_a, scale_b, M, N, K),
-        consts={"TRANSPOSED": int(transposed), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)},
+        (out, a, b, h, tail, scale_a, scale_b, bias, M, N, K),
+        consts={
+            "TRANSPOSED": int(transposed),
+            "RANK": RANK_STEP * ceil_div(R, RANK_STEP),
+            "BIAS": int(bias is not None),
+        },
         smem=SHARED,
         flops=2 * M * N * (K + R),
     )

@@ -27,13 +27,14 @@ def matmul_adapted(
     tail: np.ndarray | None,
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
+    bias: np.ndarray | None,
     M: int,
     N: int,
     K: int,
     *,
     transposed: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T] [+ bias].
 
     transposed: tail is (R,N), and so is b (K,N), but not fp8 codes. Computed in F32 and rounded to
     out once.
@@ -50,4 +51,6 @@ def matmul_adapted(
             total *= scale_a[0] * scale_b[0]
         if low is not None:
             total += compute(h[rows]) @ low
+        if bias is not None:
+            total += compute(bias)
         out[rows] = total
