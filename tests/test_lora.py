@@ -246,7 +246,7 @@ def test_adapters_within_products(options, most, monkeypatch):
     def gradients():
         more = {"lora_rank": 4, "learning_rate": 1e-2, "model_dtype": "bf16"} | options
         entries = Counter()
-        with trainer_for(exported("qwen3"), **more) as trainer:
+        with trainer_for(exported("qwen2"), **more) as trainer:
             launch = trainer.dev.launch
 
             def counted(kernel, *args, **kwargs):

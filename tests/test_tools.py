@@ -186,7 +186,7 @@ def test_profile_step(tool):
     lines = result.output.splitlines()
     assert " tok/s, " in lines[0]
     assert any(line.startswith("adamw ") for line in lines)
-    assert lines[-1].startswith("between launches: ")
+    assert lines[-1].startswith("step with graphs, less these: ")
 
 
 def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):

@@ -28,6 +28,9 @@ from llmq.bench.measure import (
 from llmq.commands.common import TrainCommand, train_options
 from llmq.runtime.timing import LaunchTime
 
+# Marks between launches let the card rest, which at its power limit runs at another clock then.
+CLOCKS = "(clocks differ: a few per cent, negative ones too, are no idle time)"
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -67,7 +70,7 @@ def main(
         )
         launches = launch_times(trainer, batches)
         print("\n".join(breakdown(launches)))
-        print(f"between launches: {idle_share(launches, seconds):.1%} of a step with graphs")
+        print(f"step with graphs, less these: {idle_share(launches, seconds):.1%} {CLOCKS}")
 
 
 def run() -> None:
