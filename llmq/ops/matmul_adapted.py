@@ -11,6 +11,7 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
+OP = "matmul_adapted"
 CAPABILITY = 90  # the only one whose tensor cores have these instructions
 MULTIPLE = 16  # bytes: of rows of all matrices
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
@@ -110,31 +111,12 @@ def matmul_adapted(
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    op = "matmul_adapted"
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    (M, N), K = out.shape, a.shape[1]
-    fp8 = a.dtype != BF16
-    expect(op, "out", out, BF16, (M, N))
-    if fp8:
-        for name, tensor in (("a", a), ("b", b)):
-            if tensor.dtype not in (E4M3, E5M2):
-                raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
-        if a.dtype == b.dtype == E5M2:
-            raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
-        expect(op, "scale_a", scale_a, F32, (1,))
-        expect(op, "scale_b", scale_b, F32, (1,))
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{op}: only fp8 codes have scales")
-    expect(op, "a", a, None, (M, K))
-    expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
-    if bias is not None:
-        expect(op, "bias", bias, BF16, (N,))
-    R = _rank(op, h, tail, M, N, transposed)
+    _check(out, a, b, scale_a, scale_b, bias, transposed)
+    (M, N), K, by_rows = out.shape, a.shape[1], transposed and a.dtype == BF16
+    R = _rank(h, tail, M, N, transposed)
     kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
     dev.launch(
-        kernels[transposed + (transposed and not fp8)],
+        kernels[transposed + by_rows],
         2 * min(_tiles(M, N), _clusters(dev)),
         THREADS,
         (out, a, b, h, tail, scale_a, scale_b, bias, M, N, K),
@@ -148,13 +130,45 @@ def matmul_adapted(
     )
 
 
-def _rank(op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int, transposed: bool) -> int:
+def _check(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    transposed: bool,
+) -> None:
+    """Dtypes and shapes of all but h and tail."""
+    for name, tensor in (("out", out), ("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{OP}: {name} must have 2 dimensions, got {tensor.shape}")
+    (M, N), K = out.shape, a.shape[1]
+    fp8 = a.dtype != BF16
+    expect(OP, "out", out, BF16, (M, N))
+    if fp8:
+        for name, tensor in (("a", a), ("b", b)):
+            if tensor.dtype not in (E4M3, E5M2):
+                raise TypeError(f"{OP}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
+        if a.dtype == b.dtype == E5M2:
+            raise TypeError(f"{OP}: a or b must be {E4M3.label}, both are {E5M2.label}")
+        expect(OP, "scale_a", scale_a, F32, (1,))
+        expect(OP, "scale_b", scale_b, F32, (1,))
+    elif scale_a is not None or scale_b is not None:
+        raise TypeError(f"{OP}: only fp8 codes have scales")
+    expect(OP, "a", a, None, (M, K))
+    expect(OP, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
+    if bias is not None:
+        expect(OP, "bias", bias, BF16, (N,))
+
+
+def _rank(h: Tensor | None, tail: Tensor | None, M: int, N: int, transposed: bool) -> int:
     """R, 0 without h and tail."""
     if h is None and tail is None:
         return 0
     if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
     R = h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
+    expect(OP, "h", h, BF16, (M, R))
+    expect(OP, "tail", tail, BF16, (R, N) if transposed else (N, R))
     return R
