@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I8
+from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
@@ -276,6 +277,21 @@ def test_where_adapters_are_within_products(card, options, per_layer):
     ((trace, _),) = plan.micro_steps
     entries = [item.entry for item in trace if isinstance(item, Work)]
     assert entries.count("matmul_adapted") == 2 * per_layer
+
+
+@pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])
+def test_only_what_is_trained_has_transposed_codes(train):
+    """The head's gradient, and its input."""
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
+    config |= {"head-dtype": "e4m3", "base-dtype": "e4m3", "fp8-recipe": "delayed"} | train
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(H100), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    works = [item for item in trace if isinstance(item, Work)]
+    tensors = {x.name for work in works for x in work.args if isinstance(x, Tensor)}
+    transposed = {"norm.q_t", "d_logits.q_t"} & tensors
+    assert transposed == ({"norm.q_t", "d_logits.q_t"} if train else set())
 
 
 def test_adapters_within_a_product_take_hardly_any_time():

@@ -131,12 +131,13 @@ class Head:
         which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
         d_logits_of = self._d_logits_fp8 if self.fp8 else self._d_logits
-        d_weight = g.lm_head
+        d_weight, trained = g.lm_head, g.lm_head is not None
         for start, stop in self._chunks():
             with ExitStack() as temps:
-                x = self._input(temps, start, stop, transposed=True)
+                x = self._input(temps, start, stop, transposed=trained)
                 part = targets.rows(start, stop)
-                d_logits = temps.enter_context(d_logits_of(start, stop, x, w.lm_head, part))
+                chunk = d_logits_of(start, stop, x, w.lm_head, part, trained=trained)
+                d_logits = temps.enter_context(chunk)
                 self.linear.input_gradient(d_norm.rows(start, stop), d_logits, w.lm_head)
                 self.linear.weight_gradients(d_weight, None, d_logits, x)
             if d_weight is not None:
@@ -151,7 +152,14 @@ class Head:
 
     @contextmanager
     def _d_logits(
-        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        *,
+        trained: bool,
     ) -> Iterator[Operand]:
         with self._logits(start, stop, x, lm_head) as logits:
             self._cross_entropy(start, stop, logits, targets)
@@ -159,13 +167,26 @@ class Head:
 
     @contextmanager
     def _d_logits_fp8(
-        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        *,
+        trained: bool,
     ) -> Iterator[Operand]:
-        """The transposed codes take the place of the logits, which are twice as large."""
+        """The transposed codes take the place of the logits, which are twice as large.
+
+        trained: the matrix, whose gradient alone needs transposed codes.
+        """
         shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
         with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
             with self._logits(start, stop, x, lm_head) as logits:
                 self._cross_entropy(start, stop, logits, targets, codes)
+            if not trained:
+                yield Fp8(source=None, codes=codes, transposed=None, scale=scale)
+                return
             with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
                 quantize.transpose(self.dev, transposed, codes)
                 yield Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
