@@ -294,6 +294,23 @@ def test_only_what_is_trained_has_transposed_codes(train):
     assert transposed == ({"norm.q_t", "d_logits.q_t"} if train else set())
 
 
+@pytest.mark.parametrize(
+    ("targets", "written"),
+    [("all", {"ln1", "ln2", "mlp_act", "mlp_up"}), ("q,v", {"ln1"}), ("down", {"mlp_act"})],
+)
+def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, written):
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
+    config |= {"base-dtype": "e4m3", "fp8-recipe": "delayed", "lora-targets": targets}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(RTX_4090), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    place = {"norm_forward_residual": 1, "swiglu_forward_fp8": 0, "swiglu_backward_fp8": 0}
+    works = [item for item in trace if isinstance(item, Work) and item.entry in place]
+    tensors = [work.args[place[work.entry]] for work in works]
+    assert {x.name.partition(".")[0] for x in tensors if x is not None} == written | {"norm"}
+
+
 def test_adapters_within_a_product_take_hardly_any_time():
     dev = PlanDevice(spec_of(H100))
     sizes = {"out": (4096, 37888), "a": (4096, 3584), "b": (37888, 3584)}

@@ -129,8 +129,8 @@ def _site_stats(
     return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
-def _needed_inputs(config: ModelConfig, options: TrainConfig) -> set[str]:
-    """The matrices whose gradients, or those of their adapters, need their inputs."""
+def needed_inputs(config: ModelConfig, options: TrainConfig) -> set[str]:
+    """The matrices, by key, whose gradients, or those of their adapters, need their inputs."""
     adapters = adapters_of(options)
     if adapters is None:
         return {"qkv", "o", "up", "down"}
@@ -169,7 +169,7 @@ class Layer:
         self._dev, self.index, self.recompute, self.residual = dev, index, recompute, stream.before
         self._is_fp8 = options.matmul_dtype == "e4m3"
         self._keeps_codes = self._is_fp8 and not options.lora_rank  # adapters multiply tensors
-        needed = _needed_inputs(config, options)
+        needed = needed_inputs(config, options)
         (rows, C), B, T = self.residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation

@@ -17,9 +17,10 @@ import numpy as np
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.activations import Activation, slot
-from llmq.model.operands import GRADIENTS, HEAD, NAMES, Operands, Write
+from llmq.model.activations import Activation, needed_inputs, slot
+from llmq.model.operands import GRADIENTS, HEAD, MATRICES, NAMES, Operands, Write
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.runtime.device import Device
@@ -28,7 +29,7 @@ MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 
 
 def make_operands(
-    dev: Device, options: TrainConfig, num_layers: int, shape: tuple[int, int]
+    dev: Device, config: ModelConfig, options: TrainConfig, shape: tuple[int, int]
 ) -> Operands:
     """Of a model whose activations have this shape, (rows, C), at the ends of its blocks."""
     dtype = parse_dtype(options.model_dtype)
@@ -36,16 +37,18 @@ def make_operands(
         return Operands(dev, shape, dtype)
     gradient = parse_dtype(options.gradient_dtype)
     formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
-    limits = {
-        slot(layer, name): MAX[formats[name]] for layer in range(num_layers) for name in NAMES
-    }
+    layers = range(config.num_layers)
+    limits = {slot(layer, name): MAX[formats[name]] for layer in layers for name in NAMES}
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
-    keeps = options.lora_rank > 0
+    adapted = None
+    if options.lora_rank:
+        needed = needed_inputs(config, options)
+        adapted = frozenset(name for name in NAMES if MATRICES[name] in needed)
     if options.fp8_recipe == "delayed":
-        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits), keeps_tensors=keeps)
-    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), keeps_tensors=keeps)
+        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits), adapted=adapted)
+    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), adapted=adapted)
 
 
 class JustInTime(Operands):
@@ -59,15 +62,19 @@ class JustInTime(Operands):
         formats: Mapping[str, DType],
         scales: Scales,
         *,
-        keeps_tensors: bool = False,
+        adapted: frozenset[str] | None = None,
     ):
         """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor.
 
-        keeps_tensors: adapters multiply the tensors of blocks too, and nothing but these makes
-        gradients of weights there: no codes are transposed.
+        adapted: the blocks' tensors, by name, that adapters multiply as they are; None where there
+        are none, and gradients of matrices need transposed codes.
         """
         super().__init__(dev, shape, dtype)
-        self.formats, self.scales, self.keeps_tensors = formats, scales, keeps_tensors
+        self.formats, self.scales, self.adapted = formats, scales, adapted
+
+    def _keeps(self, slot: str) -> bool:
+        """Whether the tensor is wanted beside its codes."""
+        return self.adapted is not None and slot.rpartition(".")[2] in self.adapted
 
     def _codes(
         self,
@@ -81,7 +88,7 @@ class JustInTime(Operands):
         """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
         name = slot.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
-        transposed = transposed and not (self.keeps_tensors and name != HEAD)
+        transposed = transposed and (self.adapted is None or name == HEAD)
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
         if transposed:
@@ -98,7 +105,7 @@ class JustInTime(Operands):
     # -- inputs ----------------------------------------------------------------------------------
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        kept = x.place(self.dev, temps) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
         with ExitStack() as inner:
             source = kept or x.place(self.dev, inner)
@@ -114,7 +121,7 @@ class JustInTime(Operands):
     def input_again(
         self, temps: ExitStack, x: Activation, write: Write, *, product: bool, out: Tensor | None
     ) -> Operand:
-        kept = (out or x.place(self.dev, temps)) if self.keeps_tensors else None
+        kept = (out or x.place(self.dev, temps)) if self._keeps(x.slot) else None
         q, q_t = self._codes(temps, x.slot, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.slot, q, q_t) if q or q_t else None
         write(Target(kept, None, codes))
@@ -156,14 +163,14 @@ class Delayed(JustInTime):
         formats: Mapping[str, DType],
         scales: DelayedScales,
         *,
-        keeps_tensors: bool = False,
+        adapted: frozenset[str] | None = None,
     ):
-        super().__init__(dev, shape, dtype, formats, scales, keeps_tensors=keeps_tensors)
+        super().__init__(dev, shape, dtype, formats, scales, adapted=adapted)
 
         def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
             return dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
 
-        q_t = None if keeps_tensors else alloc("q_t", shape[::-1])
+        q_t = alloc("q_t", shape[::-1]) if adapted is None else None
         self._half_gradient = (alloc("q", shape), q_t)
 
     def _direct(
@@ -174,7 +181,7 @@ class Delayed(JustInTime):
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         if not self.scales.ready:
             return super().input(temps, x, write)
-        kept = x.place(self.dev, temps) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
         write(self._direct(x.slot, kept, q, x.codes))
         return self._fp8(x.slot, kept, q, x.codes)
@@ -193,11 +200,11 @@ class Delayed(JustInTime):
         self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
     ) -> Operand:
         # RoPE backward writes the tensor or its codes.
-        again = self.keeps_tensors and slot.endswith("d_qkv")
-        if again or not self.scales.ready:
+        keeps = self._keeps(slot)
+        if (keeps and slot.endswith("d_qkv")) or not self.scales.ready:
             return super().gradient(temps, slot, write, out=out, bias=bias)
         q, q_t = self._codes(temps, slot, out.shape)
-        source = out if bias or self.keeps_tensors else None
+        source = out if bias or keeps else None
         write(self._direct(slot, source, q, q_t))
         return self._fp8(slot, source, q, q_t)
 
