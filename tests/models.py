@@ -64,10 +64,15 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def hf_model(name: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A model in F32 whose every parameter is random, biases and norms included."""
+def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:
+    """A model in F32 whose every parameter is random, biases and norms included.
+
+    changed: fields of its configuration.
+    """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
+    config = CONFIGS[name]()
+    config.update(changed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)

@@ -16,10 +16,10 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
-from llmq.ops import attention, matmul, matmul_adapted
+from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu_backward
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import Measured
+from llmq.plan.measured import EXPOSED, Measured
 from llmq.plan.plan import make_plan
 from llmq.plan.target import target
 from llmq.rig import steps
@@ -203,6 +203,23 @@ def test_a_product_with_adapters_is_like_one_without():
     assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/adapted"
     rates = Rates(card_of_file(FILE))
     assert rates.compute(other) < rates.compute(work) < 1.01 * rates.compute(other)
+
+
+def test_a_product_with_the_activation_takes_what_it_moves_besides():
+    def call(dev, alloc):
+        a, b, up = alloc("a", (32768, 4096)), alloc("b", (4096, 1024)), alloc("up", (32768, 2048))
+        return lambda: matmul_swiglu_backward.backward(dev, up, a, b, up)
+
+    work, other = traced(call), product(32768, 1024, 4096)
+    assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/swiglu_backward"
+    assert kind_of(work).sizes == (32768, 1024, 4096)
+    rates, bandwidth = Rates(card_of_file(FILE)), Measured(FILE).bandwidth
+    besides = 6 * 32768 * 1024  # up, gate, their gradients, but not that of the activation
+    alone = rates.compute(other)
+    assert rates.compute(work) == pytest.approx(alone + EXPOSED * besides / bandwidth)
+    itself = {kind_of(work).name: [[[32768, 1024, 4096], 1.1e-4]]}
+    rates = Rates(card_of_file(card_file(launches=FILE.launches | itself)))
+    assert rates.compute(work) == 1.1e-4
 
 
 def kind_of(work):

@@ -16,7 +16,7 @@ from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.ops import attention
+from llmq.ops import attention, matmul, matmul_swiglu
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
@@ -31,9 +31,11 @@ from llmq.plan.cost import (
     step_time,
 )
 from llmq.plan.estimate import Planner
+from llmq.plan.measured import EXPOSED
 from llmq.plan.plan import make_plan
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
+from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from llmq.state.params import weight_table
 from tests.kept import kept_runs
@@ -252,31 +254,55 @@ def test_small_products_are_less_efficient():
     assert rate(H100, 8192, 4096, 4096, dtype=F32) < 0.2 * rates[3]
 
 
-@pytest.mark.parametrize(
-    ("card", "options", "per_layer"),
-    [
-        (H100, {}, 6),  # qkv, o and up forward, and the input gradients of all but up
-        (H100, {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, 6),
-        (
-            H100,
-            {"matmul-dtype": "e4m3", "base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
-            3,
-        ),
-        (H100, {"matmul-dtype": "int8", "base-dtype": "int8"}, 0),
-        (H100, {"lora-dropout": 0.1}, 3),
-        (H100, {"seq-len": 1024}, 0),
-        (H100, {"gpus": 2}, 0),
-        (RTX_4090, {}, 0),
-    ],
-)
-def test_where_adapters_are_within_products(card, options, per_layer):
-    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
+AGAIN = {"matmul_adapted": 1}  # without adapters
+BOTH = FORWARD | BACKWARD
+# qkv and o in both directions, or in one.
+SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
+LORA = {"lora-rank": 16}
+DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
+FUSED_WHERE = [
+    (H100, LORA, BOTH | SHORT),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | SHORT),
+    (
+        H100,
+        LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
+        FORWARD | SHORT_FORWARD,
+    ),
+    (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
+    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
+    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 5}),
+    (H100, LORA | {"seq-len": 1024}, {}),
+    (H100, LORA | {"gpus": 2}, {}),
+    (RTX_4090, LORA, {}),
+    (H100, {}, BOTH),
+    (H100, {"recompute-swiglu": True}, BOTH),
+    (H100, {"recompute-ffn": True}, BOTH | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, BOTH),
+    (H100, DELAYED, BOTH),
+    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, BOTH | AGAIN),
+    (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
+    (H100, {"matmul-dtype": "int8"}, {}),
+    (H100, {"model-dtype": "fp32"}, {}),
+    (H100, {"model": "Qwen3-0.6B"}, {}),
+    (H100, {"model": "gpt2-xl", "seq-len": 1024, "batch-size": 4}, {}),
+    (H100, {"model": "gemma-3-1b"}, BOTH),
+]
+
+
+@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
+def test_where_more_is_within_products(card, options, per_layer):
+    """Adapters, or the activation beside a product."""
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
-    config = make_config(config | {"lora-rank": 16, "grad-accumulation": 1, "gpus": 1} | options)
-    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    model = replace(preset(config.model), num_layers=2)
+    plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
-    entries = [item.entry for item in trace if isinstance(item, Work)]
-    assert entries.count("matmul_adapted") == 2 * per_layer
+    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert {name: entries[name] for name in FUSED if entries[name]} == {
+        name: 2 * count for name, count in per_layer.items()
+    }
 
 
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])
@@ -326,6 +352,22 @@ def test_adapters_within_a_product_take_hardly_any_time():
         both = work("main", "matmul_adapted", args, *both)
         ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)
         assert ratio == pytest.approx(3616 / 3584, abs=1e-3)
+
+
+def test_an_activation_within_a_product_takes_the_bytes_of_its_result():
+    """Not those of up and gate, which the product writes anyhow; without these it takes none."""
+    dev, (M, F, K) = PlanDevice(spec_of(H100)), (4096, 18944, 3584)
+    shapes = {"out": (M, F), "up": (M, 2 * F), "a": (M, K), "b": (2 * F, K)}
+    out, up, a, b = (dev.alloc(n, s, BF16, "Activations") for n, s in shapes.items())
+    dev.graph(("both",), lambda: matmul_swiglu.forward(dev, up, out, a, b))
+    dev.graph(("result",), lambda: matmul_swiglu.forward(dev, None, out, a, b))
+    dev.graph(("product",), lambda: matmul.matmul(dev, up, a, b, trans_b=True))
+    (both,), (result,), (product,) = (trace for _, trace in dev.graphs)
+    assert both.flops == result.flops == product.flops
+    both, result, product = (Rates(H100).compute(work) for work in (both, result, product))
+    rate = COPY_SHARE * 1e9 * H100.bandwidth
+    assert both == pytest.approx(product + EXPOSED * out.nbytes / rate)
+    assert result == product
 
 
 def test_products_of_bytes():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.config.options_io import make_config
-from llmq.ops import matmul_adapted
+from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward
 from llmq.runtime.cuda_api import device_spec
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
@@ -108,26 +108,35 @@ def test_adapters(tmp_path, name):
         assert same(plain, run(tmp_path, **options, **more)), more
 
 
-@pytest.mark.parametrize(
-    "formats",
-    [{}, {"matmul_dtype": "e4m3", "base_dtype": "e4m3", "fp8_fast_accumulation": "all"}],
-    ids=["bf16", "fp8"],
-)
-def test_adapters_within_products(tmp_path, formats, monkeypatch):
-    """At any size, as Hopper computes large products; close to two products of each matrix."""
+ADAPTERS = {"lora_rank": 4, "learning_rate": 1e-2}
+FAST = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "all"}
+WITHIN = {
+    "bf16": {},
+    "jit": FAST,
+    "delayed": FAST | {"fp8_recipe": "delayed", "gradient_dtype": "e5m2"},
+    "adapters": ADAPTERS,
+    "adapters, fp8": ADAPTERS | FAST | {"base_dtype": "e4m3"},
+    "adapters, delayed": ADAPTERS | FAST | {"base_dtype": "e4m3", "fp8_recipe": "delayed"},
+}
+RECOMPUTED = ("swiglu", "ffn", "block")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("formats", WITHIN.values(), ids=WITHIN)
+def test_more_within_products(tmp_path, formats, name, monkeypatch):
+    """At any size, as Hopper computes large ones: adapters, and the activation beside a product."""
     if device_spec(0).capability != matmul_adapted.CAPABILITY:
         pytest.skip("needs compute capability 9.0")
-    hf_model("qwen3").save_pretrained(tmp_path)
-    options = {"lora_rank": 4, "learning_rate": 1e-2} | formats
-    beside = run(tmp_path, **options)
-    monkeypatch.setattr(matmul_adapted, "MIN_ROWS", 1)
-    monkeypatch.setattr(matmul_adapted, "MIN_COLUMNS", 1)
-    within = run(tmp_path, **options)
-    assert not same(within, beside)
+    hf_model(name, intermediate_size=192).save_pretrained(tmp_path)
+    beside = run(tmp_path, **formats)
+    for operation in (matmul_adapted, matmul_swiglu, matmul_swiglu_backward):
+        monkeypatch.setattr(operation, "MIN_ROWS", 1)
+        monkeypatch.setattr(operation, "MIN_COLUMNS", 1)
+    within = run(tmp_path, **formats)
     for got, want in zip(within[0], beside[0], strict=True):
         np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits
-    assert same(within, run(tmp_path, **options, use_cuda_graphs=False))
-    assert same(within, run(tmp_path, **options, recompute_block=True))
+    for more in ({"use_cuda_graphs": False}, *({f"recompute_{x}": True} for x in RECOMPUTED)):
+        assert same(within, run(tmp_path, **formats, **more)), more
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "olmo2"])

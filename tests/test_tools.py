@@ -71,7 +71,8 @@ def test_every_call_runs(tool, monkeypatch, op):
         assert (record["op"], record["case"]) == (op, case)
         assert record["us"] > 0 and record["bytes"] > 0
         bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12, "matmul_int8": 2e12}
-        bound["matmul_adapted"] = 2e12 if record["call"] == "fp8" else 1e12
+        if op.startswith(("matmul_adapted", "matmul_swiglu")):
+            bound[op] = 2e12 if record["call"].startswith("fp8") else 1e12
         bound = bound.get(op, 1e9)
         work = record["bytes"] if bound == 1e9 else record["flops"]
         assert record["percent"] == pytest.approx(100 * work / (record["us"] / 1e6) / bound)
@@ -438,4 +439,66 @@ def test_checksum_cost(tool, capsys):
     tool("checksum_cost").main(mib=1, seq_len=64, micro_batch=4, speed=1000.0, rounds=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "an epoch of 1 MiB in rows of 64 tokens, 4 at a time:"
-    assert lines[3].endswith("ns per token") and lines[4].endswith("%")
+    assert [line.split()[0] for line in lines[2:4]] == ["memory", "disk"]
+    assert re.fullmatch("from memory, of the time of a run of 1,000 tokens/s: -?[0-9.]+%", lines[4])
+
+
+# -- save_cost -----------------------------------------------------------------------------------
+
+
+def log_of_saves(*, late=0):
+    """Steps of 1 s, one more before steps 4 and 8, whose checkpoints take `late` steps longer."""
+    records, now = [], 0.0
+    for step in range(12):
+        if step in (4, 8):
+            now += 1.0
+        now += 1.0
+        records.append({"log": "step", "step": step, "time": now, "duration_ms": 1000})
+        if step in (4 + late, 8 + late):
+            text = f"The checkpoint of step {step - late} was written in 0.5 s"
+            records.append({"log": "info", "step": step + 1, "time": now, "message": text})
+    return records
+
+
+def test_save_cost_compares_neighbours(tool):
+    save_cost = tool("save_cost")
+    windows = list(save_cost.windows_of(log_of_saves(), 2))
+    assert [(w.first, w.last, w.saves, w.seconds) for w in windows] == [
+        (2, 3, False, 2.0),
+        (4, 5, True, 3.0),
+        (6, 7, False, 2.0),
+        (8, 9, True, 3.0),
+        (10, 11, False, 2.0),
+    ]
+    assert save_cost.costs(windows) == [0.5, 0.5]
+    assert "Cost: 50.00 % of the time (50.00 %, 50.00 %)." in save_cost.summary(windows, [0.5], 2)
+
+
+def test_save_cost_refuses_a_write_that_reaches_into_the_next_window(tool):
+    with pytest.raises(ValueError, match="step 4 was not complete 2 steps later"):
+        list(tool("save_cost").windows_of(log_of_saves(late=2), 2))
+
+
+def test_save_cost(tool, capsys, tmp_path):
+    """A run of its own, whose table is in the file as it is on the screen."""
+    tiny = ["--device=cpu", "--gpus=1", "--batch-size=1", "--seq-len=8", "--grad-accumulation=1"]
+    out = tmp_path / "saves.txt"
+    tool("save_cost").main(tiny, model="tiny", interval=2, checkpoints=1, folder=tmp_path, out=out)
+    text = capsys.readouterr().out
+    assert text == out.read_text() and re.search(r"^\| 4 to 5 \| one \| ", text, re.MULTILINE)
+    assert re.search(r"^Cost: -?[0-9.]+ % of the time", text, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# -- watch_cost ----------------------------------------------------------------------------------
+
+
+def test_watch_cost(tool, capsys, monkeypatch):
+    """Beside a process that sends nothing, because the library takes seconds to load."""
+    watch_cost = tool("watch_cost")
+    monkeypatch.setattr(sys, "executable", "true")
+    watch_cost.main(["--batch-size=1", "--seq-len=8", "--grad-accumulation=1"], steps=3)
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert re.fullmatch(r"a step: [0-9.]+ ms; 3 steps, [0-9]+ cores", lines[0])
+    assert lines[1].startswith("after each, in the run's thread: median ")
+    assert re.fullmatch(r"the process beside it: [0-9.]+ s of a processor", lines[2])

@@ -53,6 +53,8 @@ PRODUCTS = (
     "matmul_adapted",
     "matmul_fp8",
     "matmul_int8",
+    "matmul_swiglu",
+    "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory
 
 
@@ -141,7 +143,7 @@ class Ceilings:
         if op not in PRODUCTS:
             return self.copy, "copy"
         known = self.facts.get(op, {}).get(case)
-        if known is None and (op in ("matmul_fp8", "matmul_int8") or call == "fp8"):
+        if known is None and (op in ("matmul_fp8", "matmul_int8") or call.startswith("fp8")):
             return 2 * self.product, "2 x product"
         if known is None:
             return self.product, "product"

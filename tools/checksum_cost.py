@@ -1,74 +1,132 @@
 """What the checksums of token files cost whoever reads them: an epoch with and without them.
 
-    python tools/checksum_cost.py [--mib 256] [--seq-len 1024] [--speed 61000]
+    python tools/checksum_cost.py [--mib 64] [--seq-len 1024] [--rounds 15] [--speed 61000]
 
-Writes a file of random tokens, and reads all of its shuffled rows as a run does, in turns with its
-`.sums` file and without it; the system has the file in memory, so that nothing hides the cost.
-Each piece is compared once, in the first epoch. --speed: tokens per second of a run, whose time of
-an epoch the cost is compared with, as the reading is.
+Reading is: every batch of the first epoch, rows in shuffled order, taken from `DataLoader` one
+after the other as fast as it gives them, with 4 read ahead as in a run. Each piece is compared
+once, in the first epoch; so every round begins with loaders that have compared nothing. In turns,
+the order changing from round to round: with the `.sums` file and without it; from memory, where the
+system has the file, and from the disk, after the system was asked to forget it (a disk in memory
+does not forget).
+
+Printed are medians over the rounds: of seconds, of what the checksums add to them in the same round
+with its standard error, and of the processor's time. --speed: tokens per second of a run; its
+time for the same tokens is what all of this is compared with in the last line.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from llmq.data.checksums import checksums_path, write_checksums
+from llmq.data.checksums import checksums_path
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import TokenWriter
 
 VOCAB = 50_000
 MIB = 1 << 20
+PREFETCH = 4
 
 
-def seconds_of_epoch(path: Path, seq_len: int, micro_batch: int) -> float:
+class Cost(NamedTuple):
+    """Of an epoch, in seconds: on the clock, and of the processor."""
+
+    wall: float
+    cpu: float
+
+
+def cost_of_epoch(path: Path, seq_len: int, micro_batch: int, *, cold: bool) -> Cost:
     """Of reading every batch of the first epoch."""
     loader = DataLoader(
-        path, seq_len=seq_len, micro_batch=micro_batch, seed=1, vocab_size=VOCAB, prefetch=1
+        path, seq_len=seq_len, micro_batch=micro_batch, seed=1, vocab_size=VOCAB, prefetch=PREFETCH
     )
-    try:
-        start = time.perf_counter()
+    with loader:
+        if cold:
+            forget(path)
+        wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(loader.batches_per_epoch):
             loader.next_batch()
-        return time.perf_counter() - start
-    finally:
-        loader.close()
+        return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def forget(path: Path) -> None:
+    """Ask the system to keep nothing of the file in memory."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_tokens(path: Path, tokens: int) -> None:
+    """A file of random tokens with its checksums, which are on the disk afterwards."""
+    rng = np.random.default_rng(0)
+    with TokenWriter(path, VOCAB, with_checksums=True) as writer:
+        for start in range(0, tokens, MIB):
+            writer.write(rng.integers(0, VOCAB, min(MIB, tokens - start)))
+
+
+def measure(
+    path: Path, seq_len: int, micro_batch: int, rounds: int, *, cold: bool
+) -> tuple[list[Cost], list[Cost]]:
+    """Without and with checksums, of each round."""
+    sums, hidden = checksums_path(path), path.with_suffix(".hidden")
+    found: tuple[list[Cost], list[Cost]] = ([], [])
+    for number in range(rounds):
+        for with_sums in (number % 2, 1 - number % 2):
+            if with_sums:
+                os.utime(sums)  # a new file: what was compared before is not known any more
+            else:
+                sums.rename(hidden)
+            found[with_sums].append(cost_of_epoch(path, seq_len, micro_batch, cold=cold))
+            if not with_sums:
+                hidden.rename(sums)
+    return found
+
+
+def line(name: str, without: list[Cost], with_sums: list[Cost], tokens: int) -> str:
+    """A row of the table."""
+    more = [100 * (b.wall / a.wall - 1) for a, b in zip(without, with_sums, strict=True)]
+    error = 1.2533 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
+    cpu = [(b.cpu - a.cpu) / tokens for a, b in zip(without, with_sums, strict=True)]
+    walls = [statistics.median(cost.wall for cost in costs) for costs in (without, with_sums)]
+    return (
+        f"{name:<10} {walls[0] * 1e3:10.1f} {walls[1] * 1e3:10.1f} {statistics.median(more):8.2f} "
+        f"{error:8.2f} {statistics.median(cpu) * 1e9:12.2f}"
+    )
 
 
 def main(
-    mib: Annotated[int, typer.Option(min=1, help="Size of the token file.")] = 256,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the token file.")] = 64,
     seq_len: Annotated[int, typer.Option(min=1)] = 1024,
     micro_batch: Annotated[int, typer.Option(min=1)] = 8,
     speed: Annotated[float, typer.Option(help="Tokens per second of the run.")] = 61_000.0,
-    rounds: Annotated[int, typer.Option(min=1, help="The fastest of so many counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1)] = 15,
+    folder: Annotated[Path | None, typer.Option(help="Where the file lies.")] = None,
 ) -> None:
-    """Print both times."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.bin"
-        tokens = mib * MIB // 4
-        rng = np.random.default_rng(0)
-        with TokenWriter(path, VOCAB) as writer:
-            for start in range(0, tokens, MIB):
-                writer.write(rng.integers(0, VOCAB, min(MIB, tokens - start)))
-        best = {"without": float("inf"), "with": float("inf")}
-        for _ in range(rounds):
-            checksums_path(path).unlink(missing_ok=True)
-            best["without"] = min(best["without"], seconds_of_epoch(path, seq_len, micro_batch))
-            write_checksums(path)  # a new file: what was compared before is not known any more
-            best["with"] = min(best["with"], seconds_of_epoch(path, seq_len, micro_batch))
-        cost, run = best["with"] - best["without"], tokens / speed
-    print(f"an epoch of {mib} MiB in rows of {seq_len} tokens, {micro_batch} at a time:")
-    for name, seconds in best.items():
-        print(f"  {name:7} checksums {seconds * 1e3:8.1f} ms, {mib / seconds:,.0f} MiB/s")
-    print(f"  cost, once         {cost * 1e9 / tokens:8.2f} ns per token")
-    print(f"  of the time that a run of {speed:,.0f} tokens/s takes for it: {cost / run:.3%}")
+    """Print the table."""
+    tokens = mib * MIB // 4
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = Path(place) / "tokens.bin"
+        write_tokens(path, tokens)
+        print(f"an epoch of {mib} MiB in rows of {seq_len} tokens, {micro_batch} at a time:")
+        print(
+            f"{'read from':<10} {'without, ms':>10} {'with, ms':>9} {'more, %':>8} {'error, %':>8} "
+            f"{'CPU ns/token':>12}"
+        )
+        for name, cold in (("memory", False), ("disk", True)):
+            found = measure(path, seq_len, micro_batch, rounds, cold=cold)
+            print(line(name, *found, tokens), flush=True)
+            more = statistics.median(b.wall - a.wall for a, b in zip(*found, strict=True))
+            if not cold:
+                of_run = more / (tokens / speed)
+    print(f"from memory, of the time of a run of {speed:,.0f} tokens/s: {of_run:.4%}")
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def all_runs(capability: int) -> list[Run]:
         adapted = {"lora_rank": 8, "lora_dropout": 0.0}
         formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
         for gradient in ("e4m3", "e5m2"):
-            formats_of.append(FP8 | {"gradient_dtype": gradient, "base_dtype": "e4m3"})
+            fields = FP8 | {"gradient_dtype": gradient, "base_dtype": "e4m3"}
+            formats_of += [fields, fields | {"fp8_recipe": "delayed"}]
         runs += [Run("Qwen2.5-7B", tuple((adapted | fields).items())) for fields in formats_of]
     return runs
 

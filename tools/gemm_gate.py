@@ -1,11 +1,13 @@
 """Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--tail] [--seconds 3] [--out benchmarks/h100_gemm_gate.md]
+    python tools/gemm_gate.py [--tail | --swiglu] [--seconds 3] [--out benchmarks/h100_gemm_gate.md]
 
 For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
 between which SwiGLU stands: the up product, and the input gradient of the down product. cuBLASLt is
 allowed to accumulate fast, and not. With --tail it computes these with the product of adapters in
-them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first.
+them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
+computes products with the MLP's activation in them, or its gradient, beside the two kernels that
+each of them replaces, and the first one of these alone (tools/fused_products.py).
 
 Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
 each for so many seconds, twice. Power and energy are the card's own counters.
@@ -13,6 +15,7 @@ each for so many seconds, twice. Power and energy are the card's own counters.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +24,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import fused_products
 import typer
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, DType
@@ -59,6 +63,18 @@ class Load(NamedTuple):
         return f"{rate:.0f}, {energy:.3f}, {self.joules / self.seconds:.0f}"
 
 
+class OnGpu:
+    """A tensor's bytes, as torch takes them."""
+
+    def __init__(self, tensor: Tensor):
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.ptr, False),
+            "version": 3,
+        }
+
+
 class Card:
     """The GPU's counters. Uses NVML's Python bindings."""
 
@@ -82,8 +98,17 @@ class Bench:
         self.real: dict[str, Any] = {}  # what tensors hold, as F32 on the GPU, by name
         self._random = torch.Generator("cuda").manual_seed(1)
 
-    def operand(self, name: str, dtype: DType, rows: int, columns: int, spread: float) -> Tensor:
-        """Normally distributed, with columns that differ by e^spread; the largest code is 448."""
+    def operand(
+        self,
+        name: str,
+        dtype: DType,
+        rows: int,
+        columns: int,
+        spread: float,
+        size: float = 1.0,
+    ) -> Tensor:
+        """Normally distributed, with columns that differ by e^spread, of deviation `size` without
+        that; the largest code is 448."""
         torch = self.torch
         x = torch.randn(rows, columns, device="cuda", generator=self._random)
         x *= torch.exp(spread * torch.randn(1, columns, device="cuda", generator=self._random))
@@ -92,7 +117,7 @@ class Bench:
             x = x.to(torch.float8_e4m3fn)
             bits = x.view(torch.uint8)
         else:
-            x = x.to(torch.bfloat16)
+            x = (x * size).to(torch.bfloat16)
             bits = x.view(torch.uint16)
         self.real[name] = x.float()
         tensor = self.dev.alloc(name, (rows, columns), dtype, "Activations")
@@ -100,14 +125,29 @@ class Bench:
         return tensor
 
     def result(self, name: str, M: int, N: int) -> Tensor:
-        return self.dev.alloc(name, (M, N), BF16, "Activations")
+        return self.empty(name, BF16, M, N)
 
-    def scale(self) -> Tensor:
+    def empty(self, name: str, dtype: DType, *shape: int) -> Tensor:
+        """Of zeros."""
+        tensor = self.dev.alloc(name, shape, dtype, "Activations")
+        self.dev.zero(tensor)
+        return tensor
+
+    def scale(self, value: float = SCALE) -> Tensor:
         import numpy as np
 
         scale = self.dev.alloc("scale", (1,), F32, "Activations")
-        self.dev.upload(scale, np.full(1, SCALE, np.float32))
+        self.dev.upload(scale, np.full(1, value, np.float32))
         return scale
+
+    def deviation(self, *names: str) -> float:
+        """The product of these operands' standard deviations."""
+        return math.prod(float(self.real[name].std()) for name in names)
+
+    def equal(self, x: Tensor, y: Tensor) -> float:
+        """Of all bytes, how many are the same."""
+        parts = (self.torch.as_tensor(OnGpu(z), device="cuda").split(1 << 27) for z in (x, y))
+        return sum(int((p == q).sum()) for p, q in zip(*parts, strict=True)) / x.nbytes
 
     def held(self, tensor: Tensor) -> Any:
         """A result, as F32 on the GPU."""
@@ -205,6 +245,25 @@ def with_tail(
     return " | ".join([*cells, f"{saved:.1%}", *(f"{error:.2e}" for error in errors)])
 
 
+def with_activation(card: Card, name: str, seconds: float) -> str:
+    """The row of one case of fused_products."""
+    make, case, results = fused_products.CASES[name]
+    with opened(card, case.nbytes(results) + (1 << 20)) as bench:
+        ways = make(bench, case)
+        ways.product(), ways.two(), ways.one()  # which tunes
+        for tensor in (*ways.results[0], *ways.results[1]):
+            bench.dev.zero(tensor)
+        ways.two(), ways.one()
+        bench.dev.synchronize()
+        equal = min(bench.equal(x, y) for x, y in zip(*ways.results, strict=True))
+        runs = {"product": ways.product, "two": ways.two, "one": ways.one}
+        found = bench.under_load(runs, seconds)
+    cells = [f"{1e3 * load.seconds:.3f}, {load.joules:.3f}" for load in found.values()]
+    two, one = found["two"], found["one"]
+    saved = (1 - one.seconds / two.seconds, 1 - one.joules / two.joules)
+    return " | ".join([*cells, *(f"{share:.1%}" for share in (*saved, equal))])
+
+
 def plain_table(card: Card, seconds: float) -> list[str]:
     """Markdown."""
     return [
@@ -233,22 +292,43 @@ def tail_table(card: Card, seconds: float) -> list[str]:
     ]
 
 
+def activation_table(card: Card, seconds: float) -> list[str]:
+    """Markdown."""
+    return [
+        "ms and J of each way: the product alone, the two kernels, and one; time and energy that "
+        "one saves of the two; bytes that are the same, of that result which has the fewest.",
+        "",
+        "| product | alone | two kernels | one | time saved | energy saved | same bytes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(f"| {name} | {with_activation(card, name, seconds)} |" for name in fused_products.CASES),
+    ]
+
+
 def main(
     tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
+    swiglu: Annotated[bool, typer.Option("--swiglu", help="With the MLP's activation.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     import torch
 
+    if tail and swiglu:
+        raise typer.BadParameter("one of --tail and --swiglu")
     card = Card()
     torch.backends.cuda.matmul.allow_tf32 = False
-    title = "Products with adapters in them" if tail else "An fp8 product of our own"
-    command = f"python tools/{Path(__file__).name}{' --tail' if tail else ''} --seconds {seconds:g}"
+    title, flag, table = "An fp8 product of our own beside cuBLASLt's", "", plain_table
+    if tail:
+        title = "Products with adapters in them beside cuBLASLt's"
+        flag, table = " --tail", tail_table
+    elif swiglu:
+        title = "Products with the activation in them beside two kernels"
+        flag, table = " --swiglu", activation_table
+    command = f"python tools/{Path(__file__).name}{flag} --seconds {seconds:g}"
     text = [
-        f"# {title} beside cuBLASLt's",
+        f"# {title}",
         "",
         f"{torch.cuda.get_device_name()}, {date.today()}: `{command}`.",
-        *(tail_table if tail else plain_table)(card, seconds),
+        *table(card, seconds),
     ]
     print("\n".join(text))
     if out is not None:

@@ -49,6 +49,8 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_int8,
+    matmul_swiglu,
+    matmul_swiglu_backward,
     nf4,
     norm,
     outliers,
@@ -322,10 +324,38 @@ def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> li
     ]
 
 
+def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
+    one, wide = f32(1, value=1.0), bf16(M, 2 * F)
+    operands = {"up_gate": wide}
+    if R:
+        operands |= {"h": bf16(M, R), "tail": bf16(R, F)}
+    halves = operands | {"a": bf16(M, K), "b": bf16(K, F), "d_up_gate": wide}
+    codes = operands | {"a": Spec((M, K), E4M3), "b": Spec((F, K), E4M3)}
+    codes |= {"scale_a": one, "scale_b": one, "d_up_gate": wide if R else None}
+    codes |= {"abs_max": f32(1, value=5.0), "fp8": fp8_out(M, 2 * F, transposed=not R)}
+    function = matmul_swiglu_backward.backward
+    return [Call("bf16", function, halves), Call("fp8", function, codes)]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
     return [Call("matmul_int8", matmul_int8.matmul_int8, args)]
+
+
+def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
+    one, abs_max = f32(1, value=1.0), f32(1, value=5.0)
+    low = {"h": bf16(M, R), "tail": bf16(2 * F, R)} if R else {}
+    low |= {"up_gate": bf16(M, 2 * F), "out": bf16(M, F)}
+    halves = {"a": bf16(M, K), "b": bf16(2 * F, K)}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
+    both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
+    return [
+        Call("bf16", matmul_swiglu.forward, low | halves),
+        Call("bf16 gelu", matmul_swiglu.forward, low | halves | {"gelu": True}),
+        Call("fp8", matmul_swiglu.forward, low | codes),
+        Call("fp8 both", matmul_swiglu.forward, low | codes | both),
+    ]
 
 
 def nf4_calls(n: int) -> list[Call]:
@@ -567,6 +597,8 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
     "matmul_int8": matmul_int8_calls,
+    "matmul_swiglu": matmul_swiglu_calls,
+    "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,

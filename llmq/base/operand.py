@@ -34,6 +34,30 @@ class Target(NamedTuple):
     fp8: Fp8Out | None = None
 
 
+class Activated(NamedTuple):
+    """What a product writes that has a gated activation behind it: SwiGLU, or with gelu GeGLU.
+
+    up_gate: BF16 (rows, 2F), what the activation is of, or None. act: the activation (rows, F).
+    """
+
+    up_gate: Tensor | None
+    act: Target
+    gelu: bool
+
+
+class ActivatedGradient(NamedTuple):
+    """What a product writes that has the gradient of a gated activation behind it.
+
+    up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
+    may be up_gate. act: the activation (rows, F) once more, where it is wanted.
+    """
+
+    up_gate: Tensor
+    d_up_gate: Target
+    act: Target
+    gelu: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
     """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for.

@@ -5,94 +5,28 @@
 // h and tail are the last tiles of the sum over K, so that out is written once and rounded once.
 // Fp8 products are added as the tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
 //
-// Three warpgroups: one thread of the first keeps STAGES pairs of tiles on their way (TMA), the two
-// others take tiles of `out` in turns ("ping-pong"), so that one multiplies while the other one
-// stores. Clusters of two blocks have neighbouring rows of `a` and the same tile of `b`, of which
-// each loads a half for both. The grid is persistent; tiles go through GROUP columns of tiles at a
-// time, so that what neighbours read is in L2.
+// Tiles, their ring and their order are those of product_sm90.cuh. Three warpgroups: one thread of the
+// first loads, the two others take tiles of `out` in turns ("ping-pong"), so that one multiplies while
+// the other one stores.
 //
 // Data     out: bf16 (M, N), a: A (M, K), b: B (N, K), of bf16 with TRANSPOSED (K, N). h: bf16
 //          (M, R), tail: bf16 (N, R), with TRANSPOSED (R, N). scale_a, scale_b: F32 (1), of fp8
 //          codes. RANK: R rounded up to 16; 0: there are no h and tail. bias: bf16 (N), with BIAS.
 // Launch   an even number of blocks of THREADS threads, not more than there are multiprocessors;
 //          SHARED bytes of dynamic shared memory (ops/matmul_adapted.py).
-// Cost     2 M N (K + R) FLOPs. A cluster reads 2 BM rows of a and BN of b for each of its tiles.
+// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and 192 of b for each of its tiles.
 // Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
 // Same name  llmq/ops/matmul_adapted.py  llmq/ref/matmul_adapted.py
 //            tests/ops/test_matmul_adapted.py
 // Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
-#include "ptx.cuh"
+#include "product_sm90.cuh"
 
-constexpr int BM = 128, BN = 192, LINE = 128, STAGES = 5;  // LINE: bytes of K in a tile
-constexpr int A_BYTES = BM * LINE, B_BYTES = BN * LINE, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int CHUNK_BYTES = 16 * LINE;  // of out: 16 rows of 64 elements, a warp's own
-constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
-constexpr int GROUP = 16;
-constexpr int BOX = 64;                          // columns of a box of BF16; rows of a tile (K, N)
-constexpr int SLICES = 4;                        // of a tile: products of 32 bytes of K
-constexpr bool HALVES = sizeof(A) == 2;          // BF16 operands
-constexpr int BK = LINE / sizeof(A), TAIL_K = 64;
+constexpr int STAGES = 5, CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
+constexpr int CHUNK_BYTES = 16 * LINE;   // of out: 16 rows of 64 elements, a warp's own
+constexpr int BOXES = TILE_COLUMNS / BOX;
+constexpr bool HALVES = sizeof(A) == 2;  // BF16 operands
+constexpr int STEP_K = LINE / sizeof(A);
 constexpr int TAILS = (RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
-
-// A place in the ring of stages. parity: of the barrier's phase that is waited for.
-struct Ring {
-    u32 stage, parity;
-    __device__ __forceinline__ Ring(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// The tile that a cluster computes as its t-th; its two blocks have rows below each other.
-struct Tile {
-    int row, column;
-    __device__ __forceinline__ Tile(int t, int pairs, int columns, u32 rank) {
-        const int group = t / (GROUP * pairs), first = group * GROUP;
-        const int width = min(GROUP, columns - first), rest = t - group * GROUP * pairs;
-        row = (rest / width * 2 + rank) * BM;
-        column = (first + rest % width) * BN;
-    }
-};
-
-// Starts the copies of one pair of tiles: this block's of `a`, its half of `b` for both blocks.
-template <bool K_OUTSIDE>
-__device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
-                                          const TensorMap* a, const TensorMap* b, int k,
-                                          const Tile& tile, u32 rank) {
-    barrier_expect(arrived, STAGE_BYTES);
-    load_box(stage, a, k, tile.row, arrived);
-    const SharedAddress right = stage + A_BYTES;
-    if constexpr (K_OUTSIDE) {
-#pragma unroll
-        for (int c = 0; c < BN / BOX; ++c) {
-            load_box_for(right + c * BOX * LINE + rank * (BOX / 2 * LINE), b,
-                         tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
-        }
-    } else {
-        load_box_for(right + rank * (B_BYTES / 2), b, k, tile.column + rank * (BN / 2), arrived, 3);
-    }
-}
-
-// d += the product of `slices` slices of one pair of tiles, as one group; add: else d = for the first.
-template <class Left, class Right, bool K_OUTSIDE>
-__device__ __forceinline__ void multiply(float (&d)[2][96], SharedAddress stage, int slices, int add) {
-    const Descriptor top = k_inside(stage), low = k_inside(stage + BM / 2 * LINE);
-    const SharedAddress tile = stage + A_BYTES;
-    const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
-    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
-    wgmma_begin();
-#pragma unroll
-    for (int i = 0; i < SLICES; ++i) {
-        if (i < slices) {
-            wgmma_192<Left, Right, K_OUTSIDE>(d[0], top + 2 * i, right + STEP * i, add | i);
-            wgmma_192<Left, Right, K_OUTSIDE>(d[1], low + 2 * i, right + STEP * i, add | i);
-        }
-    }
-    wgmma_commit();
-}
 
 // A warp's 16 rows of both halves of a tile, 64 columns at a time through its chunk.
 __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][96], const Tile& tile,
@@ -102,8 +36,8 @@ __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][
     const int left = N - tile.column;
     const volatile u32* mine = reinterpret_cast<const u32*>(bias) + tile.column / 2 + lane % 4;
 #pragma unroll
-    for (int c = 0; c < 2 * BN / BOX; ++c) {
-        const int half = c / (BN / BOX), box = c % (BN / BOX);
+    for (int c = 0; c < 2 * BOXES; ++c) {
+        const int half = c / BOXES, box = c % BOXES;
         u32 more[BOX / 8];  // bias of two of every 8 columns
         if constexpr (BIAS) {
 #pragma unroll
@@ -135,7 +69,7 @@ __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][
         stores_begin();
         __syncwarp();
         if (lane == 0) {
-            store_box(out, tile.column + BOX * box, tile.row + BM / 2 * half + 16 * warp, chunk);
+            store_box(out, tile.column + BOX * box, tile.row + TILE_ROWS / 2 * half + 16 * warp, chunk);
         }
     }
 }
@@ -150,7 +84,6 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
     const SharedAddress chunks = stages + STAGES * STAGE_BYTES, full = chunks + WARPS * CHUNK_BYTES;
     const SharedAddress empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const u32 rank = cluster_rank();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
@@ -161,26 +94,25 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
     }
     cluster_arrive();
     cluster_wait();
-    const int columns = (N + BN - 1) / BN, pairs = (M + 2 * BM - 1) / (2 * BM);
-    const int tiles = columns * pairs, steps = (K + BK - 1) / BK;
-    const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
+    const Work work(M, N, TILE_COLUMNS, K * (int)sizeof(A));
+    const int steps = (K + STEP_K - 1) / STEP_K;
     constexpr bool B_OUTSIDE = HALVES && TRANSPOSED;
     if (warpgroup == 0) {
         give_registers<24>();
         if (threadIdx.x == 0) {
-            Ring ring(STAGES);  // the first wait for an empty stage is over at once
-            for (int t = cluster; t < tiles; t += clusters) {
-                const Tile tile(t, pairs, columns, rank);
+            Ring<STAGES> ring(STAGES);  // the first wait for an empty stage is over at once
+            for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+                const Tile tile(t, work);
 #pragma unroll 1
                 for (int k = 0; k < steps + TAILS; ++k, ring.next()) {
                     const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
                     const SharedAddress arrived = full + 8 * ring.stage;
                     barrier_wait(empty + 8 * ring.stage, ring.parity);
                     if (k < steps) {
-                        load_pair<B_OUTSIDE>(stage, arrived, &a, &b, k * BK, tile, rank);
+                        load_pair<B_OUTSIDE>(stage, arrived, &a, &b, k * STEP_K, tile, work.rank);
                     } else {
                         load_pair<TRANSPOSED>(stage, arrived, &h, &tail, (k - steps) * TAIL_K, tile,
-                                              rank);
+                                              work.rank);
                     }
                 }
             }
@@ -192,22 +124,23 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
         const SharedAddress chunk = chunks + (me * 4 + thread / 32) * CHUNK_BYTES;
         u32 turn_parity = me ^ 1;  // the first one may begin
         int done = me * (steps + TAILS);
-        for (int t = cluster + me * clusters; t < tiles; t += CONSUMERS * clusters) {
-            const Tile tile(t, pairs, columns, rank);
+        for (int t = work.cluster + me * work.clusters; t < work.tiles;
+             t += CONSUMERS * work.clusters) {
+            const Tile tile(t, work);
             float d[2][96];
-            Ring ring(done);
+            Ring<STAGES> ring(done);
             SharedAddress before = empty;
             barrier_wait(turn + 8 * me, turn_parity);  // else a wait may be for a later phase
             turn_parity ^= 1;
 #pragma unroll 1
             for (int k = 0; k < steps; ++k, ring.next()) {
                 barrier_wait(full + 8 * ring.stage, ring.parity);
-                multiply<A, B, B_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, SLICES, k);
+                multiply<A, B, B_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 0, SLICES, k);
                 wgmma_wait<1>();
                 if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
                 before = empty + 8 * ring.stage;
             }
-            Ring last = ring;
+            Ring<STAGES> last = ring;
 #pragma unroll
             for (int k = 0; k < TAILS; ++k, last.next()) {
                 barrier_wait(full + 8 * last.stage, last.parity);
@@ -223,7 +156,7 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
 #pragma unroll
             for (int k = 0; k < TAILS; ++k, ring.next()) {
                 const int slices = (RANK - k * TAIL_K + 15) / 16;
-                multiply<bf16, bf16, TRANSPOSED>(d, stages + ring.stage * STAGE_BYTES, slices, 1);
+                multiply<bf16, bf16, TRANSPOSED>(d, stages + ring.stage * STAGE_BYTES, 0, slices, 1);
                 wgmma_wait<0>();
                 if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
             }

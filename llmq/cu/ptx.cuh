@@ -40,6 +40,16 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], SharedAd
                  : "memory");
 }
 
+// 16 bytes of shared memory, aligned.
+__device__ __forceinline__ uint4 load_shared(SharedAddress from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
 // d += a b, BF16 products summed in F32; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {
@@ -92,6 +102,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// 1 / x by the special function unit: relative error below 2^-22.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The larger ones of the lower and of the upper 16 bits, unsigned. Compute capability 9.0 and later.
+__device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int b) {
+    unsigned int larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
 }
 
 // -- Thread-block clusters (compute capability 9.0 and later) ------------------------------------

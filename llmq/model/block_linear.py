@@ -4,8 +4,9 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-Where it is faster, both terms of y, or of d_x without dropout, are one product. Else the adapters'
-term comes first, and W's product adds to it: it waits for memory least.
+Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
+the MLP's activation makes of y, or its gradient of d_x. Else the adapters' term comes first, and
+W's product adds to it: it waits for memory least.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -70,7 +71,7 @@ class BlockLinear:
         scalars: Tensor | None,
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
-        self.dev, self.linear, self.drops = dev, linear, False
+        self.dev, self.config, self.linear, self.drops = dev, config, linear, False
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -98,11 +99,26 @@ class BlockLinear:
         """
         return self.linear.adds and not self._parts
 
+    def activates(self, layer: int, key: str, x: Operand, w: BlockWeights) -> bool:
+        """Whether the activation is part of the product of x beside it.
+
+        up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
+        is d_out. Others never.
+        """
+        parts, backward = self._parts.get((layer, key)), key == "down"
+        if key not in ("up", "down") or not self.config.gated:
+            return False
+        # A bias comes before the activation, and dropout before the sum that it is of.
+        if w.up_bias is not None if key == "up" else parts and self._probability:
+            return False
+        F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
+        return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
+
     def forward(
         self,
         layer: int,
         key: str,
-        out: Tensor,
+        out: Tensor | Activated,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
@@ -113,11 +129,16 @@ class BlockLinear:
         """
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
+        # Also of a tensor: what is computed again gets the bits of the first time.
+        fused = key == "up" and self.activates(layer, key, x, w)
+        if parts is None and fused:
+            self.linear.fused(out, x, weight)
+            return
         if parts is None:
             more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
-        joins = self.linear.joins(out, x, weight, parts.hidden)
+        joins = fused or self.linear.joins(out, x, weight, parts.hidden)
         adds = not joins and self.linear.adds
         if not (joins or adds):
             self.linear.forward(out, x, weight, bias)
@@ -125,30 +146,41 @@ class BlockLinear:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             if joins:
-                self.linear.adapted(out, x, weight, parts.hidden, b, bias=bias)
+                self.linear.fused(out, x, weight, parts.hidden, b, bias=bias)
             else:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=not adds)
         if adds:
             self.linear.forward(out, x, weight, bias, accumulate=True)
 
     def input_gradient(
-        self, layer: int, key: str, d_x: Tensor, d_out: Operand, w: BlockWeights, g: BlockGrads
+        self,
+        layer: int,
+        key: str,
+        d_x: Tensor | ActivatedGradient,
+        d_out: Operand,
+        w: BlockWeights,
+        g: BlockGrads,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
+        fused = isinstance(d_x, ActivatedGradient)
+        if parts is None and fused:
+            self.linear.fused(d_x, d_out, weight, backward=True)
+            return
         if parts is None:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
-        joins = self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
-        joins = joins and not self._probability
+        joins = fused or (
+            not self._probability and self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
+        )
         adds = not joins and self.linear.adds
         if not (joins or adds):
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
         self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
         if joins:
-            self.linear.adapted(d_x, d_out, weight, d_hidden, a, backward=True)
+            self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
             return
         if not self._probability:
             matmul(self.dev, d_x, d_hidden, a, accumulate=not adds)

@@ -71,7 +71,7 @@ class BlockNorms:
         if kept is not None:
             return kept
         write = partial(self._run, here, before, w)
-        return self.operands.input_again(temps, here.out, write, product=product, out=None)
+        return self.operands.input_again(temps, here.out, write, product=product)
 
     def _run(self, here: NormSite, before: Tensor | None, w: BlockWeights, to: Target) -> None:
         """The stream if `before` and a branch are given, and the half's input; without a norm of

@@ -119,9 +119,9 @@ class JustInTime(Operands):
         return self._fp8(x.slot, x.tensor, None, x.codes)
 
     def input_again(
-        self, temps: ExitStack, x: Activation, write: Write, *, product: bool, out: Tensor | None
+        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
-        kept = (out or x.place(self.dev, temps)) if self._keeps(x.slot) else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, q_t = self._codes(temps, x.slot, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.slot, q, q_t) if q or q_t else None
         write(Target(kept, None, codes))

@@ -34,7 +34,7 @@ MOST = 64  # outliers of an activation: about ten times as many as the paper fin
 class Int8BaseLinear(Linear):
     """The products of the blocks' matrices on one device."""
 
-    adapts = adds = False
+    fuses = adds = False
 
     def __init__(self, dev: Device, config: ModelConfig, scalars: Tensor | None, seq_len: int):
         """scalars: StepScalars, for the rounding of gradients' codes. seq_len: of a sequence."""

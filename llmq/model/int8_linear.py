@@ -35,7 +35,7 @@ Codes = tuple[Tensor, Tensor]  # I8 (rows, columns), and their scales F32 (rows,
 class Int8Linear(Linear):
     """The products of linear layers on one device. Operands are tensors."""
 
-    adapts = adds = False
+    fuses = adds = False
 
     def __init__(self, dev: Device, scalars: Tensor | None, seq_len: int):
         """scalars: StepScalars, which backward needs. seq_len: rows of one sequence."""

@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
-from llmq.ops import matmul_adapted, reduce
+from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward, reduce
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.runtime.device import Device
 
@@ -50,32 +50,52 @@ FAST = {
 }
 
 
+def _multiplied(x: Operand) -> Tensor:
+    """What products multiply as it lies."""
+    return x.codes if isinstance(x, Fp8) else x
+
+
 class Linear:
     """The products of linear layers on one device."""
 
-    adapts = True  # whether a product may have the adapters' in it, where that is faster
+    fuses = True  # whether products may be of our own, with more in them, where that is faster
     adds = True  # whether forward takes an addend, and both ways accumulate
 
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
 
+    def _may_fuse(self, weight: Operand, backward: bool) -> bool:
+        """Of products of our own: of fp8 codes they always sum with fewer bits."""
+        fast = self.fast.d_x if backward else self.fast.forward
+        return self.fuses and (fast or not isinstance(weight, Fp8))
+
     def joins(
         self, out: Tensor, x: Operand, weight: Operand, h: Tensor, *, backward: bool = False
     ) -> bool:
-        """Whether `adapted` is the way to compute out with the adapters' part; its arguments."""
-        fp8 = isinstance(weight, Fp8)
-        fast = self.fast.d_x if backward else self.fast.forward
-        if not self.adapts or (fp8 and not fast):
+        """Whether `fused` is the way to compute out with the adapters' part; its arguments."""
+        if not self._may_fuse(weight, backward):
             return False
-        return matmul_adapted.is_faster(self.dev, out, x.codes if fp8 else x, h)
+        return matmul_adapted.is_faster(self.dev, out, _multiplied(x), h)
 
-    def adapted(
+    def activates(
+        self, x: Operand, weight: Operand, F: int, rank: int, *, backward: bool = False
+    ) -> bool:
+        """Whether `fused` is the way to compute a gated activation (rows, F) of the product.
+
+        backward: the activation's gradient. rank: R, of the adapters' part; 0: there is none.
+        """
+        if not self._may_fuse(weight, backward):
+            return False
+        operation = matmul_swiglu_backward if backward else matmul_swiglu
+        return operation.serves(self.dev, _multiplied(x), F, rank)
+
+    def fused(
         self,
-        out: Tensor,
+        out: Tensor | Activated | ActivatedGradient,
         x: Operand,
         weight: Operand,
-        h: Tensor,
-        tail: Tensor,
+        h: Tensor | None = None,
+        tail: Tensor | None = None,
         *,
         bias: Tensor | None = None,
         backward: bool = False,
@@ -84,14 +104,27 @@ class Linear:
 
         Args:
             out, x  (rows, out_features), (rows, in_features); backward: the other way round
-            h       (rows, R)
-            tail    (out_features, R), B; backward: (R, in_features), A
+            h       (rows, R); or None
+            tail    (out_features, R), B; backward: (R, in_features), A; or None
         """
-        operands: tuple[Tensor, ...] = (x, weight, h, tail)
+        operands: tuple[Tensor | None, ...] = (x, weight, h, tail)
         if isinstance(weight, Fp8):
             codes = weight.transposed if backward else weight.codes
             operands = (x.codes, codes, h, tail, x.scale, weight.scale)
-        matmul_adapted.matmul_adapted(self.dev, out, *operands, bias=bias, transposed=backward)
+        if isinstance(out, Activated):
+            up_gate, to, gelu = out
+            matmul_swiglu.forward(
+                self.dev, up_gate, to.out, *operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
+            )
+        elif isinstance(out, ActivatedGradient):
+            x, weight, *others = operands
+            up_gate, to, act, gelu = out
+            matmul_swiglu_backward.backward(
+                self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
+                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+            )  # fmt: skip
+        else:
+            matmul_adapted.matmul_adapted(self.dev, out, *operands, bias=bias, transposed=backward)
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
     x -> up -> swiglu|geglu|gelu -> down -> out
 
+Where `BlockLinear.activates`, a product and the activation behind it are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 """
 
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Activated, ActivatedGradient, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.model.activations import Layer
@@ -21,6 +22,8 @@ from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
+
+NOWHERE = Target(None)
 
 
 def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -45,16 +48,22 @@ class MlpHalf:
     def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
+        self.gelu = config.activation == "geglu"
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
-        mlp_up = layer.mlp_up.place(self.dev, temps)
-        self.linear.forward(layer.index, "up", mlp_up, x, w)
 
-        def activate(to: Target) -> None:
-            self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+        def write(to: Target) -> None:
+            if self.linear.activates(layer.index, "up", x, w):
+                out = Activated(layer.mlp_up.tensor, to, self.gelu)
+                self.linear.forward(layer.index, "up", out, x, w)
+                return
+            with ExitStack() as inner:
+                mlp_up = layer.mlp_up.place(self.dev, inner)
+                self.linear.forward(layer.index, "up", mlp_up, x, w)
+                self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
-        mlp_act = self.operands.input(temps, layer.mlp_act, activate)
+        mlp_act = self.operands.input(temps, layer.mlp_act, write)
         out, addend = layer.mlp_out
         self.linear.forward(layer.index, "down", out, mlp_act, w, addend)
 
@@ -103,39 +112,40 @@ class MlpHalf:
     ) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
         with ExitStack() as temps:
-            shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
-            d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
             d_down = self.operands.half_gradient(temps, layer.slot("d_mlp"), d_out)
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
-            needed = self.linear.needs_input(layer.index, "down", g)
-            mlp_act = self._activate_backward(temps, layer, mlp_up, d_mlp_act, to, needed=needed)
+
+            def write(act: Target) -> None:
+                self._d_mlp_up(layer, w, g, mlp_up, d_down, to, act)
+
+            mlp_act = self.operands.kept(layer.mlp_act)
+            if mlp_act is None and self.linear.needs_input(layer.index, "down", g):
+                mlp_act = self.operands.input_again(temps, layer.mlp_act, write, product=False)
+            else:
+                write(NOWHERE)
             self.linear.weight_gradients(layer.index, "down", g, g.down_bias, d_down, mlp_act)
 
-    def _activate_backward(
+    def _d_mlp_up(
         self,
-        temps: ExitStack,
         layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
         mlp_up: Tensor,
-        d_mlp_act: Tensor,
+        d_down: Operand,
         to: Target,
-        *,
-        needed: bool,
-    ) -> Operand | None:
-        """Returns the activation, which the same kernel makes again if it was not kept.
-
-        needed: by a gradient; else it may be None.
-        """
-        dev, backward = self.dev, self.activate_backward
-        kept = self.operands.kept(layer.mlp_act)
-        if kept is not None or not needed:
-            backward(dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
-            return kept
-
-        def write(act: Target) -> None:
-            backward(
-                dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
+        act: Target,
+    ) -> None:
+        """`to` from d_down; and the activation once more, where `act` wants it."""
+        if self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act, self.gelu)
+            self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
+            return
+        with ExitStack() as temps:
+            d_mlp_act = act.out  # may go where its gradient is, which is not needed again
+            if d_mlp_act is None:
+                shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
+                d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
+            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
+            self.activate_backward(
+                self.dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
                 out=act.out, out_fp8=act.fp8,
             )  # fmt: skip
-
-        # The activation may go where its gradient is, which is not needed again.
-        return self.operands.input_again(temps, layer.mlp_act, write, product=False, out=d_mlp_act)

@@ -61,14 +61,14 @@ class Operands:
         return x.tensor
 
     def input_again(
-        self, temps: ExitStack, x: Activation, write: Write, *, product: bool, out: Tensor | None
+        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
         """A product's input, in backward, for its weight's gradient.
 
         write makes it again with the content it had in forward. product: the product is computed
-        again, too. out: memory of the input's shape that nobody needs any more, or None.
+        again, too.
         """
-        out = out or x.place(self.dev, temps)
+        out = x.place(self.dev, temps)
         write(Target(out))
         return out
 

@@ -15,15 +15,16 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
-from llmq.plan.measured import half_wave, measured
+from llmq.plan.measured import EXPOSED, half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import attention_window, launch_kind
+from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind, more_bytes
 from llmq.runtime.plan_device import Trace, Work
 
-PRODUCTS = ("matmul", "matmul_adapted.cu", "matmul_int8.cu")  # files of matrix products
+# Files of matrix products.
+PRODUCTS = ("matmul", "matmul_int8.cu", *(f"{entry}.cu" for entry in FUSED))
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
@@ -163,7 +164,8 @@ class Rates:
                 return seconds / self._slowest
         memory = work.device_bytes / self._memory
         if work.file in PRODUCTS:
-            return LAUNCH + self._product(work, memory)
+            besides = more_bytes(work.entry, work.args, work.device_bytes) / self._memory
+            return LAUNCH + self._product(work, memory - besides) + EXPOSED * besides
         if work.file.startswith("attention") and work.flops:
             return LAUNCH + max(self._attention(work), memory)
         return LAUNCH + memory
@@ -172,7 +174,8 @@ class Rates:
         """None where nothing like it was measured."""
         kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
         if not (work.file.startswith("attention") and work.flops):
-            return self._launches.seconds(kind, work.flops, work.device_bytes)
+            besides = more_bytes(work.entry, work.args, work.device_bytes)
+            return self._launches.seconds(kind, work.flops, work.device_bytes, besides)
         x = work.args[0]
         if x.dtype == F32:
             return None
@@ -220,16 +223,19 @@ class Rates:
         return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
 
     def _product(self, work: Work, memory: float) -> float:
-        out, a = work.args[:2]
-        entry, fast = work.entry, bool(work.args[-1])  # whether it may accumulate fast
-        if entry == "matmul_adapted":
-            entry, fast = ("matmul_fp8" if a.dtype.itemsize == 1 else "matmul"), True
+        if work.entry in FUSED:
+            entry, (a, _), (*_, depth) = fused_product(work.entry, work.args)
+            fast = True
+        else:
+            out, a = work.args[:2]
+            entry, depth = work.entry, work.flops // (2 * out.size)
+            fast = bool(work.args[-1])  # whether it may accumulate fast
         rate = self._products[entry]
         if entry == "matmul_fp8" and fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         if a.dtype == F32:
             rate = F32_RATE * self.card.num_sms
-        last_wave = half_wave(work.flops // (2 * out.size), self.card.num_sms) / rate
+        last_wave = half_wave(depth, self.card.num_sms) / rate
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:

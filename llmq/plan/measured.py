@@ -15,6 +15,9 @@ NEAREST = 4  # products that one of another size is compared with
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
+# What products of ours move beside a product's own matrices takes so many times as long as it would
+# take alone: what is computed of it is not hidden either (tools/gemm_gate.py --swiglu, an H100).
+EXPOSED = 1.4
 
 Known = dict[tuple[int, ...], float]
 """Median seconds by sizes."""
@@ -35,17 +38,25 @@ class Measured:
                     merged[words[:count]][tuple(sizes)].append(seconds)
         for words, by_sizes in merged.items():
             self._by_words[words] = {s: statistics.median(times) for s, times in by_sizes.items()}
+        for name, points in file.launches.items():  # counts more than its like
+            self._by_words[tuple(name.split("/"))] |= {tuple(s): times for s, times in points}
         moves = [p for name, p in file.launches.items() if len(p[0][0]) == 1]
         self._least = min((t for points in moves for _, t in points), default=0.0)
         self.bandwidth = _bandwidth(moves)
-        self._seconds: dict[Kind, float | None] = {}
+        self._seconds: dict[tuple[Kind, int], float | None] = {}
 
-    def seconds(self, kind: Kind, flops: int, device_bytes: int) -> float | None:
-        """Of one launch that is no attention."""
-        if kind not in self._seconds:
+    def seconds(self, kind: Kind, flops: int, device_bytes: int, besides: int = 0) -> float | None:
+        """Of one launch that is no attention. besides: those of the bytes that its like would not
+        move, which take time of their own."""
+        key = (kind, besides)
+        if key not in self._seconds:
             way = self._product if kind.is_product else self._moves
-            self._seconds[kind] = way(kind, flops, device_bytes)
-        return self._seconds[kind]
+            seconds = way(kind, flops, device_bytes - besides)
+            itself = tuple(kind.name.split("/")) in self._by_words
+            if seconds is not None and self.bandwidth is not None and not itself:
+                seconds += EXPOSED * besides / self.bandwidth
+            self._seconds[key] = seconds
+        return self._seconds[key]
 
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
         """Sizes and seconds of the launch of this kind, or its like, that is nearest in size."""

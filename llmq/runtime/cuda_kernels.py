@@ -16,6 +16,7 @@ from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import compile_kernels
 from llmq.runtime.device import Launch
 from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.tensor_map import tensor_map
 
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
@@ -88,7 +89,7 @@ class CudaKernels:
 
     def fast_products(self) -> list[str]:
         """Products of fp8 codes so far that sum with fewer bits, as all of ours do."""
-        ours = [source for source, entry in self._loaded if entry == "matmul_adapted"]
+        ours = [source for source, entry in self._loaded if entry in FUSED]
         return [str(source) for source in ours if ("A", "bf16") not in source.types]
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
+
+# Products of our own, which take about as long as the library's of the same matrices: where these
+# are among their arguments, and a word for what they do besides.
+FUSED = {
+    "matmul_adapted": (1, "adapted"),
+    "matmul_swiglu": (2, "swiglu"),
+    "matmul_swiglu_backward": (1, "swiglu_backward"),
+}
 
 
 class Kind(NamedTuple):
@@ -25,15 +34,16 @@ class Kind(NamedTuple):
 def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: int) -> Kind:
     """Of one launch, copy or fill: file and entry of its kernel, or "" and what it does."""
     tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
+    if entry in FUSED:
+        library, (a, b), (m, n, k) = fused_product(entry, args)
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", "bf16", FUSED[entry][1]]
+        if library == "matmul_fp8":
+            words[:4] = ["1", a.dtype.name, "0"]  # as below
+        return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
-        more = []
-        if entry == "matmul_adapted":  # takes about as long as the library's
-            by_rows = int(args[2].shape[0] == n)
-            entry, flags = ("matmul", [0, by_rows, 0]) if a == "bf16" else ("matmul_fp8", [0, 1])
-            more = ["adapted"]
-        words = [a, *map(str, reversed(flags)), out, *more]
+        words = [a, *map(str, reversed(flags)), out]
         if entry == "matmul_fp8":  # whether sums are fast matters more than which 8-bit format
             words[:2] = words[1::-1]
         if file == "matmul" and tensors[-2] != "-":  # the last one is the workspace
@@ -44,6 +54,24 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
         return Kind(f"{entry}/{file.partition('.')[2] or 'library'}/{tensors[0]}", sizes)
     return Kind(f"{entry}/{','.join(tensors)}", (device_bytes,))
+
+
+def fused_product(
+    entry: str, args: tuple
+) -> tuple[str, tuple[Tensor, Tensor], tuple[int, int, int]]:
+    """Of a launch of FUSED: the library's entry point of the same product, its a and b, M, N, K."""
+    first, _ = FUSED[entry]
+    a, b = args[first : first + 2]
+    m, k = a.shape
+    return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
+
+
+def more_bytes(entry: str, args: tuple, device_bytes: int) -> int:
+    """Bytes that a launch moves beside what the library's product would, which is all of others."""
+    if entry not in FUSED:
+        return 0
+    _, (a, b), (m, n, _) = fused_product(entry, args)
+    return max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.launch_kind import Kind, launch_kind
+from llmq.runtime.launch_kind import FUSED, Kind, launch_kind
 
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
@@ -138,11 +138,11 @@ def _launched(
 ) -> tuple[str, int, int, Kind | None]:
     """As _moved, of a launch; matrix products are named after what they multiply."""
     name = kernel.entry
-    if kernel.file in ("matmul", "matmul_adapted.cu"):
+    if kernel.file == "matmul" or kernel.entry in FUSED:
         value = dict(zip((a.name for a in kernel.declared), args, strict=True))
         if "trans_a" in value:  # fp8 products have one form only
             name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
-        name = f"{name} {value['M']}x{value['N']}x{value['K']}"
+        name = f"{name} {value['M']}x{value.get('N', value.get('F'))}x{value['K']}"
         name += " accumulate" if value.get("accumulate") else ""
         name += " addend" if value.get("addend") is not None else ""
     device, loaded, stored = kernel.traffic(args)

@@ -1,6 +1,7 @@
 // cuda_emulator.h -- run a CUDA C kernel on the CPU: one fiber per CUDA thread, block after block.
 //
-// A kernel file is compiled by g++ after this header (tests/emulator/device.py writes the program).
+// A kernel file is compiled by g++ after this header (tests/emulator/device.py writes the program), and
+// linked with cuda_emulator.cpp, which is compiled once: whatever depends on no kernel belongs there.
 // Threads of a block run one at a time and give way only at barriers and warp operations, lowest
 // lane first in even blocks, highest first in odd ones, so that a missing barrier shows up as poison or as
 // a wrong result in one of the two. Shared memory is 0xFF (NaN) at the start of every block.
@@ -27,8 +28,6 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
@@ -36,7 +35,6 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -49,69 +47,19 @@
 #include <ucontext.h>
 #endif
 
-// Linker-made bounds of the section that holds every __shared__ variable.
-extern "C" {
-extern char __start_emulator_shared[] __attribute__((weak, visibility("hidden")));
-extern char __stop_emulator_shared[] __attribute__((weak, visibility("hidden")));
-}
-
 namespace emulator {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CLUSTER = 16, NAMED_BARRIERS = 16;
-constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4 << 10, MAX_DYNAMIC = 228 << 10;
-constexpr unsigned char POISON = 0xFF, CANARY = 0xA5;
+constexpr size_t MAX_DYNAMIC = 228 << 10;
+constexpr unsigned char POISON = 0xFF;
 
-// -- switching between fibers --------------------------------------------------------------------
+// -- state of the running launch -----------------------------------------------------------------
 
 #ifdef __x86_64__
 using Context = void*;  // stack pointer; what a call must preserve lies on the stack
-extern "C" __attribute__((visibility("hidden"))) void emulator_switch(void** save, void* load);
-asm(R"(
-    .text
-    .p2align 4
-    .type emulator_switch, @function
-emulator_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-    .size emulator_switch, . - emulator_switch
-)");
-
-static inline void switch_context(Context* save, Context* load) { emulator_switch(save, *load); }
-
-static void make_context(Context* context, char* stack, void (*entry)()) {
-    void** top = reinterpret_cast<void**>(stack + STACK_BYTES) - 8;  // 6 registers, entry, padding
-    std::memset(top, 0, 64);
-    top[6] = reinterpret_cast<void*>(entry);
-    *context = top;
-}
 #else
 using Context = ucontext_t;
-
-static inline void switch_context(Context* save, Context* load) { swapcontext(save, load); }
-
-static void make_context(Context* context, char* stack, void (*entry)()) {
-    getcontext(context);
-    context->uc_stack.ss_sp = stack;
-    context->uc_stack.ss_size = STACK_BYTES;
-    context->uc_link = nullptr;
-    makecontext(context, entry, 0);
-}
 #endif
-
-// -- state of the running launch -----------------------------------------------------------------
 
 struct Barrier {
     unsigned arrived = 0;           // threads, arrivals without waiting included
@@ -143,188 +91,64 @@ struct Block {
     std::vector<Thread> thread;
     std::vector<Warp> warp;
     Barrier barrier[NAMED_BARRIERS];
-    bool at_cluster_barrier_all = false;
     unsigned at_cluster_barrier;
     std::vector<char> saved_static, saved_dynamic;  // its shared memory while another block runs
 };
 
-static Thread* current;
-static Block* block;
-static std::vector<Block> cluster;
-static dim3 grid_dim, block_dim;
-static Context main_context;
-static const char* failure;
-static char failure_text[400];
-static size_t dynamic_bytes;
-static unsigned long long idle_switches;
-static void (*kernel_call)(void** args);
-static void** kernel_args;
-alignas(1024) static char dynamic_shared[MAX_DYNAMIC + 64];
+extern Thread* current;
+extern Block* block;
+extern std::vector<Block> cluster;
+extern dim3 grid_dim, block_dim;
+alignas(1024) extern char dynamic_shared[MAX_DYNAMIC + 64];
 
 static inline unsigned lane() { return current->lane; }
 static inline unsigned warp() { return current->warp; }
 static inline unsigned block_rank() { return block->rank; }
 static inline unsigned cluster_size() { return (unsigned)cluster.size(); }
 
-[[noreturn]] static void stop() {
-    Context dead;
-    switch_context(&dead, &main_context);
-    __builtin_unreachable();
-}
-
-[[noreturn]] static void fail(const char* message) {
-    snprintf(failure_text, sizeof failure_text, "%s (block %u,%u,%u thread %u,%u,%u)", message, block->index.x,
-             block->index.y, block->index.z, current->index.x, current->index.y, current->index.z);
-    failure = failure_text;
-    stop();
-}
-
+[[noreturn]] void fail(const char* message);
 static inline void check(bool condition, const char* message) {
     if (!condition) { fail(message); }
 }
 
-// The next thread that can run, its own warp first; null when there is none.
-static Thread* next_ready() {
-    const unsigned warps = (unsigned)block->warp.size(), first = current ? current->warp : 0;
-    for (unsigned i = 0; i < warps; ++i) {
-        const unsigned w = block->reversed ? (first + warps - i) % warps : (first + i) % warps;
-        const unsigned ready = block->warp[w].ready;
-        if (ready) {
-            const unsigned l = block->reversed ? 31 - __builtin_clz(ready) : __builtin_ctz(ready);
-            return &block->thread[w * WARP + l];
-        }
-    }
-    return nullptr;
-}
-
-// Leave the running thread; returns when something makes it ready and its turn comes.
-static void switch_away() {
-    Thread* me = current;
-    Thread* next = next_ready();
-    if (next == me) { return; }
-    if (next == nullptr) {
-        switch_context(&me->context, &main_context);  // the launch loop looks at the whole cluster
-        return;
-    }
-    current = next;
-    switch_context(&me->context, &next->context);
-}
-
-static inline void set_ready(unsigned w, unsigned lanes) { block->warp[w].ready |= lanes; }
+// Leave the running thread until something makes it ready and its turn comes. what: see describe_deadlock.
+void wait_for(const char* what);
+void give_way();  // let other threads run; the running one stays ready
 
 // Whoever waits by wait_for("a barrier in shared memory") is woken by this.
 static inline void wake(unsigned rank, unsigned thread) {
     cluster[rank].warp[thread / WARP].ready |= 1u << thread % WARP;
 }
 
-static inline void wait_for(const char* what) {
-    block->warp[current->warp].ready &= ~(1u << current->lane);
-    current->waits_for = what;
-    switch_away();
-    current->waits_for = nullptr;
-}
-
-// The next thread after the running one, in the order of their numbers, that can run.
-static Thread* next_after_current() {
-    const unsigned warps = (unsigned)block->warp.size();
-    const unsigned above = current->lane == 31 ? 0 : ~0u << (current->lane + 1);
-    for (unsigned i = 0; i <= warps; ++i) {
-        const unsigned w = (current->warp + i) % warps;
-        unsigned ready = block->warp[w].ready & (i == 0 ? above : i == warps ? ~above : ~0u);
-        if (ready) { return &block->thread[w * WARP + __builtin_ctz(ready)]; }
-    }
-    return nullptr;
-}
-
-static inline void give_way() {
-    check(++idle_switches < 20'000'000, "a thread polls for something that does not come");
-    Thread *me = current, *next = next_after_current();
-    if (next != me) {
-        current = next;
-        switch_context(&me->context, &next->context);
-    } else if (cluster.size() > 1) {
-        switch_context(&me->context, &main_context);
-    }
-}
-
 // -- barriers ------------------------------------------------------------------------------------
 
-static void open_barrier(Barrier& b) {
-    for (unsigned w = 0; w < block->warp.size(); ++w) {
-        set_ready(w, b.waiting[w]);
-        b.waiting[w] = 0;
-    }
-    b.arrived = 0;
-    b.result[0] = b.value[0];
-    b.result[1] = b.value[1];
-    b.value[0] = b.value[1] = 0;
-}
-
-static void barrier_wait(Barrier& b, unsigned count, const char* what) {
-    if (++b.arrived == count) {
-        open_barrier(b);
-        return;
-    }
-    check(b.arrived < count, "more threads at a barrier than it counts");
-    b.waiting[current->warp] |= 1u << current->lane;
-    wait_for(what);
-}
-
-static inline void barrier_sync(unsigned id, unsigned count) {
-    check(id > 0 && id < NAMED_BARRIERS, "named barriers are 1 to 15");
-    check(count % WARP == 0, "a named barrier counts whole warps");
-    barrier_wait(block->barrier[id], count, "a named barrier");
-}
-
-static inline void barrier_arrive(unsigned id, unsigned count) {
-    check(id > 0 && id < NAMED_BARRIERS, "named barriers are 1 to 15");
-    Barrier& b = block->barrier[id];
-    if (++b.arrived == count) { open_barrier(b); }
-}
-
-static inline void sync_threads() {
-    barrier_wait(block->barrier[0], block->threads - block->exited, "__syncthreads");
-}
-
-// Sums of `a` and `b` over the block.
-static inline const int* sync_threads_sum(int a, int b) {
-    Barrier& barrier = block->barrier[0];
-    barrier.value[0] += a;
-    barrier.value[1] += b;
-    sync_threads();
-    return barrier.result;
-}
+void barrier_sync(unsigned id, unsigned count);
+void barrier_arrive(unsigned id, unsigned count);
+void sync_threads();
+const int* sync_threads_sum(int a, int b);  // the sums of `a` and `b` over the block
 
 // -- operations of a warp ------------------------------------------------------------------------
+
+// What the lanes of a warp operation hand in and get; null for lanes that take no part.
+struct Exchange {
+    unsigned mask;
+    const void* in[WARP];
+    void* out[WARP];
+};
+
+// Whether the running thread is the last of the operation's: it fills `all`, combines, and calls
+// end_exchange. The others return when that is done.
+bool begin_exchange(unsigned mask, const void* in, void* out, Exchange& all);
+void end_exchange(const Exchange& all);
 
 template <class Out, class In, class Combine>
 static inline Out warp_exchange(unsigned mask, const In& in, Combine combine) {
     Out out;
-    Warp& w = block->warp[current->warp];
-    const unsigned me = 1u << current->lane;
-    mask &= w.exists;
-    check(mask & me, "a warp operation whose mask leaves out the calling lane");
-    check(!(mask & w.exited), "a warp operation whose mask names a thread that has returned");
-    w.in[current->lane] = &in;
-    w.out[current->lane] = &out;
-    unsigned& arrived = w.arrived[__builtin_ctz(mask)];
-    if (arrived == 0) { w.mask[__builtin_ctz(mask)] = mask; }
-    check(w.mask[__builtin_ctz(mask)] == mask, "lanes of one warp operation disagree on its mask");
-    arrived |= me;
-    if (arrived != mask) {
-        wait_for("a warp operation");
-        return out;
+    Exchange all;
+    if (begin_exchange(mask, &in, &out, all)) {
+        combine(reinterpret_cast<const In* const*>(all.in), reinterpret_cast<Out* const*>(all.out));
+        end_exchange(all);
     }
-    arrived = 0;
-    const In* ins[WARP];
-    Out* outs[WARP];
-    for (int i = 0; i < WARP; ++i) {
-        const bool takes_part = mask >> i & 1;
-        ins[i] = takes_part ? static_cast<const In*>(w.in[i]) : nullptr;
-        outs[i] = takes_part ? static_cast<Out*>(w.out[i]) : nullptr;
-    }
-    combine(ins, outs);
-    w.ready |= mask;
     return out;
 }
 
@@ -349,15 +173,7 @@ template <class T> static inline T shuffle(unsigned mask, T value, unsigned sour
     });
 }
 
-static inline unsigned ballot(unsigned mask, bool predicate) {
-    return warp_exchange<unsigned>(mask, predicate, [](const bool* const* ins, unsigned* const* outs) {
-        unsigned votes = 0;
-        for (int i = 0; i < WARP; ++i) { votes |= (ins[i] && *ins[i]) ? 1u << i : 0; }
-        for (int i = 0; i < WARP; ++i) {
-            if (outs[i]) { *outs[i] = votes; }
-        }
-    });
-}
+unsigned ballot(unsigned mask, bool predicate);
 
 // `fold(a, b)` over the lanes of mask, lowest first; every lane gets the result.
 template <class T, class Fold> static inline T reduce(unsigned mask, T value, Fold fold) {
@@ -379,172 +195,22 @@ static inline unsigned existing(unsigned mask) { return mask & block->warp[curre
 
 // -- shared memory and clusters ------------------------------------------------------------------
 
-static inline size_t static_bytes() { return __stop_emulator_shared - __start_emulator_shared; }
-
-// Blocks of a cluster share one copy of each __shared__ variable: the running block's is in place,
-// the others' are put aside.
-static void put_aside(Block& b) {
-    b.saved_static.assign(__start_emulator_shared, __stop_emulator_shared);
-    b.saved_dynamic.assign(dynamic_shared, dynamic_shared + dynamic_bytes);
-}
-
-static void put_in_place(Block& b) {
-    std::copy(b.saved_static.begin(), b.saved_static.end(), __start_emulator_shared);
-    std::copy(b.saved_dynamic.begin(), b.saved_dynamic.end(), dynamic_shared);
-}
-
-static inline void cluster_sync() {
-    ++block->at_cluster_barrier;
-    wait_for("the cluster's barrier");
-}
-
+void cluster_sync();
+void* address_in_block(void* shared, unsigned rank);
 template <class T> static inline T* map_shared(T* pointer, unsigned rank) {
-    check(rank < cluster.size(), "map_shared: no such block in the cluster");
-    if (rank == block->rank) { return pointer; }
-    char* address = (char*)pointer;
-    const ptrdiff_t in_static = address - __start_emulator_shared, in_dynamic = address - dynamic_shared;
-    if (in_static >= 0 && in_static < (ptrdiff_t)static_bytes()) {
-        return (T*)(cluster[rank].saved_static.data() + in_static);
-    }
-    check(in_dynamic >= 0 && in_dynamic < (ptrdiff_t)dynamic_bytes, "map_shared: not a shared variable");
-    return (T*)(cluster[rank].saved_dynamic.data() + in_dynamic);
+    return (T*)address_in_block((void*)pointer, rank);
 }
 
 // -- launching -----------------------------------------------------------------------------------
 
-static void fiber_main() {
-    kernel_call(kernel_args);
-    Warp& w = block->warp[current->warp];
-    w.ready &= ~(1u << current->lane);
-    w.exited |= 1u << current->lane;
-    ++block->exited;
-    Barrier& b = block->barrier[0];  // waits for the threads that have not returned
-    if (b.arrived && b.arrived == block->threads - block->exited) { open_barrier(b); }
-    Thread* next = next_ready();
-    if (next == nullptr) { stop(); }
-    current = next;
-    Context dead;
-    switch_context(&dead, &next->context);
-    __builtin_unreachable();
-}
-
-static void start_block(Block& b, uint3 index, unsigned rank, char* stacks) {
-    const unsigned threads = block_dim.x * block_dim.y * block_dim.z;
-    b.index = index;
-    b.rank = rank;
-    b.threads = threads;
-    b.exited = b.at_cluster_barrier = 0;
-    b.thread.resize(threads);
-    b.warp.assign((threads + WARP - 1) / WARP, Warp{});
-    for (Barrier& barrier : b.barrier) { barrier = Barrier{}; }
-    for (unsigned i = 0; i < threads; ++i) {
-        Thread& t = b.thread[i];
-        t.index = make_uint3(i % block_dim.x, i / block_dim.x % block_dim.y, i / (block_dim.x * block_dim.y));
-        t.lane = i % WARP;
-        t.warp = i / WARP;
-        t.waits_for = nullptr;
-        b.warp[t.warp].ready |= 1u << t.lane;
-        b.warp[t.warp].exists |= 1u << t.lane;
-        make_context(&t.context, stacks + i * (STACK_BYTES + GUARD_BYTES) + GUARD_BYTES, fiber_main);
-    }
-    b.saved_static.assign(static_bytes(), (char)POISON);
-    b.saved_dynamic.assign(dynamic_bytes, (char)POISON);
-}
-
-// What the threads of a stuck cluster wait for.
-static void describe_deadlock() {
-    int n = snprintf(failure_text, sizeof failure_text, "deadlock in block %u,%u,%u:", block->index.x,
-                     block->index.y, block->index.z);
-    for (Block& b : cluster) {
-        const char* kinds[] = {"__syncthreads", "a named barrier", "a warp operation", "the cluster's barrier",
-                               "a barrier in shared memory"};
-        for (const char* kind : kinds) {
-            unsigned count = 0, first = 0;
-            for (unsigned i = 0; i < b.threads; ++i) {
-                const Thread& t = b.thread[i];
-                if (t.waits_for && !strcmp(t.waits_for, kind) && count++ == 0) { first = i; }
-            }
-            if (count && n < (int)sizeof failure_text - 100) {
-                n += snprintf(failure_text + n, sizeof failure_text - n, " %u threads wait at %s (first %u);",
-                              count, kind, first);
-            }
-        }
-        if (n < (int)sizeof failure_text - 100) {
-            n += snprintf(failure_text + n, sizeof failure_text - n, " %u of %u have returned", b.exited, b.threads);
-        }
-    }
-    failure = failure_text;
-}
-
-static void run_cluster() {
-    std::memset(dynamic_shared + dynamic_bytes, CANARY, 64);
-    bool all_done = false;
-    while (!all_done && !failure) {
-        all_done = true;
-        bool progress = false;
-        unsigned at_barrier = 0, alive = 0;
-        for (Block& b : cluster) {
-            block = &b;
-            current = nullptr;
-            if (Thread* next = next_ready()) {
-                put_in_place(b);
-                current = next;
-                switch_context(&main_context, &next->context);
-                put_aside(b);
-                progress = true;
-                if (failure) { return; }
-            }
-            alive += b.threads - b.exited;
-            at_barrier += b.at_cluster_barrier;
-        }
-        all_done = alive == 0;
-        if (alive && at_barrier == alive) {
-            for (Block& b : cluster) {
-                b.at_cluster_barrier = 0;
-                for (Warp& w : b.warp) { w.ready = w.exists & ~w.exited; }
-            }
-        } else if (!all_done && !progress) {
-            describe_deadlock();
-        }
-    }
-    for (int i = 0; i < 64; ++i) {
-        if ((unsigned char)dynamic_shared[dynamic_bytes + i] != CANARY) {
-            failure = "the kernel writes behind its dynamic shared memory";
-        }
-    }
-}
+// The fibers' stacks, which all kernels' programs share; zero before the first launch.
+struct Stacks {
+    char* memory;
+    size_t count;  // of those that can be used
+};
 
 // geometry: grid x y z, block x y z, cluster size. Returns null, or what went wrong.
-static const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args) {
-    grid_dim = dim3(geometry[0], geometry[1], geometry[2]);
-    block_dim = dim3(geometry[3], geometry[4], geometry[5]);
-    const unsigned threads = block_dim.x * block_dim.y * block_dim.z, size = geometry[6];
-    kernel_call = call;
-    kernel_args = args;
-    dynamic_bytes = dynamic;
-    failure = nullptr;
-    idle_switches = 0;
-    cluster.resize(size);
-    const size_t pitch = STACK_BYTES + GUARD_BYTES, bytes = (size_t)threads * size * pitch;
-    char* stacks = (char*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                               -1, 0);
-    if (stacks == MAP_FAILED) { return "no memory for the fibers' stacks"; }
-    for (size_t i = 0; i < (size_t)threads * size; ++i) { mprotect(stacks + i * pitch, GUARD_BYTES, PROT_NONE); }
-    unsigned number = 0;
-    for (unsigned z = 0; z < grid_dim.z; ++z) {
-        for (unsigned y = 0; y < grid_dim.y; ++y) {
-            for (unsigned x = 0; x < grid_dim.x && !failure; x += size, ++number) {
-                for (unsigned rank = 0; rank < size; ++rank) {
-                    cluster[rank].reversed = number & 1;
-                    start_block(cluster[rank], make_uint3(x + rank, y, z), rank, stacks + rank * threads * pitch);
-                }
-                run_cluster();
-            }
-        }
-    }
-    munmap(stacks, bytes);
-    return failure;
-}
+const char* launch(const unsigned* geometry, size_t dynamic, void (*call)(void**), void** args, Stacks& stacks);
 
 template <class... P, size_t... I>
 static inline void call_with(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
@@ -560,24 +226,27 @@ template <auto kernel> static void call(void** args) { call_with(kernel, args); 
 
 // -- a kernel's parameters in words, to be compared with its Python declaration --------------------
 
-template <class P> static std::string describe() {
-    if constexpr (std::is_pointer_v<P>) {
-        using E = std::remove_pointer_t<P>;
-        return std::string(std::is_const_v<E> ? "const " : "") + describe<std::remove_cv_t<E>>() + "*";
-    } else {
-        const char* kind = std::is_same_v<P, __nv_bfloat16>  ? "bfloat"
-                           : std::is_floating_point_v<P>     ? "float"
-                           : std::is_integral_v<P>           ? "int"
-                                                             : "struct";
-        return kind + std::to_string(8 * sizeof(P));
-    }
+struct Parameter {
+    const char* kind;
+    int bits;  // of the element
+    bool pointer, constant;
+};
+
+template <class P> static constexpr Parameter parameter() {
+    using E = std::remove_pointer_t<P>;
+    using T = std::remove_cv_t<E>;
+    const char* kind = std::is_same_v<T, __nv_bfloat16> ? "bfloat"
+                       : std::is_floating_point_v<T>    ? "float"
+                       : std::is_integral_v<T>          ? "int"
+                                                        : "struct";
+    return {kind, 8 * (int)sizeof(T), std::is_pointer_v<P>, std::is_pointer_v<P> && std::is_const_v<E>};
 }
 
-template <class... P> static const char* describe(void (*)(P...)) {
-    static std::string text;
-    text.clear();
-    ((text += (text.empty() ? "" : ", ") + describe<std::remove_cv_t<P>>()), ...);
-    return text.c_str();
+const char* describe(const Parameter* parameters, int count);
+
+template <class... P> static inline const char* describe(void (*)(P...)) {
+    static constexpr Parameter parameters[] = {parameter<std::remove_cv_t<P>>()...};
+    return describe(parameters, sizeof...(P));
 }
 
 }  // namespace emulator
@@ -782,11 +451,13 @@ static inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bf
     return __nv_bfloat162(__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y));
 }
 
+#include "ptx.h"
+
 // One entry point, as tests/emulator/device.py finds it.
 #define EMULATOR_ENTRY(kernel)                                                                     \
     extern "C" __attribute__((visibility("default"))) const char* launch_##kernel(                 \
-        const unsigned* geometry_, size_t dynamic_, void** args_) {                                \
-        return emulator::launch(geometry_, dynamic_, emulator::call<::kernel>, args_);             \
+        const unsigned* geometry_, size_t dynamic_, void** args_, emulator::Stacks* stacks_) {     \
+        return emulator::launch(geometry_, dynamic_, emulator::call<::kernel>, args_, *stacks_);   \
     }                                                                                              \
     extern "C" __attribute__((visibility("default"))) const char* parameters_##kernel() {          \
         return emulator::describe(::kernel);                                                       \

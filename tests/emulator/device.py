@@ -1,6 +1,6 @@
 """A device that compiles the CUDA kernels with g++ and runs them on the CPU.
 
-One fiber per CUDA thread (cuda_emulator.h). Same launchers, same kernel files; only cu/ptx.cuh is
+One fiber per CUDA thread (cuda_emulator.cpp). Same launchers, same kernel files; only cu/ptx.cuh is
 replaced by tests/emulator/ptx.cuh. Entries of libraries (no `.cu` file) call their references.
 """
 
@@ -31,9 +31,10 @@ from llmq.runtime.kernel import Arg, Kernel
 from tests.emulator.guard import guarded
 
 HERE = Path(__file__).resolve().parent
-HEADER = "cuda_emulator.h"
+HEADER, PTX = "cuda_emulator.h", "ptx.h"
+RUNTIME = ("cuda_emulator.cpp", "ptx.cpp")  # compiled once for all kernels
 FLAGS = (
-    *("-O1", "-std=c++20", "-shared", "-fPIC", "-w", "-fvisibility=hidden"),
+    *("-Og", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden"),
     "-fno-strict-aliasing",  # kernels reinterpret vectors
     "-ffp-contract=off",  # as -fmad=false: a fused multiply-add only where fmaf is written
 )
@@ -58,6 +59,7 @@ _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(\w+)\s*\(')
 _CLUSTER = re.compile(r"__cluster_dims__\s*\(\s*(\w+)")
 
 _launches = itertools.count()
+_stacks = (ctypes.c_size_t * 2)()  # Stacks of cuda_emulator.h
 _lock = threading.Lock()  # a compiled kernel file keeps its launch in static variables
 
 
@@ -100,7 +102,7 @@ def headers() -> dict[str, str]:
     """Every header a kernel may include, by name."""
     found = {p.name: adapt(p.read_text()) for p in sorted(compile.KERNEL_DIR.glob("*.cuh"))}
     found.update({p.name: p.read_text() for p in sorted(HERE.glob("*.cuh"))})
-    found[HEADER] = (HERE / HEADER).read_text()
+    found.update({name: (HERE / name).read_text() for name in (HEADER, PTX)})
     return found
 
 
@@ -117,39 +119,48 @@ def _compiler() -> str:
 
 def _command() -> list[str]:
     includes = [HERE / "stub", compile.cuda_include_dirs()[0]]
-    return ["g++", *FLAGS, *(f"-I{folder}" for folder in includes)]
+    linker = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # takes half the time
+    return ["g++", *FLAGS, *linker, *(f"-I{folder}" for folder in includes)]
 
 
 @functools.cache
-def _emulator_header() -> Path:
-    """cuda_emulator.h in a folder of its own, compiled ahead: CUDA's headers and the standard
-    library's take most of the time of a small kernel."""
-    text, includes = (HERE / HEADER).read_text(), compile.cuda_include_dirs()[0]
+def _ahead() -> Path:
+    """A folder with what all programs share, compiled: the header (NVIDIA's and the standard
+    library's take most of the time of a small kernel) and the emulator itself."""
+    texts = {name: (HERE / name).read_text() for name in (HEADER, PTX, *RUNTIME)}
+    includes = compile.cuda_include_dirs()[0]
     used = [(includes / name).read_text() for name in ("cuda_bf16.h", "cuda_fp8.h")]
-    folder = compile.cache_dir() / f"emulator-{compile.digest([text, *used, *FLAGS, _compiler()])}"
-    if not (folder / f"{HEADER}.gch").exists():
+    key = compile.digest([*texts.values(), *used, *FLAGS, _compiler()])
+    folder = compile.cache_dir() / f"emulator-{key}"
+    objects = [f"{Path(name).stem}.o" for name in RUNTIME]
+    if not all((folder / name).exists() for name in objects):
         with tempfile.TemporaryDirectory() as work:
-            (Path(work) / HEADER).write_text(text)
-            _run([*_command(), "-x", "c++-header", HEADER, "-o", "ahead"], work, HEADER)
-            write_shared(folder / HEADER, text.encode())
-            write_shared(folder / f"{HEADER}.gch", (Path(work) / "ahead").read_bytes())
+            for name, text in texts.items():
+                (Path(work) / name).write_text(text)
+                write_shared(folder / name, text.encode())
+            commands = {o: ["-O2", "-c", name] for o, name in zip(objects, RUNTIME, strict=True)}
+            commands[f"{HEADER}.gch"] = ["-x", "c++-header", HEADER]
+            for made, arguments in commands.items():
+                _run([*_command(), *arguments, "-o", made], work, made)
+                write_shared(folder / made, (Path(work) / made).read_bytes())
     return folder
 
 
 def build(text: str, name: str) -> Path:
     """Compile a program to a shared library, or find it in the cache."""
     files = headers()
-    used = compile.included_texts(text, files)
+    used = compile.included_texts(text, files) + [(HERE / name).read_text() for name in RUNTIME]
     path = compile.cache_dir() / f"{name}-{compile.digest([text, *used, *FLAGS, _compiler()])}.so"
     if path.exists():
         return path
-    del files[HEADER]
+    del files[HEADER], files[PTX]
     with tempfile.TemporaryDirectory() as folder:
         for header, content in files.items():
             (Path(folder) / header).write_text(content)
         (Path(folder) / "main.cpp").write_text(text)
-        ahead = f"-I{_emulator_header()}"
-        _run([*_command(), ahead, "main.cpp", "-o", "main.so"], folder, name)
+        ahead = _ahead()
+        inputs = ["main.cpp", *map(str, sorted(ahead.glob("*.o")))]
+        _run([*_command(), "-shared", f"-I{ahead}", *inputs, "-o", "main.so"], folder, name)
         write_shared(path, (Path(folder) / "main.so").read_bytes())
     return path
 
@@ -226,7 +237,8 @@ class EmulatorDevice(HostDevice):
         run.restype = ctypes.c_char_p
         with guarded(args, front=next(_launches) % 2 == 0) as inside, _lock:
             arguments.set(inside)
-            problem = run(numbers, ctypes.c_size_t(smem), ctypes.c_void_p(arguments.address))
+            address = ctypes.c_void_p(arguments.address)
+            problem = run(numbers, ctypes.c_size_t(smem), address, _stacks)
         if problem:
             raise RuntimeError(f"{kernel.entry}: {problem.decode()}")
 

@@ -78,8 +78,8 @@ def test_without_adapters(hopper, rng):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_all_multiprocessors(hopper, rng, dtype, transposed):
-    """Several tiles of each cluster, in several groups of columns."""
-    check(hopper, arrays_of(rng, (2064, 8208, 1040, 40, transposed), dtype, dtype), transposed)
+    """Several tiles of each cluster, in several groups of columns, of which K makes few."""
+    check(hopper, arrays_of(rng, (2064, 3088, 8208, 40, transposed), dtype, dtype), transposed)
 
 
 def test_where_it_is_faster():

@@ -19,6 +19,7 @@ from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.pinned import PinnedMemory
 from tests.conftest import gpu_problem
 from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
@@ -335,12 +336,13 @@ def test_which_products_accumulate_fast(dev):
     dev._libraries.clear()
     name = "48x144x64 nt e4m3->bf16{} fast, 4096 bytes of workspace"
     assert found == {name.format(""): True, name.format(" bias"): False}
-    for dtype in ("bf16", "e4m3"):  # ours have no other way
-        source = Source("matmul_adapted.cu", (("A", dtype), ("B", dtype)), (("RANK", 16),))
-        dev._kernels._loaded[source, "matmul_adapted"] = None
+    for name in FUSED:  # ours have no other way
+        for dtype in ("bf16", "e4m3"):
+            source = Source(f"{name}.cu", (("A", dtype), ("B", dtype)), (("RANK", 16),))
+            dev._kernels._loaded[source, name] = None
     found = dev.fast_products()
     dev._kernels._loaded.clear()
-    assert found == {"matmul_adapted.cu A=e4m3 B=e4m3 RANK=16": True}
+    assert found == {f"{name}.cu A=e4m3 B=e4m3 RANK=16": True for name in FUSED}
 
 
 def test_kernels_of_another_capability(dev):

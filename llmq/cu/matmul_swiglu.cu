@@ -1,0 +1,152 @@
+// matmul_swiglu.cu -- the up product of a gated MLP for Hopper, with the activation behind it.
+//
+//   up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T
+//   out     = up * (gate * s)        s = sigmoid(gate), or with GELU = 1 GELU's (activation.cuh)
+//
+// The product is that of product_sm90.cuh: a tile is 96 columns of up and those of gate. Two
+// warpgroups compute the activation of a tile while two others multiply the next one. up_gate is
+// rounded first, so that all bits are those of the product and of swiglu.cu behind it.
+//
+// Data     a: A (M, K), b: A (2F, K), h: bf16 (M, R), tail: bf16 (2F, R); RANK: R rounded up to 16;
+//          0: there are no h and tail. scale_a, scale_b: F32 (1), of fp8 codes. up_gate: bf16 (M,
+//          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32
+//          (1), with ABS_MAX = 1 raised to the largest |out|; else not touched. codes, transposed,
+//          scale, saturated as in fp8.cuh, of out; codes with CODES = 1, transposed with
+//          TRANSPOSED = 1.
+// Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
+//          tiles; SHARED bytes of dynamic shared memory (ops/matmul_swiglu.py).
+// Cost     4 M F (K + R) FLOPs, and about 25 instructions for each element of out, which hide behind
+//          the product where K is long enough. Only results are written.
+// Needs    compute capability 9.0; M and F multiples of 16; rows of multiples of 16 bytes.
+// Same name  llmq/ops/matmul_swiglu.py  llmq/ref/matmul_swiglu.py
+//            tests/ops/test_matmul_swiglu.py
+// Source   PTX ISA, as matmul_adapted.cu.
+#include "activation.cuh"
+#include "common.cuh"
+#include "fp8.cuh"
+#include "product_sm90.cuh"
+
+constexpr int STAGES = 4, EPILOGUES = 7;
+template <bool> struct Choice { using Type = Silu; };
+template <> struct Choice<true> { using Type = Gelu; };
+using Gate = Choice<GELU>::Type;
+using Product = SharedProduct<A, A, false, RANK, false, true, STAGES, EPILOGUES>;
+using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+
+// What an epilogue's thread does with its units: of each 4 rows and 8 columns of out.
+struct Activation {
+    bf16 *up_gate, *out;
+    Q *codes, *transposed;
+    int M, F;
+    Encoder encoder;
+
+    __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
+                                               SharedAddress lines) {
+        const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
+        const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
+        if (row >= M || column >= F) { return; }  // M and F are multiples of 16
+        uint2 four[4];
+#pragma unroll 1
+        for (int i = 0; i < 4; i += 2) {
+            uint4 up[2], gate[2], result[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                up[j] = load_shared(word(lines, line + i + j, octet));
+                gate[j] = load_shared(word(lines, line + i + j, octet + 4));
+            }
+            const i64 place = (i64)(row + i) * F + column;
+            if constexpr (UP_GATE) { keep(place + (i64)(row + i) * F, up, gate); }
+            // Of negative numbers the lowest one has the most bits.
+            const u32 lowest = max_halves(most_of(gate[0]), most_of(gate[1]));
+            if (max(lowest << 16, lowest) < Gate::FAR << 16) {
+                activate<false>(result, up, gate);
+            } else {
+                activate<true>(result, up, gate);
+            }
+            four[0] = four[2], four[1] = four[3];  // four[i] would need the loop unrolled
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const i64 to = place + (i64)j * F;
+                if constexpr (OUT) { *reinterpret_cast<uint4*>(out + to) = result[j]; }
+                four[2 + j] = encoder.encode(result[j]);
+                if constexpr (CODES) { *reinterpret_cast<uint2*>(codes + to) = four[2 + j]; }
+            }
+        }
+        if constexpr (TRANSPOSED) { store_transposed(transposed + (i64)column * M + row, four); }
+    }
+
+private:
+    static __device__ __forceinline__ SharedAddress word(SharedAddress lines, int line, int index) {
+        return lines + line * LINE + ((index ^ line & 7) << 4);
+    }
+
+    // Two rows of up_gate, of which nothing is read soon.
+    __device__ __forceinline__ void keep(i64 place, const uint4 (&up)[2],
+                                         const uint4 (&gate)[2]) const {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            bf16* to = up_gate + place + (i64)j * 2 * F;
+            __stcs(reinterpret_cast<uint4*>(to), up[j]);
+            __stcs(reinterpret_cast<uint4*>(to + F), gate[j]);
+        }
+    }
+
+    // MAY_BE_FAR: see shares.
+    template <bool MAY_BE_FAR>
+    static __device__ __forceinline__ void activate(uint4 (&result)[2], const uint4 (&up)[2],
+                                                    const uint4 (&gate)[2]) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) { result[j] = activate<MAY_BE_FAR>(up[j], gate[j]); }
+    }
+
+    template <bool MAY_BE_FAR>
+    static __device__ __forceinline__ uint4 activate(const uint4& up, const uint4& gate) {
+        const float g[8] = {lower_half(gate.x), upper_half(gate.x), lower_half(gate.y),
+                            upper_half(gate.y), lower_half(gate.z), upper_half(gate.z),
+                            lower_half(gate.w), upper_half(gate.w)};
+        float s[8];
+        shares<Gate, MAY_BE_FAR>(s, g);
+        return make_uint4(
+            to_pair(lower_half(up.x) * (g[0] * s[0]), upper_half(up.x) * (g[1] * s[1])),
+            to_pair(lower_half(up.y) * (g[2] * s[2]), upper_half(up.y) * (g[3] * s[3])),
+            to_pair(lower_half(up.z) * (g[4] * s[4]), upper_half(up.z) * (g[5] * s[5])),
+            to_pair(lower_half(up.w) * (g[6] * s[6]), upper_half(up.w) * (g[7] * s[7])));
+    }
+
+    // Four rows of eight columns: lanes that have the same columns write 32 bytes of each.
+    __device__ __forceinline__ void store_transposed(Q* to, const uint2 (&four)[4]) const {
+        u32 turned[2][4];
+        transpose_bytes(turned[0], {four[0].x, four[1].x, four[2].x, four[3].x});
+        transpose_bytes(turned[1], {four[0].y, four[1].y, four[2].y, four[3].y});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            __stcs(reinterpret_cast<u32*>(to + (i64)i * M), turned[i / 4][i % 4]);
+        }
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
+matmul_swiglu(bf16* up_gate, bf16* out, const __grid_constant__ TensorMap a,
+              const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
+              const __grid_constant__ TensorMap tail, const float* scale_a, const float* scale_b,
+              int M, int F, int K, float* abs_max, Q* codes, Q* transposed, const float* scale,
+              int* saturated) {
+    extern __shared__ unsigned char shared[];
+    const Product product(shared, K);
+    if (threadIdx.x == 0) { product.init(); }
+    cluster_arrive();
+    cluster_wait();
+    const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+    if (warpgroup == 1 || warpgroup == 2) {
+        product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
+    } else if (warp == 0) {
+        if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, F); }
+    } else {
+        Activation activation{up_gate, out, codes, transposed, M, F, Encoder(scale)};
+        product.take_boxes(work, warp < 4 ? warp - 1 : warp - 9, activation);
+        activation.encoder.finish(saturated, abs_max);
+    }
+    cluster_arrive();
+    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+}

@@ -1,0 +1,341 @@
+// product_sm90.cuh -- what the matrix products for Hopper share: tiles, their ring, the main loop.
+//
+// A block computes tiles of 128 rows and 192 columns, left (M, K) times right (N, K), or (K, N) with
+// K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of `right`,
+// of which each loads a half for both. Grids are persistent; tiles go through a group of columns of
+// tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their way (TMA),
+// in a ring of stages.
+//
+// Included after the type variables and constants of a launch are defined: no name in here may be
+// one of those.
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+
+constexpr int TILE_ROWS = 128, TILE_COLUMNS = 192, LINE = 128;  // LINE: bytes of K in a tile
+constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_COLUMNS * LINE;
+constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
+constexpr int RESIDENT = 20 << 20;  // bytes of `right` that a group has at most
+constexpr int BOX = 64;      // columns of a box of BF16; rows of a tile (K, N)
+constexpr int SLICES = 4;    // of a tile: products of 32 bytes of K
+constexpr int TAIL_K = 64;   // BF16 in a line: of the tiles of adapters
+
+// A place in the ring of stages. parity: of the barrier's phase that is waited for.
+template <int STAGES> struct Ring {
+    u32 stage, parity;
+    __device__ __forceinline__ Ring(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// All tiles of a product, and which of them are this cluster's. width: columns from one to the next;
+// depth: bytes of K.
+struct Work {
+    int pairs, columns, tiles, width, group, cluster, clusters;
+    u32 rank;
+    __device__ __forceinline__ Work(int rows, int all_columns, int width, int depth)
+        : pairs((rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS)),
+          columns((all_columns + width - 1) / width),
+          tiles(pairs * columns),
+          width(width),
+          cluster(blockIdx.x / 2),
+          clusters(gridDim.x / 2),
+          rank(cluster_rank()) {
+        const int most = max(1, RESIDENT / (TILE_COLUMNS * depth));
+        const int groups = (columns + most - 1) / most;
+        group = (columns + groups - 1) / groups;  // all of about the same width
+    }
+};
+
+// The place of tile t; the two blocks of a cluster have rows below each other.
+struct Tile {
+    int row, column;
+    __device__ __forceinline__ Tile(int t, const Work& work) {
+        const int first = t / (work.group * work.pairs) * work.group;
+        const int wide = min(work.group, work.columns - first), rest = t - first * work.pairs;
+        row = (rest / wide * 2 + work.rank) * TILE_ROWS;
+        column = (first + rest % wide) * work.width;
+    }
+};
+
+// Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
+// blocks. apart: rows of `right` from the first block's half to the second one's; K inside.
+template <bool K_OUTSIDE>
+__device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
+                                          const TensorMap* left, const TensorMap* right, int k,
+                                          const Tile& tile, u32 rank,
+                                          int apart = TILE_COLUMNS / 2) {
+    barrier_expect(arrived, STAGE_BYTES);
+    load_box(stage, left, k, tile.row, arrived);
+    const SharedAddress to = stage + LEFT_BYTES;
+    if constexpr (K_OUTSIDE) {
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS / BOX; ++c) {
+            load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
+                         tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
+        }
+    } else {
+        load_box_for(to + rank * (RIGHT_BYTES / 2), right, k, tile.column + rank * apart, arrived,
+                     3);
+    }
+}
+
+// d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
+// first_row. add: else d = for the first slice.
+template <class Left, class Right, bool K_OUTSIDE, int COUNT>
+__device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress stage, int first_row,
+                                         int slices, int add) {
+    const Descriptor top = k_inside(stage + first_row * LINE);
+    const SharedAddress tile = stage + LEFT_BYTES;
+    const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
+    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
+    constexpr int NEXT = 64 * LINE / 16;                  // of 64 rows
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < SLICES; ++i) {
+        if (i < slices) {
+#pragma unroll
+            for (int m = 0; m < COUNT; ++m) {
+                wgmma_192<Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i), right + STEP * i,
+                                                  add | i);
+            }
+        }
+    }
+    wgmma_commit();
+}
+
+// A product whose tiles are worked on by other warpgroups than those that multiply them.
+//
+// One thread loads. Two warpgroups multiply one tile together, 64 rows each; they scale it, round it
+// to BF16, put it into shared memory, and go on with the next one. EPILOGUES further warps take the
+// tile from there, each 32 lines of a box, in turns.
+//
+// A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
+// 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
+// and those 96 of the second one that are `apart` rows further; box b has columns 32 b to 32 b + 31
+// of the first ones, and then those of the second ones.
+//
+// Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
+// BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
+// (TAIL_RANK, N).
+template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
+          int STAGES, int EPILOGUES>
+struct SharedProduct {
+    static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * LINE;
+    static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
+    static constexpr int THREADS = 512;
+    static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
+    static constexpr bool SCALED = sizeof(Left) == 1;
+    static constexpr int STEP_K = LINE / sizeof(Left);
+
+    // Barriers, as many as stages or boxes. stages, boxes: 1024-byte aligned.
+    SharedAddress stages, boxes, full, empty, ready, taken;
+    int steps;  // of K, without tails
+
+    __device__ __forceinline__ SharedProduct(void* shared, int K) : steps((K + STEP_K - 1) / STEP_K) {
+        stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
+        boxes = stages + STAGES * STAGE_BYTES;
+        full = boxes + BOXES * BOX_BYTES;
+        empty = full + 8 * STAGES;
+        ready = empty + 8 * STAGES;
+        taken = ready + 8 * BOXES;
+    }
+
+    // By one thread of the block; all threads of the cluster meet after that.
+    __device__ __forceinline__ void init() const {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, 4);  // the multiplying warpgroups of both blocks
+        }
+        for (int i = 0; i < BOXES; ++i) {
+            barrier_init(ready + 8 * i, 8);  // the warps that multiply
+            barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
+        }
+        barriers_ready();
+    }
+
+    // The thread that loads. apart: see PAIRED.
+    __device__ __forceinline__ void load(const Work& work, const TensorMap* left,
+                                         const TensorMap* right, const TensorMap* h,
+                                         const TensorMap* tail, int apart) const {
+        Ring<STAGES> ring(STAGES);  // the first wait for an empty stage is over at once
+        for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+            const Tile tile(t, work);
+#pragma unroll 1
+            for (int k = 0; k < steps + TAILS; ++k, ring.next()) {
+                const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
+                const SharedAddress arrived = full + 8 * ring.stage;
+                barrier_wait(empty + 8 * ring.stage, ring.parity);
+                if (k < steps) {
+                    load_pair<RIGHT_OUTSIDE>(stage, arrived, left, right, k * STEP_K, tile,
+                                             work.rank, apart);
+                } else {
+                    load_pair<TAIL_OUTSIDE>(stage, arrived, h, tail, (k - steps) * TAIL_K, tile,
+                                            work.rank, apart);
+                }
+            }
+        }
+    }
+
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails.
+    __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale) const {
+        const u32 thread = threadIdx.x % 128;
+        Ring<STAGES> ring(0);
+        u32 free_parity = 1;  // the boxes are free at first
+        for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+            float d[1][96];
+            SharedAddress before = empty;
+#pragma unroll 1
+            for (int k = 0; k < steps; ++k, ring.next()) {
+                barrier_wait(full + 8 * ring.stage, ring.parity);
+                multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
+                                                     SLICES, k);
+                wgmma_wait<1>();
+                if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
+                before = empty + 8 * ring.stage;
+            }
+            wgmma_wait<0>();
+            if (thread < 2) { barrier_arrive_at(before, thread); }
+            if constexpr (TAILS > 0) {
+                if constexpr (SCALED) {
+#pragma unroll
+                    for (int i = 0; i < 96; ++i) { d[0][i] *= scale; }
+                }
+#pragma unroll
+                for (int k = 0; k < TAILS; ++k, ring.next()) {
+                    barrier_wait(full + 8 * ring.stage, ring.parity);
+                    multiply<bf16, bf16, TAIL_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
+                                                       (TAIL_RANK - k * TAIL_K + 15) / 16, 1);
+                    wgmma_wait<0>();
+                    if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
+                }
+            }
+            hand_over(d[0], 64 * me, scale, free_parity);
+            free_parity ^= 1;
+        }
+    }
+
+    // A warp's 16 rows of a tile into the boxes.
+    __device__ __forceinline__ void hand_over(const float (&d)[96], int first_row, float scale,
+                                              u32 free_parity) const {
+        int thread = threadIdx.x % 128;
+        forget(thread);  // or addresses would be held, for which there are no registers, over all tiles
+        const u32 warp = thread / 32, lane = thread % 32;
+        const u32 row = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
+        const SharedAddress line = boxes + (first_row + 16 * warp + row) * LINE;
+#pragma unroll
+        for (int b = 0; b < BOXES; ++b) {
+            barrier_wait(taken + 8 * b, free_parity);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // 16 columns
+                const int first = PAIRED ? 4 * b + 2 * (j % 2) + 12 * (j / 2) : 8 * b + 2 * j;
+                u32 pairs[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* x = d + 4 * first + 2 * i;
+                    const float factor = SCALED && TAILS == 0 ? scale : 1.0f;
+                    const __nv_bfloat162 pair =
+                        __floats2bfloat162_rn(x[0] * factor, x[1] * factor);
+                    pairs[i] = *reinterpret_cast<const u32*>(&pair);
+                }
+                stmatrix_x4(line + b * BOX_BYTES + ((2 * j + octet ^ row & 7) << 4), pairs[0],
+                            pairs[1], pairs[2], pairs[3]);
+            }
+            __syncwarp();
+            if (lane == 0) { barrier_arrive(ready + 8 * b); }
+        }
+    }
+
+    // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
+    // lines of box b from that one, of which it reads nothing afterwards.
+    template <class WorkOn>
+    __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
+        constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;
+        u32 unit = me, parity = 0;
+        for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+            const Tile tile(t, work);
+#pragma unroll 1
+            for (; unit < UNITS; unit += EPILOGUES) {
+                const u32 b = unit / PARTS, line = unit % PARTS * 32;
+                barrier_wait(ready + 8 * b, parity);
+                work_on(tile, b, line, boxes + b * BOX_BYTES + line * LINE);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) { barrier_arrive(taken + 8 * b); }
+            }
+            unit -= UNITS;
+            parity ^= 1;
+        }
+    }
+};
+
+// -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
+
+__device__ __forceinline__ float lower_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float upper_half(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 to_pair(float lower, float upper) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(lower, upper);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+// Of the bits, as unsigned numbers: of all lower, and of all upper halves.
+__device__ __forceinline__ u32 most_of(const uint4& x) {
+    return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
+}
+
+// As Fp8Encoder of fp8.cuh, which it gives the codes of; and with IS_MEASURED the largest abs_bits.
+template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
+    float factor;
+    u32 limit;        // twice the upper half of the largest number that is not saturated
+    u32 count = 0, largest = 0;  // largest: of lower and of upper halves
+
+    __device__ __forceinline__ explicit OctetEncoder(const float* scale) {
+        if constexpr (IS_WANTED) {
+            factor = 1.0f / *scale;
+            limit = (__float_as_uint(Fp8<Format>::MAX * *scale) >> 16) * 0x10001u;
+        }
+    }
+
+    __device__ __forceinline__ uint2 encode(const uint4& x) {
+        if constexpr (IS_WANTED || IS_MEASURED) {
+            const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
+            const u32 most = most_of(make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
+            if constexpr (IS_WANTED) {
+                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        count += is_saturated(pairs[k] & 0xFFFF) + is_saturated(pairs[k] >> 16);
+                    }
+                }
+                return make_uint2(four(x.x, x.y), four(x.z, x.w));
+            }
+        }
+        return make_uint2(0, 0);
+    }
+
+    // All threads of a warp call it once, at the end.
+    __device__ __forceinline__ void finish(i32* saturated, float* abs_max) const {
+        if constexpr (IS_WANTED) {
+            const u32 sum = __reduce_add_sync(~0u, count);
+            if (threadIdx.x % 32 == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
+        }
+        if constexpr (IS_MEASURED) {
+            const u32 most = __reduce_max_sync(~0u, max(largest << 16, largest & 0xFFFF0000u));
+            if (threadIdx.x % 32 == 0) { store_abs_max(abs_max, __uint_as_float(most)); }
+        }
+    }
+
+private:
+    static constexpr u32 ABS = 0x7FFF7FFF;
+    __device__ __forceinline__ bool is_saturated(u32 half) const {
+        return half > (limit & 0xFFFF) && half <= 0x7F80;  // a NaN is not
+    }
+    __device__ __forceinline__ u32 four(u32 first, u32 second) const {
+        return to_fp8<Format>(lower_half(first) * factor, upper_half(first) * factor,
+                              lower_half(second) * factor, upper_half(second) * factor);
+    }
+};

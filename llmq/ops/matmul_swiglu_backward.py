@@ -1,0 +1,195 @@
+"""The down product's input gradient for Hopper, with the gradient of SwiGLU or GeGLU behind it.
+
+One launch: the gradient of the activation never reaches device memory. What the product leaves in
+registers is rounded as it would be kept, and the gradients of up and gate are computed of that
+while the next tile is multiplied. The adapters beside the matrix are in the product as in
+`llmq.ops.matmul_adapted`.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
+from llmq.ops.common import (
+    FP8_ARGS,
+    abs_max_consts,
+    again_args,
+    again_consts,
+    fp8_args,
+    fp8_consts,
+)
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+OP = "matmul_swiglu_backward"
+CAPABILITY = 90  # the only one whose tensor cores have these instructions
+MULTIPLE = 16  # M; and bytes, of which rows of all matrices are a multiple
+COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+THREADS = 512
+TILE = (256, 192)  # of a cluster of two blocks
+STAGE_BYTES, BOX_BYTES, TURNED_BYTES, BOXES = 40960, 16384, 8192, 3
+BARRIERS = 64  # of 8 bytes: as many as there are, and some more
+MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
+
+
+def _kernel(b_rows: int) -> Kernel:
+    """b_rows: of the half of a tile of b, or with K outside of a third of it."""
+    return Kernel(
+        f"{OP}.cu",
+        OP,
+        args=f"bf16*? d_up_gate, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
+        "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16* up_gate, "
+        f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out, "
+        "e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated",
+        capability=CAPABILITY,
+    )
+
+
+CODES_B, HALVES_B = _kernel(96), _kernel(32)
+
+
+def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
+    """Whether this is the way to compute the gradient (M, 2F) from a (M, K) on a device.
+
+    rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
+    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
+    and its grid counts on all of them.
+    """
+    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
+        return False
+    if a.dtype not in (BF16, E4M3, E5M2):
+        return False
+    M, K = a.shape
+    rows = (M, a.dtype.itemsize * K, 2 * rank)
+    return (
+        M >= MIN_ROWS
+        and F >= MIN_COLUMNS
+        and F % COLUMNS == 0
+        and rank <= MAX_RANK
+        and all(size % MULTIPLE == 0 for size in rows)
+    )
+
+
+def backward(
+    dev: Device,
+    d_up_gate: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    up_gate: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+    out: Tensor | None = None,
+    out_fp8: Fp8Out | None = None,
+) -> None:
+    """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
+
+    The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds d_out, and of
+    `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
+    can be written again.
+
+    Args (contiguous; M a multiple of 16, F of 64; rows of multiples of 16 bytes):
+        d_up_gate  out    BF16                (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
+        a          in     BF16, E4M3 or E5M2  (M,K)   the gradient of the down product's result
+        b          in     as a, not E5M2      (K,F)   codes (F,K): they are transposed
+        up_gate    in     BF16                (M,2F)
+        h          in     BF16                (M,R)   R at most MAX_RANK; or None
+        tail       in     BF16                (R,F)   or None, with h
+        scale_a    in     F32                 (1,)    of fp8 codes, else None
+        scale_b    in     F32                 (1,)
+        abs_max    inout  F32                 (1,)    or None; raised to the largest |d_up_gate|
+        fp8        out                        (M,2F)  or None; d_up_gate in FP8
+        out        out    BF16                (M,F)   or None; the bits of forward's out
+        out_fp8    out                        (M,F)   or None, if out is; its codes, E4M3, only
+                                                      transposed
+
+    Cost:    2*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
+    Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
+    """
+    (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
+    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8)
+    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
+    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
+    operands = (a, b, h, tail, scale_a, scale_b, up_gate)
+    dev.launch(
+        HALVES_B if a.dtype == BF16 else CODES_B,
+        2 * clusters,
+        THREADS,
+        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), *again_args(out, out_fp8)),
+        consts=consts,
+        smem=_shared(consts),
+        flops=2 * M * F * (K + R),
+    )
+
+
+def _check(
+    a: Tensor, b: Tensor, up_gate: Tensor, h: Tensor | None, tail: Tensor | None, *scales
+) -> tuple[tuple[int, ...], int, int]:
+    """The shape of a, F and R, if what is read fits together."""
+    for name, tensor in (("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{OP}: {name} must have 2 dimensions, got {tensor.shape}")
+    K = a.shape[1]
+    if a.dtype == BF16:
+        F = b.shape[1]
+        expect(OP, "b", b, BF16, (K, F))
+        if scales != (None, None):
+            raise TypeError(f"{OP}: only fp8 codes have scales")
+    elif a.dtype in (E4M3, E5M2):
+        F = b.shape[0]
+        expect(OP, "b", b, E4M3, (F, K))
+        for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
+            expect(OP, name, scale, F32, (1,))
+    else:
+        raise TypeError(f"{OP}: a must be fp8 or BF16, got {a.dtype.label}")
+    M = a.shape[0]
+    if M % MULTIPLE or F % COLUMNS:
+        raise ValueError(
+            f"{OP}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
+        )
+    expect(OP, "up_gate", up_gate, BF16, (M, 2 * F))
+    return a.shape, F, _rank(h, tail, M, F)
+
+
+def _rank(h: Tensor | None, tail: Tensor | None, M: int, F: int) -> int:
+    """R, 0 without h and tail."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(OP, "h", h, BF16, (M, R))
+    expect(OP, "tail", tail, BF16, (R, F))
+    return R
+
+
+def _results(
+    d_up_gate: Tensor | None,
+    shape: tuple[int, int],
+    abs_max: Tensor | None,
+    fp8: Fp8Out | None,
+    out: Tensor | None,
+    out_fp8: Fp8Out | None,
+) -> dict[str, int]:
+    """The constants that switch what is written on and off. shape: of out."""
+    M, F = shape
+    if d_up_gate is not None or fp8 is None:
+        expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
+    consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
+    consts |= again_consts(OP, out, out_fp8, BF16, shape)
+    # A fourth stage has no place beside transposed codes of out.
+    return consts | {"TENSOR": int(d_up_gate is not None), "RING": 4 - consts["OUT_TRANSPOSED"]}
+
+
+def _shared(consts: dict[str, int]) -> int:
+    """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
+    turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
+    tiles = consts["RING"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
+    return tiles + 8 * BARRIERS + 1024

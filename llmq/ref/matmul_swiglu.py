@@ -1,0 +1,76 @@
+"""Reference of the up product with the activation behind it: NumPy's BLAS, and swiglu's formula."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import (
+    BF16,
+    compute,
+    decode_fp8,
+    emit_fp8,
+    gelu_share,
+    sigmoid,
+    update_abs_max,
+)
+
+# name: (M, F, K, R)
+CASES = {
+    "small": (16, 48, 64, 0),
+    "tiles": (304, 208, 400, 40),
+    "qwen05b": (32768, 4864, 896, 0),
+    "qwen15b": (32768, 8960, 1536, 0),
+    "qwen7b_lora": (4096, 18944, 3584, 32),
+}
+
+ROWS = 1024  # of a, at a time
+
+
+def matmul_swiglu(
+    up_gate: np.ndarray | None,
+    out: np.ndarray | None,
+    a: np.ndarray,
+    b: np.ndarray,
+    h: np.ndarray | None,
+    tail: np.ndarray | None,
+    scale_a: np.ndarray | None,
+    scale_b: np.ndarray | None,
+    M: int,
+    F: int,
+    K: int,
+    abs_max: np.ndarray | None = None,
+    codes: np.ndarray | None = None,
+    transposed: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    saturated: np.ndarray | None = None,
+    *,
+    gelu: int = 0,
+) -> None:
+    """up_gate (M,2F) = scale_a * scale_b * (a (M,K) @ b (2F,K)^T) [+ h (M,R) @ tail (2F,R)^T];
+    out (M,F) = up * gate * sigmoid(gate), and its codes.
+
+    Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
+    """
+    fp8 = scale_a is not None
+    right = (decode_fp8(b) if fp8 else compute(b)).T
+    low = None if tail is None else compute(tail).T
+    if out is None:
+        out = np.empty((M, F), BF16)
+    for start in range(0, M, ROWS):
+        rows = slice(start, start + ROWS)
+        total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right
+        if fp8:
+            total *= scale_a[0] * scale_b[0]
+        if low is not None:
+            total += compute(h[rows]) @ low
+        rounded = total.astype(BF16)
+        if up_gate is not None:
+            up_gate[rows] = rounded
+        up, gate = compute(rounded[:, :F]), compute(rounded[:, F:])
+        with np.errstate(over="ignore"):
+            value = (gelu_share if gelu else sigmoid)(gate)
+        value *= gate
+        value *= up
+        out[rows] = value
+    update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)

@@ -1,0 +1,143 @@
+// ptx.h -- what emulator/ptx.cuh is made of, as far as it is the same for all kernels: included ahead
+// of them by cuda_emulator.h, compiled once (ptx.cpp) but for the templates.
+#pragma once
+
+using SharedAddress = size_t;
+
+namespace ptx {
+
+using emulator::check;
+using emulator::warp_exchange;
+
+// -- Matrices in a warp's registers ---------------------------------------------------------------
+
+struct Registers4 {
+    unsigned r[4];
+};
+
+// row: this lane's; transposed: ldmatrix's .trans.
+Registers4 load_matrices(SharedAddress row, bool transposed);
+
+// One lane's part of the operands of mma.m16n8k16.
+struct MmaIn {
+    unsigned a[4], b[2];
+    float c[4];
+};
+struct MmaOut {
+    float d[4];
+};
+
+MmaOut multiply_matrices(const MmaIn& in);
+
+// One lane's part of the operands of mma.m16n8k32 of signed bytes.
+struct MmaBytesIn {
+    unsigned a[4], b[2];
+    int c[4];
+};
+struct MmaBytesOut {
+    int d[4];
+};
+
+MmaBytesOut multiply_bytes(const MmaBytesIn& in);
+
+void store_matrices(SharedAddress row, const Registers4& matrices);
+
+// -- Copies in the background ---------------------------------------------------------------------
+
+void copy_in_background(SharedAddress to, const void* from, bool valid, int size);
+void copies_commit();
+void copies_wait(size_t pending);
+
+// -- Barriers in shared memory ---------------------------------------------------------------------
+
+void barrier_init(SharedAddress address, unsigned arrivals);
+void arrive(SharedAddress address, unsigned rank, unsigned bytes = 0);
+
+void wait_at(SharedAddress barrier, unsigned parity);
+
+// -- Copies of boxes -------------------------------------------------------------------------------
+
+static inline SharedAddress swizzled(SharedAddress address) {
+    return address ^ (address >> 7 & 7) << 4;
+}
+
+}  // namespace ptx
+
+struct TensorMap {
+    char* matrix;
+    long long rows, columns, size, box_rows;  // size: of an element
+    long long unused[11];
+    int width() const { return 128 / size; }
+    bool has(long long x, long long y) const { return x >= 0 && x < columns && y >= 0 && y < rows; }
+    char* at(long long x, long long y) const { return matrix + (y * columns + x) * size; }
+};
+
+namespace ptx {
+
+void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
+                unsigned rank);
+void start_store(const TensorMap* map, int x, int y, SharedAddress from);
+void finish_stores();
+
+}  // namespace ptx
+
+// -- Products of a warpgroup ----------------------------------------------------------------------
+
+struct Descriptor {
+    SharedAddress address;
+    unsigned chunk;  // of K outside
+    Descriptor operator+(int steps) const { return {address + 16 * steps, chunk}; }
+};
+
+namespace ptx {
+
+struct Product {
+    float* d;
+    Descriptor a, b;
+    int add;
+    void (*compute)(const Product&);
+};
+void add_product(const Product& product);
+void products_commit();
+void finish_products(size_t pending);
+
+template <class T> static float element(SharedAddress address) {
+    return (float)*(const T*)swizzled(address);
+}
+static inline SharedAddress row_of(const Descriptor& tile, int row) {
+    return tile.address + row / 8 * 1024 + row % 8 * 128;
+}
+
+template <class Left, class Right, bool K_OUTSIDE> static void compute_192(const Product& p) {
+    constexpr int INNER = 32 / sizeof(Left);
+    const unsigned warp = emulator::warp() % 4, g = emulator::lane() / 4, t = emulator::lane() % 4;
+    float a[2][INNER], b[INNER];
+    for (int half = 0; half < 2; ++half) {
+        for (int k = 0; k < INNER; ++k) {
+            a[half][k] = element<Left>(row_of(p.a, 16 * warp + g + 8 * half) + k * sizeof(Left));
+        }
+    }
+    for (int j = 0; j < 24; ++j) {
+        for (int i = 0; i < 2; ++i) {
+            const int column = 8 * j + 2 * t + i;
+            for (int k = 0; k < INNER; ++k) {
+                if (K_OUTSIDE) {
+                    const Descriptor chunk{p.b.address + column / 64 * p.b.chunk, 0};
+                    b[k] = element<Right>(row_of(chunk, k) + column % 64 * sizeof(Right));
+                } else {
+                    b[k] = element<Right>(row_of(p.b, column) + k * sizeof(Right));
+                }
+            }
+            for (int half = 0; half < 2; ++half) {
+                float& d = p.d[4 * j + 2 * half + i];
+                float sum = p.add ? d : 0.0f;
+                for (int k = 0; k < INNER; ++k) { sum += a[half][k] * b[k]; }
+                d = sum;
+            }
+        }
+    }
+}
+
+unsigned long long time();
+
+}  // namespace ptx
