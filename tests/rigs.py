@@ -1,12 +1,14 @@
 """Made-up measurements of a rig, as the parts of `llmq rig` give them: two H100 on which all is
-well."""
+well. And the job that a part of it gets."""
 
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 from llmq.config.card_file import CardFile, this_host
+from llmq.rig.child import Job
 
 H100 = "NVIDIA H100 80GB HBM3"
 SPEC = {"device": H100, "capability": 90, "num_sms": 132, "memory": 84_929_347_584}
@@ -125,3 +127,9 @@ def report(parts: dict[str, Any]) -> dict[str, Any]:
     measured = {name: parts[name] for name in ("host", "bus", "load", "ladder")}
     measured |= {"exchanges": {"nccl": parts["exchanges"]}, "steps": [parts["steps"]], "rows": []}
     return {"parts": {}, **parts["facts"], "measured": measured}
+
+
+def job(seconds: float = 1.0) -> tuple[Job, list[Any]]:
+    """With so much time, and what is noted in it."""
+    notes: list[Any] = []
+    return Job(time.monotonic() + seconds, notes.append), notes

@@ -102,6 +102,8 @@ def random_options(seed: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]
         options["keep_transposed"] = r.random() < 0.7
         options["persistent_quants"] = "shard_weights" in options and r.random() < 0.6
         options["offload_quants"] = options["persistent_quants"] and r.random() < 0.5
+    if base.get("fp8_recipe") == "delayed":
+        base["mlp_dtype"] = r.choice(["bf16", "e4m3"])
     return world, accum, base, options
 
 

@@ -220,6 +220,7 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
     itself = {kind_of(work).name: [[[32768, 1024, 4096], 1.1e-4]]}
     rates = Rates(card_of_file(card_file(launches=FILE.launches | itself)))
     assert rates.compute(work) == 1.1e-4
+    assert rates.compute(other) == alone  # and not what the activation takes besides
 
 
 def kind_of(work):

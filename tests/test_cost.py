@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32, I8
+from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
@@ -31,7 +32,7 @@ from llmq.plan.cost import (
     step_time,
 )
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import EXPOSED
+from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
 from llmq.plan.plan import make_plan
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
@@ -255,7 +256,7 @@ def test_small_products_are_less_efficient():
 
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
-AGAIN = {"matmul_adapted": 1}  # without adapters
+AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
 BOTH = FORWARD | BACKWARD
 # qkv and o in both directions, or in one.
 SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
@@ -273,6 +274,7 @@ FUSED_WHERE = [
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
     (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
     (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 5}),
+    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | SHORT),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
@@ -280,9 +282,11 @@ FUSED_WHERE = [
     (H100, {"recompute-swiglu": True}, BOTH),
     (H100, {"recompute-ffn": True}, BOTH | AGAIN),
     (H100, {"matmul-dtype": "e4m3"}, BOTH),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
     (H100, DELAYED, BOTH),
-    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, BOTH | AGAIN),
+    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, FORWARD | AGAIN_TWICE),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
+    (H100, DELAYED | {"mlp-dtype": "e4m3"}, {}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),
@@ -368,6 +372,25 @@ def test_an_activation_within_a_product_takes_the_bytes_of_its_result():
     rate = COPY_SHARE * 1e9 * H100.bandwidth
     assert both == pytest.approx(product + EXPOSED * out.nbytes / rate)
     assert result == product
+
+
+def test_codes_in_both_layouts_take_longer_than_their_bytes():
+    dev, (M, F, K) = PlanDevice(spec_of(H100)), (4096, 18944, 3584)
+    shapes = {"a": (M, K), "b": (2 * F, K), "codes": (M, F), "transposed": (F, M)}
+    a, b, codes, transposed = (dev.alloc(n, s, E4M3, "Activations") for n, s in shapes.items())
+    up, one = dev.alloc("up", (M, 2 * F), BF16, "Activations"), dev.alloc("s", (1,), F32, "Weights")
+    count = dev.alloc("count", (1,), I32, "Weights")
+
+    def activated(*layouts):
+        fp8 = Fp8Out(*layouts, one, count)
+        matmul_swiglu.forward(dev, up, None, a, b, None, None, one, one, fp8=fp8)
+
+    dev.graph(("rows",), lambda: activated(codes, None))
+    dev.graph(("both",), lambda: activated(codes, transposed))
+    rows, both = (Rates(H100).compute(trace[0]) for _, trace in dev.graphs)
+    rate = COPY_SHARE * 1e9 * H100.bandwidth
+    more = 2 * EXPOSED_TURNED - EXPOSED
+    assert both - rows == pytest.approx(more * codes.nbytes / rate, rel=1e-5)  # beside a scale
 
 
 def test_products_of_bytes():

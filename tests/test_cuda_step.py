@@ -227,6 +227,35 @@ def test_fp8_gradients_equal_those_of_the_cpu(path, gradient, head, recipe):
     check_devices_agree(found, 0.01)
 
 
+@pytest.mark.parametrize(
+    "name, gradient", [("qwen3", "e4m3"), ("qwen2", "e5m2"), ("llama_biases", "e4m3")]
+)
+def test_codes_of_products_in_mlps(tmp_path, name, gradient):
+    """cuBLASLt's codes and largest values are the reference's, but for sums in another order."""
+    hf_model(name).save_pretrained(tmp_path)
+    options = DELAYED | {"mlp_dtype": "e4m3", "gradient_dtype": gradient}
+    batches = [random_batch(np.random.default_rng(1), T=T)]
+    found, histories = [], []
+    for device in ({"device": "cpu", "model_dtype": "bf16"}, {"device": "cpu"}, {"device": "cuda"}):
+        formats = options if len(device) == 1 else {}
+        with trainer_for(tmp_path, seq_len=T, **formats, **device) as trainer:
+            found.append((trainer.step(batches), trainer.gradients()))
+            state = trainer._step.extra_state()
+        histories.append({key: values[-1] for key, values in state.items()})
+    check_devices_agree(found, 0.01)
+    # As in test_delayed_scales_on_a_gpu; what products write is among them.
+    assert histories[2] == pytest.approx(histories[1], rel=0.15)
+    assert "fp8_abs_max.layers.1.d_mlp_act" in histories[2]
+    plain = run(tmp_path, **options)
+    for more in (
+        {"use_cuda_graphs": False},
+        {"recompute_ffn": True},
+        {"recompute_block": True, "attn_bwd_chunks": 2},
+        {"shard_weights": True, "offload_master": True, "offload_residual": True},
+    ):
+        assert same(plain, run(tmp_path, **options, **more)), more
+
+
 def check_devices_agree(found, least):
     """found: losses and gradients without codes, with them on the CPU, and with them on the GPU,
     which differ by no more than codes cost, or by least."""
@@ -259,12 +288,13 @@ def test_int8_gradients_equal_those_of_the_cpu(path, more):
     check_devices_agree(found, 0.001)
 
 
+@pytest.mark.parametrize("mlp", ["bf16", "e4m3"])
 @pytest.mark.parametrize("fast", ["none", "all"])
-def test_delayed_scales_on_a_gpu(tmp_path, fast):
+def test_delayed_scales_on_a_gpu(tmp_path, fast, mlp):
     """The history is that of the CPU but for sums in another order; what saturates is counted."""
     hf_model("qwen2").save_pretrained(tmp_path)
     batches = [random_batch(np.random.default_rng(1), T=T)]
-    options = DELAYED | HEAD | {"seq_len": T, "fp8_fast_accumulation": fast}
+    options = DELAYED | HEAD | {"seq_len": T, "fp8_fast_accumulation": fast, "mlp_dtype": mlp}
     found = []
     for device in ("cpu", "cuda"):
         with trainer_for(tmp_path, device=device, **options) as trainer:

@@ -29,7 +29,7 @@ from llmq.plan.fit import Fit
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.report import CONTEXT_WHEN_ASKED, Found, choose
-from llmq.plan.shrink import REARRANGING, Shrinker, having
+from llmq.plan.shrink import REARRANGING, ROUNDING, Shrinker, having
 from llmq.plan.target import target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.gpu_info import drives_display
@@ -535,3 +535,22 @@ def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
     assert drives_display(2) is drives and not drives_display(1)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert not drives_display(2)
+
+
+def test_codes_in_mlps_make_room():
+    """Only where scales are delayed, which products need for it; and not where it was refused."""
+    card = find_card("4090")
+    planner = Planner(preset("tiny"), spec_of(card), "native", card)
+    given = FULL | {"model": "tiny", "batch-size": 8, "matmul-dtype": "e4m3"}
+    delayed = make_config(given | {"fp8-recipe": "delayed"})
+    limits = Limits(device=planner.estimate(replace(delayed, mlp_dtype="e4m3")).device)
+    others = frozenset({"opt_m_dtype", "opt_v_dtype", "grad_accum_dtype", "master_dtype"})
+    found = [
+        Shrinker(planner, limits, fixed).shrink(config, ROUNDING)
+        for config, fixed in (
+            (delayed, others),
+            (delayed, others | {"mlp_dtype"}),
+            (make_config(given), others),
+        )
+    ]
+    assert found == [[{"mlp_dtype": "e4m3"}], [], []]

@@ -51,17 +51,20 @@ def launches() -> dict[int, Launches]:
 
 
 def row(work: Work) -> dict[str, object]:
-    """The architecture, and types and constants of this file, as columns."""
-    file, *definitions = work.source
+    """The architecture, and types and constants of this kernel's file, as columns."""
+    file, _, *definitions = work.source
     columns = {f"{file} {name}": value for part in definitions for name, value in part}
     return {"capability": work.capability, "file": file} | columns
 
 
 def chosen() -> list[Work]:
     """Some of that work, so that every two have met of: an architecture, the types and constants of
-    a file. tools/compile_all.py compiles the whole of it."""
-    by_row = {frozenset(row(work).items()): work for work in work_of(launches())}
-    return [by_row[frozenset(columns.items())] for columns in covering(map(dict, by_row))]
+    a file. All of its kernels that have these. tools/compile_all.py compiles the whole of it."""
+    by_row: dict[frozenset, list[Work]] = {}
+    for work in work_of(launches()):
+        by_row.setdefault(frozenset(row(work).items()), []).append(work)
+    rows = covering(map(dict, by_row))
+    return [work for columns in rows for work in by_row[frozenset(columns.items())]]
 
 
 @pytest.mark.skipif(nvrtc_problem() is not None, reason=str(nvrtc_problem()))
@@ -77,12 +80,12 @@ def test_no_kernel_is_left_out():
 def test_what_a_report_complains_of():
     good = Report(
         capability=89,
-        source=Source("a.cu", (("T", "bf16"),), (("N", 4),)),
-        launch=Launch("a", 256, 90 << 10),
+        source=Source("a.cu", "a", (("T", "bf16"),), (("N", 4),)),
+        launch=Launch(256, 90 << 10),
         resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0),
     )
     assert good.problem is None
-    assert str(good.source) == "a.cu T=bf16 N=4"
+    assert str(good.source) == "a T=bf16 N=4"
     for part, change, message in (
         ("resources", {"spilled": 8}, "spills 8 bytes"),
         ("resources", {"shared": (9 << 10) + 1}, "bytes of shared memory of 101376"),

@@ -31,24 +31,13 @@ from llmq.state.params import weight_table
 from llmq.state.placement import trained_count
 from llmq.state.weights import Weights
 from llmq.train.sampling import open_model
+from tests.adapters import batches, targets
 from tests.bases import block_weights
-from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
+from tests.models import exported, hf_model, torch_loss, trainer_for
 
-T = 24
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_scaling": "rs", "lora_plus": 2.0}
 LORA["weight_decay"] = 0.1
 MODELS = ["qwen2", "qwen3", "llama_biases", "phi3", "olmo2", "gpt2"]
-FUSED = {
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-}
-SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-
-
-@cache
-def batches(count: int = 10) -> list:
-    rng = np.random.default_rng(0)
-    return [random_batch(rng, T=T) for _ in range(count)]
 
 
 def tensors(trainer, values) -> dict[str, np.ndarray]:
@@ -63,7 +52,7 @@ def tensors(trainer, values) -> dict[str, np.ndarray]:
 def peft_model(name: str, trainer) -> peft.PeftModel:
     """With the adapters of the trainer."""
     config = peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=True, target_modules=FUSED.get(name, SPLIT),
+        r=4, lora_alpha=6, use_rslora=True, target_modules=targets(name),
         fan_in_fan_out=name == "gpt2",
     )  # fmt: skip
     model = peft.get_peft_model(hf_model(name), config)

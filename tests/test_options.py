@@ -117,6 +117,7 @@ def test_defaults_of_known_flags():
         "master-dtype": "bf16",
         "grad-accum-dtype": "bf16",
         "head-dtype": "bf16",
+        "mlp-dtype": "bf16",
         "fp8-recipe": "jit",
         "fp8-fast-accumulation": "activations",
         "allow-other-tokenizer": False,
@@ -274,6 +275,28 @@ def test_values_are_converted(flag, value, field, expected):
             "--head-dtype: fp32 does not go with --model-dtype bf16, use bf16 or e4m3",
         ),
         ({"fp8-recipe": "delayed"}, "--fp8-recipe: delayed needs --matmul-dtype e4m3"),
+        (
+            {"mlp-dtype": "e4m3"},
+            "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed",
+        ),
+        (
+            {"mlp-dtype": "e4m3", "matmul-dtype": "e4m3"},
+            "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed",
+        ),
+        (
+            {"mlp-dtype": "fp32"},
+            "--mlp-dtype: fp32 does not go with --model-dtype bf16, use bf16 or e4m3",
+        ),
+        (
+            {
+                "mlp-dtype": "e4m3",
+                "matmul-dtype": "e4m3",
+                "fp8-recipe": "delayed",
+                "lora-rank": 8,
+                "base-dtype": "e4m3",
+            },
+            "--mlp-dtype: e4m3 does not go with adapters",
+        ),
         ({"fp8-recipe": "mx"}, "--fp8-recipe: expected jit or delayed, got 'mx'"),
         ({"fp8-fast-accumulation": "on"}, "--fp8-fast-accumulation: expected none or forward or"),
         ({"gpus": 1000}, "--gpus: must be at most 64, got 1000"),

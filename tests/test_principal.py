@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import numpy as np
 import peft
@@ -25,29 +24,18 @@ from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import option_warnings
 from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
+from tests.adapters import batches, targets
 from tests.bases import block_weights
-from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
+from tests.models import exported, hf_model, torch_loss, trainer_for
 
-T = 24
 PISSA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_init": "pissa", "learning_rate": 1e-2}
-FUSED = {
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-}
-SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-
-
-@cache
-def batches(count: int = 8) -> list:
-    rng = np.random.default_rng(0)
-    return [random_batch(rng, T=T) for _ in range(count)]
 
 
 @pytest.mark.parametrize("name, rs", [("qwen2", True), ("phi3", False), ("gpt2", True)])
 def test_equals_peft(tmp_path, name, rs):
     """What the matrices are split into, and four steps; then its files on the model as it was."""
     config = peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=rs, target_modules=FUSED.get(name, SPLIT),
+        r=4, lora_alpha=6, use_rslora=rs, target_modules=targets(name),
         fan_in_fan_out=name == "gpt2", init_lora_weights="pissa",
     )  # fmt: skip
     model = peft.get_peft_model(hf_model(name), config)

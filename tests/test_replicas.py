@@ -9,12 +9,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, U8
 from llmq.comm.collectives import SilentComm, silenced
-from llmq.comm.connect import connect
-from llmq.comm.options import CommOptions
-from llmq.runtime.device import MemorySizes
-from llmq.runtime.host_device import HostDevice
 from tests.covering import covering
-from tests.ranks import run_ranks
+from tests.ranks import run_devices
 from tests.sharded import (
     DELAYED,
     FP8,
@@ -38,8 +34,6 @@ from tests.test_sharding import (
     close_to_one_rank,
     flags,
 )
-
-SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 
 
 @pytest.fixture(autouse=True)
@@ -117,26 +111,11 @@ def test_over_the_world_machines_do_not_matter():
 # -- groups --
 
 
-def on_groups(world, shards, fn):
-    """fn(dev) in each rank's thread; the results by rank."""
-    devices = [None] * world
-
-    def rank_fn(rank, workers):
-        devices[rank] = HostDevice(SIZES, rank=rank, world_size=world, shards=shards, poison=True)
-        workers.barrier()
-        if rank == 0:
-            connect(devices, CommOptions(), workers)
-        workers.barrier()
-        return fn(devices[rank])
-
-    return run_ranks(world, rank_fn)
-
-
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2), (6, 2), (6, 3), (4, 4)])
 def test_groups(world, shards):
     """Each gathers its own ranks; of the world it gathers all, in order."""
 
-    def fn(dev):
+    def fn(dev, _):
         own = dev.alloc("own", (4,), F32, "Weights")
         dev.upload(own, np.full(4, dev.rank, np.float32))
         found = []
@@ -147,7 +126,7 @@ def test_groups(world, shards):
                 found.append(dev.download(whole)[::4].tolist())
         return found
 
-    for rank, (inner, every, *cross) in enumerate(on_groups(world, shards, fn)):
+    for rank, (inner, every, *cross) in enumerate(run_devices(world, fn, shards=shards)):
         first = rank // shards * shards
         assert inner == list(range(first, first + shards))
         assert every == list(range(world))
@@ -158,28 +137,28 @@ def test_all_reduce_adds_in_order():
     """In F32, rounded once: so 256 + 1 - 256 is 1 also in BF16, where 257 does not exist."""
     values = (256.0, 1.0, -256.0)
 
-    def fn(dev):
+    def fn(dev, _):
         sums = dev.alloc("sums", (8,), BF16, "Gradients")
         dev.upload(sums, np.full(8, values[dev.replica]).astype(BF16.numpy))
         dev.comm.cross.all_reduce(sums)
         return dev.download(sums).astype(np.float32).tolist()
 
-    assert on_groups(6, 2, fn) == [[1.0] * 8] * 6
+    assert run_devices(6, fn, shards=2) == [[1.0] * 8] * 6
 
 
 def test_what_all_reduce_refuses():
-    def fn(dev):
+    def fn(dev, _):
         with pytest.raises(TypeError, match="all_reduce: buffer must be F32 or BF16"):
             dev.comm.cross.all_reduce(dev.alloc("codes", (4,), U8, "Gradients"))
 
-    on_groups(2, 1, fn)
+    run_devices(2, fn, shards=1)
 
 
 def test_silence_is_that_of_all_groups():
-    def fn(dev):
+    def fn(dev, _):
         with silenced(dev):
             kinds = [type(comm) for comm in (dev.comm, dev.comm.cross)]
             dev.comm.world.all_gather(*(dev.alloc("x", (n,), F32, "Weights") for n in (8, 2)))
         return kinds, dev.comm.cross.size
 
-    assert on_groups(4, 2, fn) == [([SilentComm, SilentComm], 2)] * 4
+    assert run_devices(4, fn, shards=2) == [([SilentComm, SilentComm], 2)] * 4

@@ -12,11 +12,10 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.rig import child, exchanges, facts, host, ladder, load, rows, steps
-from llmq.rig.child import Job
 from llmq.rig.findings import words_on
 from llmq.rig.rig import run_rig
 from llmq.runtime.plan_device import PlanDevice
-from tests.rigs import H100, report, results
+from tests.rigs import H100, job, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
 
@@ -243,11 +242,6 @@ def test_nothing_measured_makes_no_card_file(cache, tmp_path):
 
 
 # -- parts, as far as they run without a GPU -----------------------------------------------------
-
-
-def job(seconds=1.0):
-    notes = []
-    return Job(time.monotonic() + seconds, notes.append), notes
 
 
 def test_a_child_notes_what_it_finds():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from llmq.rig import bus, child, exchanges, facts, load, steps
-from llmq.rig.child import Job
 from llmq.runtime.gpu_info import gpu_count
 from tests.conftest import gpu_problem
+from tests.rigs import job
 
 PROBLEM = gpu_problem()
 ONE = PROBLEM or (None if gpu_count() > 1 else "there is one GPU")
@@ -19,11 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(PROBLEM is not None, reason=st
 def several(test):
     """Marks for what needs two GPUs."""
     return pytest.mark.multigpu(pytest.mark.skipif(ONE is not None, reason=str(ONE))(test))
-
-
-def job(seconds):
-    notes = []
-    return Job(time.monotonic() + seconds, notes.append), notes
 
 
 def test_buses_of_a_gpu(monkeypatch):

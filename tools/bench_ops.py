@@ -30,7 +30,7 @@ from op_calls import OPS, SEED, Call, Spec, cases, scalars
 
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, U8
 from llmq.base.errors import LlmqError
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import fill, random
 from llmq.rig.ladder import fill_codes
@@ -74,8 +74,8 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
     def made(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [made(name, part) for part in value]
-        if isinstance(value, Fp8Out):
-            return Fp8Out(*(made(name, part) for part in value))
+        if isinstance(value, Fp8Out | ProductCodes):
+            return type(value)(*(made(name, part) for part in value))
         if isinstance(value, np.ndarray):
             dtype = next(d for d in (I32, F32, I64) if d.numpy == value.dtype)
             tensor = dev.alloc(name, value.shape, dtype, "Activations")

@@ -20,15 +20,16 @@ import numpy as np
 import typer
 
 import llmq.ops
-from llmq.base.dtypes import BF16, DTYPES, F32, DType
+from llmq.base.dtypes import BF16, F32, DType
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
 from llmq.ops import attention, matmul_adapted
-from llmq.runtime.compile import Resources, compile_kernels
+from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.device import DeviceSpec
+from llmq.runtime.device import Launch as Launched
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
@@ -42,9 +43,8 @@ REGISTERS = 65536  # of a multiprocessor, on all of them
 
 
 class Launch(NamedTuple):
-    """How an entry point of a source is launched: threads of a block, bytes of shared memory."""
+    """How a kernel is launched: threads of a block, bytes of shared memory."""
 
-    entry: str
     threads: int
     shared: int
 
@@ -53,7 +53,7 @@ Launches = dict[Source, set[Launch]]
 
 
 class Work(NamedTuple):
-    """A source, compiled for one architecture, and how its entry points are launched."""
+    """A kernel, compiled for one architecture, and how it is launched."""
 
     capability: int
     source: Source
@@ -67,22 +67,12 @@ class NotingDevice(PlanDevice):
         super().__init__(spec)
         self.noted = noted
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        args: tuple,
-        *,
-        consts: dict[str, int] | None = None,
-        smem: int = 0,
-        flops: int = 0,
-    ) -> None:
-        super().launch(kernel, grid, block, args, consts=consts, smem=smem, flops=flops)
-        if kernel.file.endswith(".cu"):
-            source = Source.of(kernel, kernel.bind(args), consts)
-            threads = int(np.prod(block))
-            self.noted.setdefault(source, set()).add(Launch(kernel.entry, threads, smem))
+    def _launch(self, launch: Launched) -> None:
+        super()._launch(launch)
+        if launch.kernel.file.endswith(".cu"):
+            source = Source.of(launch.kernel, launch.types, launch.consts)
+            threads = int(np.prod(launch.block))
+            self.noted.setdefault(source, set()).add(Launch(threads, launch.smem))
 
 
 def declared_kernels() -> list[Kernel]:
@@ -184,6 +174,11 @@ def all_runs(capability: int) -> list[Run]:
     for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
         of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
     runs += [Run(name, tuple(fields.items())) for fields in of_all for name in PRESETS]
+    of_activation = {model.activation: name for name, model in PRESETS.items() if model.gated}
+    for name in of_activation.values():
+        for gradient in ("e4m3", "e5m2"):
+            fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}
+            runs.append(Run(name, tuple((fields | {"mlp_dtype": "e4m3"}).items())))
     # These have all layouts and tiles of products of int8.
     runs += [Run(name, tuple(INT8.items())) for name in ("tiny", "Qwen2.5-1.5B", "Qwen2.5-72B")]
     of_one = [INT8 | ADAPTERS, INT8 | {"grad_accum_dtype": "fp32"}, *formats()]
@@ -204,12 +199,7 @@ def all_runs(capability: int) -> list[Run]:
 
 def entries(found: dict[int, Launches]) -> set[tuple[str, str]]:
     """File and entry point of what is launched on any architecture."""
-    return {
-        (source.file, launch.entry)
-        for noted in found.values()
-        for source, launches in noted.items()
-        for launch in launches
-    }
+    return {(source.file, source.entry) for noted in found.values() for source in noted}
 
 
 def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
@@ -230,16 +220,17 @@ def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
             continue
         variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
         for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
-            key = Source(kernel.file, tuple(zip(variables, types, strict=True)), ())
+            bound = tuple(zip(variables, types, strict=True))
+            key = Source(kernel.file, kernel.entry, bound, ())
             for capability, noted in found.items():
                 if kernel.capability in (None, capability):
-                    noted.setdefault(key, set()).add(Launch(kernel.entry, 1, 0))
+                    noted.setdefault(key, set()).add(Launch(1, 0))
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """An entry point as compiled for one architecture, and its launches' largest demands."""
+    """A kernel as compiled for one architecture, and one of its launches."""
 
     capability: int
     source: Source
@@ -265,22 +256,21 @@ class Report:
     def __str__(self) -> str:
         r = self.resources
         return (
-            f"sm_{self.capability:<4} {self.launch.entry:28} {r.registers:4} registers "
+            f"sm_{self.capability:<4} {r.registers:4} registers "
             f"{self.launch.threads:5} threads {r.shared + self.launch.shared:7} B shared "
             f"{r.stack:5} B stack  {self.source} {self.problem or ''}"
         )
 
 
 def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Report]:
-    """Compile one source, or find it in the cache."""
-    types = {variable: DTYPES[name] for variable, name in source.types}
-    cubin = compile_kernels(source.file, types, dict(source.consts), capability)
+    """Compile one kernel, or find it in the cache."""
+    cubin = compile_kernel(source, capability)
     return [
         Report(
             capability=capability,
             source=source,
             launch=launch,
-            resources=cubin.resources[launch.entry],
+            resources=cubin.resources,
         )
         for launch in sorted(launches)
     ]
@@ -296,7 +286,7 @@ def work_of(launches: dict[int, Launches]) -> list[Work]:
 
 
 def reports(work: list[Work]) -> Iterator[Report]:
-    """Every entry point of these sources."""
+    """All launches of these kernels."""
     with ThreadPoolExecutor() as pool:
         for part in pool.map(lambda item: compiled(*item), work):
             yield from part

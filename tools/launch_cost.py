@@ -31,11 +31,10 @@ Loader = Callable[[str, str], Any]  # path of the machine code, entry point -> w
 
 def noted_kernels(model: str) -> dict[str, Any]:
     """Path and entry point of all kernels of a step, and of the one that is launched; compiles."""
-    from llmq.base.dtypes import DTYPES
     from llmq.config.options import TrainConfig
     from llmq.config.presets import preset
     from llmq.plan.plan import make_plan
-    from llmq.runtime.compile import compile_kernels
+    from llmq.runtime.compile import compile_kernel
     from llmq.runtime.cuda_api import device_spec
 
     spec = device_spec(0)
@@ -43,11 +42,9 @@ def noted_kernels(model: str) -> dict[str, Any]:
     sources = sorted(make_plan(config, preset(model), spec).sources)
     kernels, launched = [], None
     for source in sources:
-        types = {variable: DTYPES[name] for variable, name in source.types}
-        cubin = compile_kernels(source.file, types, dict(source.consts), spec.capability)
-        kernels += [(str(cubin.path), entry) for entry in cubin.resources]
-        if source.file == "bias.cu":
-            launched = (str(cubin.path), "column_sum")
+        kernels.append((str(compile_kernel(source, spec.capability).path), source.entry))
+        if source.entry == "column_sum":
+            launched = kernels[-1]
     return {"kernels": kernels, "launched": launched}
 
 

@@ -28,7 +28,7 @@ from llmq.base.dtypes import (
     U8,
     DType,
 )
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import (
     abs_max,
@@ -77,7 +77,7 @@ EPS = 1e-6
 class Spec:
     """A tensor: normally distributed, or of one value; or a gradient that is added to.
 
-    In an Fp8Out it stands for its tensors.
+    In an Fp8Out or ProductCodes it stands for its tensors.
     """
 
     shape: tuple[int, ...]
@@ -119,6 +119,11 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
         f32(1, value=0.01),
         Spec((1,), I32),
     )
+
+
+def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes:
+    scale, factor, seen = f32(1, value=0.01), f32(1, value=100.0), f32(1, value=1.0)
+    return ProductCodes(Spec((rows, features), dtype), scale, factor, seen, seen, Spec((1,), I32))
 
 
 def fits_fp8(rows: int, features: int) -> bool:
@@ -309,6 +314,7 @@ def matmul_fp8_calls(M: int, N: int, K: int) -> list[Call]:
         Call("matmul_fp8", matmul.matmul_fp8, args),
         Call("fast accumulation", matmul.matmul_fp8, fast),
         Call("addend", matmul.matmul_fp8, fast | {"addend": args["out"]}),
+        Call("codes", matmul.matmul_fp8, fast | {"out": product_codes(M, N)}),
     ]
 
 
@@ -524,6 +530,12 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
             Call("backward fp8 both", swiglu.backward, backward | d_both),
             Call("backward out_fp8", swiglu.backward, stored | again),
             Call("backward fp8 out_fp8", swiglu.backward, backward | d_both | again),
+        ]
+        up = {"up_gate": product_codes(rows, 2 * F)}
+        down = {"d_out": product_codes(rows, F)}
+        calls += [
+            Call("forward of codes", swiglu.forward, forward | both | up),
+            Call("backward of codes", swiglu.backward, backward | d_both | up | down),
         ]
     return calls
 

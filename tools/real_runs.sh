@@ -5,9 +5,10 @@
 #   tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]
 #
 # RUN: bf16; bf16-again, the same tokens in smaller micro-batches, which shows how far runs drift
-# apart that differ in rounding only; int8; fp8, or fp8 with -delayed, -head and one of -all and
-# -forward, such as fp8-delayed-head: delayed scales, the LM head in fp8, and fast accumulation in
-# all or only in forward's products instead of in those of forward and of activations' gradients.
+# apart that differ in rounding only; int8; fp8, or fp8 with -delayed, -mlp, -moments, -head and one
+# of -all and -forward, such as fp8-delayed-mlp-head: delayed scales, --mlp-dtype e4m3, 8-bit
+# moments, the LM head in fp8, and fast accumulation in all or only in forward's products instead of
+# in those of forward and of activations' gradients.
 # STEPS in the environment: how many steps of 65,536 tokens, 300 if not set. LR: the highest
 # learning rate, 1.5e-4 if not set. WORK gets the tokenizer, the token files, and of each RUN its
 # log, console output, model and what transformers say of it; what is there is not made again. The
@@ -18,8 +19,9 @@ usage="usage: tools/real_runs.sh WORK TEXT_FOLDER RUN [RUN...]"
 work=${1:?$usage} text=${2:?$usage}
 : "${3:?$usage}"
 shift 2
+fp8='fp8(-delayed(-mlp)?)?(-moments)?(-head)?(-all|-forward)?'
 for run in "$@"; do
-    if ! [[ $run =~ ^(bf16(-again)?|int8|fp8(-delayed)?(-head)?(-all|-forward)?)$ ]]; then
+    if ! [[ $run =~ ^(bf16(-again)?|int8|$fp8)$ ]]; then
         echo "error: $run: $usage" >&2 && exit 64
     fi
 done
@@ -57,16 +59,19 @@ for run in "$@"; do
     [ -e "$run-transformers.txt" ] && continue
     options=(--batch-size 32 --grad-accumulation 2)
     [[ $run == *-again ]] && options=(--batch-size 16 --grad-accumulation 4)
+    moments=bf16
+    [[ $run == *-moments* ]] && moments=e4m3
     [[ $run == fp8* ]] && options+=(--matmul-dtype e4m3)
     [[ $run == int8 ]] && options+=(--matmul-dtype int8)
     [[ $run == *-delayed* ]] && options+=(--fp8-recipe delayed)
+    [[ $run == *-mlp* ]] && options+=(--mlp-dtype e4m3)
     [[ $run == *-head* ]] && options+=(--head-dtype e4m3)
     [[ $run == *-all ]] && options+=(--fp8-fast-accumulation all)
     [[ $run == *-forward ]] && options+=(--fp8-fast-accumulation forward)
     "$python" -m llmq train --model Qwen2.5-0.5B --from-scratch --name "$run" \
         --train-file 'data/train*.bin' --eval-file 'data/eval*.bin' --steps "$steps" \
         --lr "${LR:-1.5e-4}" --warmup $((steps / 2)) --beta-2 0.95 --final-lr-fraction 0.1 \
-        --opt-m-dtype bf16 --opt-v-dtype bf16 --lmhead-chunks 4 --eval-num-steps 4 \
+        --opt-m-dtype $moments --opt-v-dtype $moments --lmhead-chunks 4 --eval-num-steps 4 \
         --ckpt-interval 0 --no-save-training-state --out-dir "model-$run" --log-file "$run.json" \
         "${options[@]}" >"$run.txt"
     grep '^\[V\]' "$run.txt" | tail -n 1

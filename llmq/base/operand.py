@@ -26,6 +26,31 @@ class Fp8Out(NamedTuple):
     saturated: Tensor
 
 
+class ProductCodes(NamedTuple):
+    """What a product writes as FP8, with a scale that is known beforehand: x ~ code * scale.
+
+    A value x of its F32 sums becomes x * factor, rounded to nearest even and clamped to the largest
+    finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an infinity or NaN
+    where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
+    does what else is to be known of the tensor: a product cannot.
+
+        codes      out    E4M3, E5M2 (rows, features)
+        scale      in     F32        (1,)              positive
+        factor     in     F32        (1,)              1 / scale
+        largest    out    F32        (1,)              the product's largest |x|
+        abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
+        saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
+                                                       the reader adds the number of codes +-MAX
+    """
+
+    codes: Tensor
+    scale: Tensor
+    factor: Tensor
+    largest: Tensor
+    abs_max: Tensor | None = None
+    saturated: Tensor | None = None
+
+
 class Target(NamedTuple):
     """Where a kernel writes a tensor: as it is, its largest absolute value F32 (1,), as fp8."""
 
@@ -49,12 +74,12 @@ class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 
     up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: the activation (rows, F) once more, where it is wanted.
+    may be up_gate. act: BF16 (rows, F), where the activation is written once more, or None.
     """
 
     up_gate: Tensor
     d_up_gate: Target
-    act: Target
+    act: Tensor | None
     gelu: bool
 
 

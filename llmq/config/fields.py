@@ -16,7 +16,6 @@ from llmq.config.option_types import (
     parse_patterns,
     parse_repeated,
     parse_size,
-    parse_switch,
     switch,
 )
 
@@ -25,7 +24,6 @@ SHAKESPEARE = "data/tiny-shakespeare-qwen"
 _MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
 _EVALUATION = "Evaluation in the run"
 _OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
-_RANKS = "Several GPUs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
@@ -77,6 +75,13 @@ class Fields:
         _MODEL,
         None,
         "Format in which the LM head's products run; as --model-dtype if not given",
+        "e4m3",
+    )
+    mlp_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which the MLP's activation gets what products write for it, forward and "
+        "backward; e4m3: as fp8 codes; as --model-dtype if not given",
         "e4m3",
     )
     fp8_recipe: str = option(
@@ -354,45 +359,3 @@ class Fields:
         choices=("auto", "cudnn", "native"),
     )
     tune: bool = option(_MACHINE, True, "Time the candidates for each matrix product at the start")
-
-    zero_level: int = option(
-        _RANKS,
-        1,
-        "What is divided among GPUs; 1: the optimizer, 2: also gradients, 3: also weights",
-        min=0,
-        max=3,
-    )
-    shard_over: str = option(
-        _RANKS, "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
-    )
-    shard_weights: bool = switch(
-        _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
-    )
-    shard_gradients: bool = switch(
-        _RANKS, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
-    )
-    memcpy_all_gather: bool = switch(_RANKS, "Gather weights by copies instead of NCCL")
-    memcpy_send_recv: bool = switch(
-        _RANKS, "With --all-to-all-reduce: exchange gradients by copies instead of NCCL"
-    )
-    mirror_weights: bool = switch(
-        _RANKS,
-        "With --memcpy-all-gather: keep sharded weights in host memory too, where GPUs read them "
-        "that cannot copy directly",
-    )
-    all_to_all_reduce: bool = switch(
-        _RANKS, "Exchange gradients and sum them here, in a fixed order"
-    )
-    p2p: str = option(
-        _RANKS,
-        "auto",
-        "Copies between GPUs; on: direct, off: through host memory, auto: by a test at the start",
-        parse=parse_switch,
-        choices=("auto", "on", "off"),
-    )
-    watchdog: int = option(
-        _RANKS, 300, "Seconds without progress after which a run stops; 0: never", min=0
-    )
-    measure_scaling: bool = switch(
-        _RANKS, "Time one GPU alone at the start and report how well they scale"
-    )

@@ -50,7 +50,8 @@ class TrainConfig(AdapterFields):
             values[name] = values[name] or summed
         values |= implied_values(values)
         values["matmul_dtype"] = values["matmul_dtype"] or implied_products(values)
-        values["head_dtype"] = values["head_dtype"] or values["model_dtype"]
+        for name in ("head_dtype", "mlp_dtype"):
+            values[name] = values[name] or values["model_dtype"]
         values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
         if values["steps"] < 0 and values["epochs"] is None:
             values["epochs"] = 1
@@ -109,6 +110,7 @@ class TrainConfig(AdapterFields):
                 raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
         split_weights(self.train_file)
         self._validate_matmul()
+        self._validate_mlp()
         self._validate_memory()
         if self.steps >= 0 and self.epochs is not None:
             raise ConfigError("--epochs: excludes --steps, give one of them")
@@ -224,6 +226,25 @@ class TrainConfig(AdapterFields):
         if self.fp8_recipe == "delayed" and self.matmul_dtype != "e4m3":
             raise ConfigError("--fp8-recipe: delayed needs --matmul-dtype e4m3")
 
+    def _validate_mlp(self) -> None:
+        """Products write codes only with a scale that is known before them."""
+        if self.mlp_dtype not in (self.model_dtype, "e4m3"):
+            raise ConfigError(
+                f"--mlp-dtype: {self.mlp_dtype} does not go with --model-dtype "
+                f"{self.model_dtype}, use {self.model_dtype} or e4m3"
+            )
+        if self.mlp_dtype != "e4m3":
+            return
+        if self.lora_rank:
+            raise ConfigError(
+                "--mlp-dtype: e4m3 does not go with adapters, which add to what products write"
+            )
+        if self.matmul_dtype != "e4m3" or self.fp8_recipe != "delayed":
+            raise ConfigError(
+                "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 "
+                "products write codes, and only with a scale that they know beforehand"
+            )
+
     def _validate_checkpoints(self) -> None:
         """What needs a checkpoint to go on from."""
         if self.guard == "rollback" and self.ckpt_interval <= 0:
@@ -273,6 +294,11 @@ class TrainConfig(AdapterFields):
                 f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
             )
         check_adapters_with(self, model)
+        if self.mlp_dtype == "e4m3" and not model.gated:
+            raise ConfigError(
+                "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has "
+                "none"
+            )
         if self.matmul_dtype in ("e4m3", "int8"):
             self._check_sizes_of_codes(model)
         return self

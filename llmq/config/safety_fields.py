@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.config.fields import Fields
 from llmq.config.option_types import option, switch
+from llmq.config.rank_fields import RankFields
 
 _GROUP = "Keeping a run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
-class SafetyFields(Fields):
-    """Fields, and those that keep what a run has reached."""
+class SafetyFields(RankFields):
+    """RankFields, and those that keep what a run has reached."""
 
     guard: str = option(
         _GROUP,

@@ -44,6 +44,15 @@ template <class T> struct alignas(16) Vec {
     T v[N];
     __device__ __forceinline__ T& operator[](int i) { return v[i]; }
     __device__ __forceinline__ const T& operator[](int i) const { return v[i]; }
+    __device__ __forceinline__ T at(int i) const { return v[i]; }
+    // Elements i, which is even, and i + 1: two of BF16 are rounded by one instruction.
+    __device__ __forceinline__ void set_two(int i, float a, float b) {
+        if constexpr (sizeof(T) == 2) {
+            *reinterpret_cast<__nv_bfloat162*>(v + i) = __floats2bfloat162_rn(a, b);
+        } else {
+            v[i] = a, v[i + 1] = b;
+        }
+    }
 };
 
 template <class T> __device__ __forceinline__ Vec<T> load_vec(const T* p) {
@@ -156,6 +165,9 @@ template <class T, int COUNT> struct Pack {
     __device__ __forceinline__ T at(int i) const { return part[i / Vec<T>::N][i % Vec<T>::N]; }
     __device__ __forceinline__ float get(int i) const { return to_f32(at(i)); }
     __device__ __forceinline__ void set(int i, T x) { part[i / Vec<T>::N][i % Vec<T>::N] = x; }
+    __device__ __forceinline__ void set_two(int i, float a, float b) {
+        part[i / Vec<T>::N].set_two(i % Vec<T>::N, a, b);
+    }
     __device__ __forceinline__ void load(const T* p) {
 #pragma unroll
         for (int k = 0; k < COUNT / Vec<T>::N; ++k) {
@@ -332,14 +344,16 @@ template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
 
-// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py.
+// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py, MAX_CODE: its code.
 template <class F> struct Fp8;
 template <> struct Fp8<e4m3> {
     static constexpr float MAX = 448.0f;
+    static constexpr u32 MAX_CODE = 0x7Eu;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E4M3;
 };
 template <> struct Fp8<e5m2> {
     static constexpr float MAX = 57344.0f;
+    static constexpr u32 MAX_CODE = 0x7Bu;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E5M2;
 };
 
@@ -349,4 +363,10 @@ template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float
     const float2 low = make_float2(a, b), high = make_float2(c, d);
     return (u32)__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, Fp8<F>::FORMAT) |
            (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
+}
+
+// What the two codes in the lower half stand for, the lowest first.
+template <class F> __device__ __forceinline__ float2 from_fp8(u32 two) {
+    const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, Fp8<F>::FORMAT);
+    return __half22float2(__half2(pair));
 }

@@ -93,6 +93,15 @@ __device__ __forceinline__ uint4 join_pair(uint2 a, uint2 b) {
 
 // -- For kernels that work element by element ----------------------------------------------------
 
+// 16 bytes of codes. IS_STREAMED: they leave the L2 cache first.
+template <bool IS_STREAMED> __device__ __forceinline__ void store_codes(void* place, uint4 codes) {
+    if constexpr (IS_STREAMED) {
+        __stcs(static_cast<uint4*>(place), codes);
+    } else {
+        *static_cast<uint4*>(place) = codes;
+    }
+}
+
 // A block of 256 threads makes the codes of 128 rows and 64 columns: a thread those of 4 rows and 8
 // columns from row(), column(); a warp 16 rows. The tile has a line of 128 bytes for each column;
 // the 16 bytes of warp w lie in its place w ^ (column / 8). So 32 lanes write 4 bytes each, and 8
@@ -108,7 +117,7 @@ struct OctetTile {
 
     // Row-major: to codes (any rows, columns) from this thread's row and column of it. All threads
     // of a warp call it; columns % 16 == 0.
-    template <class Format>
+    template <bool IS_STREAMED = false, class Format>
     static __device__ __forceinline__ void store_rows(Format* codes, i64 row, int column,
                                                       int columns, const uint2 (&four)[4],
                                                       bool inside) {
@@ -117,7 +126,7 @@ struct OctetTile {
         for (int i = 0; i < 4; i += 2) {
             const uint4 joined = join_pair(four[i], four[i + 1]);
             Format* place = codes + (row + i + odd) * columns + column - odd * 8;
-            if (inside) { *reinterpret_cast<uint4*>(place) = joined; }
+            if (inside) { store_codes<IS_STREAMED>(place, joined); }
         }
     }
 
@@ -137,7 +146,7 @@ struct OctetTile {
 
     // To transposed (columns, rows) what lies inside of it; the tile's first row and column are
     // given; rows % 16 == 0.
-    template <class Format>
+    template <bool IS_STREAMED = false, class Format>
     __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
                                           i64 rows, int columns) const {
 #pragma unroll
@@ -145,7 +154,7 @@ struct OctetTile {
             const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
             const i64 row = first_row + k * 16, column = first_column + (int)c;
             if (row < rows && column < columns) {
-                *reinterpret_cast<uint4*>(transposed + column * rows + row) = line[c][k ^ (c / 8)];
+                store_codes<IS_STREAMED>(transposed + column * rows + row, line[c][k ^ (c / 8)]);
             }
         }
     }
@@ -185,6 +194,7 @@ template <class Element> struct OctetRows {
             }
         }
     }
+    __device__ __forceinline__ bool above(float) const { return false; }  // it may be not
     __device__ __forceinline__ Pack<Element, 8> row(int i) {
         Pack<Element, 8> out;
 #pragma unroll
@@ -195,6 +205,93 @@ template <class Element> struct OctetRows {
         return out;
     }
 };
+
+// What it loads there of codes that a product has written; elements are code * scale.
+template <class Format> struct OctetCodes {
+    struct Eight {
+        float v[8];
+        __device__ __forceinline__ float at(int i) const { return v[i]; }
+    };
+    uint2 four[4];
+    float scale;
+
+    __device__ __forceinline__ explicit OctetCodes(const float* scale) : scale(*scale) {}
+
+    // Row i is at p + i * stride, a multiple of 8 bytes; zeros where i >= there.
+    __device__ __forceinline__ void load(const Format* p, i64 stride, int there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            four[i] = make_uint2(0, 0);
+            if (i < there) { four[i] = __ldcs(reinterpret_cast<const uint2*>(p + i * stride)); }
+        }
+    }
+    __device__ __forceinline__ Eight row(int i) {
+        forget(four[i]);
+        Eight out;
+        const u32 word[2] = {four[i].x, four[i].y};
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+            const float2 two = from_fp8<Format>(word[k / 4] >> k % 4 * 8);
+            out.v[k] = two.x * scale;
+            out.v[k + 1] = two.y * scale;
+        }
+        return out;
+    }
+    // Whether no element is `least`, a negative number, or below it: in most tensors none can be.
+    __device__ __forceinline__ bool above(float least) const {
+        if (Fp8<Format>::MAX * scale < -least) { return true; }
+        float lowest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < 8; k += 2) {
+                const float2 two = from_fp8<Format>((k < 4 ? four[i].x : four[i].y) >> k % 4 * 8);
+                lowest = fminf(lowest, fminf(two.x, two.y));
+            }
+        }
+        return lowest * scale > least;
+    }
+    // Elements that are +-MAX.
+    __device__ __forceinline__ u32 largest_codes() const {
+        u32 count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 word[2] = {four[i].x & 0x7F7F7F7Fu, four[i].y & 0x7F7F7F7Fu};
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                count += (word[k / 4] >> k % 4 * 8 & 0xFFu) == Fp8<Format>::MAX_CODE;
+            }
+        }
+        return count;
+    }
+};
+
+// OctetRows or OctetCodes, by the element; both are made of a scale.
+template <class Element> struct OctetOf {
+    struct Type : OctetRows<Element> {
+        __device__ __forceinline__ explicit Type(const float*) {}
+    };
+};
+template <> struct OctetOf<e4m3> { using Type = OctetCodes<e4m3>; };
+template <> struct OctetOf<e5m2> { using Type = OctetCodes<e5m2>; };
+
+// What a product cannot tell of its codes; see ProductCodes in llmq/base/operand.py. All threads of
+// all blocks call it, with one or more OctetCodes of the same tensor. Nothing if abs_max is null,
+// and nothing of OctetRows.
+template <class... Rows>
+__device__ __forceinline__ void look_at_codes(const float*, float*, i32*, const Rows&...) {}
+template <class Format, class... More>
+__device__ __forceinline__ void look_at_codes(const float* largest, float* abs_max, i32* saturated,
+                                              const OctetCodes<Format>& first, const More&... more) {
+    if (abs_max == nullptr) { return; }
+    const float seen = *largest;
+    if (seen > Fp8<Format>::MAX * first.scale) {
+        const u32 count = (first.largest_codes() + ... + more.largest_codes());
+        const u32 sum = __reduce_add_sync(0xFFFFFFFFu, count);
+        if ((threadIdx.x & 31) == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
+    }
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) { store_abs_max(abs_max, seen); }
+}
 
 // As that of 16 bytes in ptx.cuh: one register for two elements of BF16, until they are used next.
 template <class Element, int COUNT>

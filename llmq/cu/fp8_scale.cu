@@ -2,13 +2,14 @@
 //
 //   update   history[h] = history[h + 1], the last one = abs_max, or 0 where that is not finite
 //            m = largest of history      scale = max(m, 1e-10) / limit, 1 where m is 0
+//            factor = 1 / scale
 //   count    stats[saturated] += sum of saturated
 //            stats[norm_squared] = NaN if an abs_max is not finite
 //
-// Data     scales, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first counts, the
-//          others keep addresses multiples of 16 bytes. history: F32 (length, n), oldest first.
-//          limits: F32 (n). abs_maxes may be null: history stays as it is. stats: F64 (10),
-//          llmq.base.dtypes.STATS.
+// Data     scales, factors, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first
+//          counts, the others keep addresses multiples of 16 bytes. history: F32 (length, n),
+//          oldest first. limits: F32 (n). factors may be null, and abs_maxes: then history stays as
+//          it is. stats: F64 (10), llmq.base.dtypes.STATS.
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
 // Cost     history read and written once; launches of some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
@@ -20,7 +21,7 @@ constexpr int NORM_SQUARED = 6, SATURATED = 8;  // llmq.base.dtypes.STAT
 constexpr float LEAST_ABS_MAX = 1e-10f;         // as in cu/quantize.cu
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ history,
+fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ factors, f32* __restrict__ history,
                  const f32* __restrict__ abs_maxes, const f32* __restrict__ limits, i32 length,
                  i32 n) {
     const int i = blockIdx.x * THREADS + threadIdx.x;
@@ -38,8 +39,9 @@ fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ history,
     } else {
         for (int h = 0; h < length; ++h) { largest = fmaxf(largest, history[h * n + i]); }
     }
-    const float scale = fmaxf(largest, LEAST_ABS_MAX) / limits[i];
-    scales[i * STRIDE] = largest > 0.0f ? scale : 1.0f;
+    const float scale = largest > 0.0f ? fmaxf(largest, LEAST_ABS_MAX) / limits[i] : 1.0f;
+    scales[i * STRIDE] = scale;
+    if (factors != nullptr) { factors[i * STRIDE] = 1.0f / scale; }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

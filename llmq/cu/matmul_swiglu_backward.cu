@@ -14,7 +14,7 @@
 // Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
 //          scale_a, scale_b: F32 (1), of fp8 codes. RANK: R rounded up to 16; 0: there are none.
-//          abs_max, codes, transposed, scale, saturated, out, out_*: as in swiglu.cu. TENSOR: whether
+//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. TENSOR: whether
 //          d_up_gate is written, else it is null.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors;
 //          dynamic shared memory (ops/matmul_swiglu_backward.py).
@@ -32,17 +32,16 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 
+constexpr int STAGES = 4;
 constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box
 constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
 constexpr int ROWS = 2;              // computed together, for many independent instructions
 constexpr int COPIERS = 3;           // warps that store transposed codes
-constexpr bool TURNS = TRANSPOSED || OUT_TRANSPOSED;
 constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
 constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
 
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, RING, WARPS>;
+using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
-using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 
 // Codes of 64 columns and 128 rows, transposed, in shared memory: a line for each column, in which
 // 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. rows: of the lane's four.
@@ -59,12 +58,11 @@ __device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int
 }
 
 // To transposed (columns, rows), from this row and column of it, by the copying warps.
-template <class Format>
-__device__ __forceinline__ void copy_turned(Format* transposed, const unsigned char* tile, int row,
+__device__ __forceinline__ void copy_turned(Q* transposed, const unsigned char* tile, int row,
                                             int column, int rows) {
     const int thread = threadIdx.x - 32, k = thread % 8;
     if (row + 16 * k >= rows) { return; }
-    Format* const to = transposed + (i64)column * rows + row + 16 * k;
+    Q* const to = transposed + (i64)column * rows + row + 16 * k;
 #pragma unroll 2
     for (int c = thread / 8; c < BOX; c += COPIERS * 4) {
         *reinterpret_cast<uint4*>(to + (i64)c * rows) =
@@ -73,15 +71,14 @@ __device__ __forceinline__ void copy_turned(Format* transposed, const unsigned c
 }
 
 // What lies in shared memory: the boxes, and behind the product's barriers two, and tiles of
-// transposed codes: of up, of gate and of out.
+// transposed codes: of up and of gate.
 struct Shared {
-    unsigned char *boxes, *up, *gate, *out;
+    unsigned char *boxes, *up, *gate;
     SharedAddress full, empty;
     __device__ __forceinline__ Shared(unsigned char* dynamic, const Product& product) {
         boxes = dynamic + (product.boxes - shared_address(dynamic));
         up = boxes + Product::BOXES * Product::BOX_BYTES + 512;
         gate = up + TURNED_BYTES;
-        out = TRANSPOSED ? gate + TURNED_BYTES : up;
         full = shared_address(up) - 16;
         empty = full + 8;
     }
@@ -89,7 +86,7 @@ struct Shared {
 
 // The warps that store transposed codes.
 __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& shared, Q* transposed,
-                                           e4m3* out_transposed, int M, int F) {
+                                           int M, int F) {
     u32 parity = 0;
     for (int t = work.cluster; t < work.tiles; t += work.clusters) {
         const Tile tile(t, work);
@@ -98,13 +95,8 @@ __device__ __forceinline__ void copy_boxes(const Work& work, const Shared& share
             const int column = tile.column + box * BOX;
             barrier_wait(shared.full, parity);
             if (column < F) {
-                if constexpr (TRANSPOSED) {
-                    copy_turned(transposed, shared.up, tile.row, column, M);
-                    copy_turned(transposed, shared.gate, tile.row, column + F, M);
-                }
-                if constexpr (OUT_TRANSPOSED) {
-                    copy_turned(out_transposed, shared.out, tile.row, column, M);
-                }
+                copy_turned(transposed, shared.up, tile.row, column, M);
+                copy_turned(transposed, shared.gate, tile.row, column + F, M);
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0) { barrier_arrive(shared.empty); }
@@ -120,7 +112,6 @@ struct Gradients {
     Q* codes;
     int M, F;
     Encoder encoder;
-    OutEncoder out_encoder;
     uint4 up[4], gate[4];  // of the part that comes next, a row each
 
     static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
@@ -162,7 +153,7 @@ struct Gradients {
 #pragma unroll 1
             for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
                 barrier_wait(product.ready + 8 * box, parity);
-                if constexpr (TURNS) { barrier_wait(shared.empty, turned_parity); }
+                if constexpr (TRANSPOSED) { barrier_wait(shared.empty, turned_parity); }
 #pragma unroll 1
                 for (int part = 0; part < PARTS; ++part) {
                     const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
@@ -174,7 +165,7 @@ struct Gradients {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) {
                     barrier_arrive(product.taken + 8 * box);
-                    if constexpr (TURNS) { barrier_arrive(shared.full); }
+                    if constexpr (TRANSPOSED) { barrier_arrive(shared.full); }
                 }
             }
             tile = next;
@@ -188,7 +179,7 @@ private:
                                             int index) {
         const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
         const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
-        uint2 up_codes[4], gate_codes[4], out_codes[4];
+        uint2 up_codes[4], gate_codes[4];
 #pragma unroll
         for (int first = 0; first < 4; first += ROWS) {
             uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
@@ -222,7 +213,6 @@ private:
                 if constexpr (OUT) {
                     *reinterpret_cast<uint4*>(out + place - (i64)(part.row + row) * F) = again[i];
                 }
-                if constexpr (OUT_TRANSPOSED) { out_codes[row] = out_encoder.encode(again[i]); }
             }
         }
         if (!part.inside) { return; }
@@ -230,7 +220,6 @@ private:
             put_turned(shared.up, sixteen, octet(), four(), up_codes);
             put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
         }
-        if constexpr (OUT_TRANSPOSED) { put_turned(shared.out, sixteen, octet(), four(), out_codes); }
     }
 
     static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {
@@ -278,8 +267,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
                        const __grid_constant__ TensorMap tail, const f32* scale_a,
                        const f32* scale_b, const bf16* up_gate, i32 M, i32 F, i32 K, f32* abs_max,
-                       Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out,
-                       e4m3* out_transposed, const f32* out_scale, i32* out_saturated) {
+                       Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
     const Shared shared(dynamic, product);
@@ -296,18 +284,16 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
         give_registers<OTHER_REGISTERS>();
         if (threadIdx.x == 0) {
             product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TURNS && threadIdx.x >= 32) {
-            copy_boxes(work, shared, transposed, out_transposed, M, F);
+        } else if (TRANSPOSED && threadIdx.x >= 32) {
+            copy_boxes(work, shared, transposed, M, F);
         }
     } else if (warpgroup < 3) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
     } else {
         take_registers<EPILOGUE_REGISTERS>();
-        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale),
-                            OutEncoder(out_scale)};
+        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale)};
         gradients.take(work, product, shared);
         gradients.encoder.finish(saturated, abs_max);
-        gradients.out_encoder.finish(out_saturated, nullptr);
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

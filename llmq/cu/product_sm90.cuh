@@ -15,7 +15,8 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 192, LINE = 128;  // LINE: bytes of K in a tile
 constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_COLUMNS * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
-constexpr int RESIDENT = 20 << 20;  // bytes of `right` that a group has at most
+constexpr int RESIDENT = 5 << 20;  // bytes of `right` that a group has at most,
+constexpr int NARROWEST = 8;       // but so many columns of tiles in any case
 constexpr int BOX = 64;      // columns of a box of BF16; rows of a tile (K, N)
 constexpr int SLICES = 4;    // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;   // BF16 in a line: of the tiles of adapters
@@ -45,7 +46,7 @@ struct Work {
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
           rank(cluster_rank()) {
-        const int most = max(1, RESIDENT / (TILE_COLUMNS * depth));
+        const int most = max(NARROWEST, RESIDENT / (TILE_COLUMNS * depth));
         const int groups = (columns + most - 1) / most;
         group = (columns + groups - 1) / groups;  // all of about the same width
     }

@@ -10,14 +10,17 @@
 //          OUT = 1, which may be d_out; else it may be null.
 //          _fp8: codes, transposed, scale, saturated as in fp8.cuh, of forward's out or d_up_gate,
 //          which may be null; codes with CODES = 1, transposed with TRANSPOSED = 1. The same of
-//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1.
+//          backward's out, out_*, in E4M3, with OUT_TRANSPOSED = 1. With CODED = 1 up_gate and d_out
+//          are FP8 codes as products write them, 8-byte aligned, of up_scale and in_scale; in_*: what
+//          is found out about the newer of the two, as in fp8.cuh. All other tensors are then BF16.
 // Launch   256 threads, ceil(rows * F / (512 vectors)) blocks: 2 vectors per thread.
 //          _fp8: a block for every 128 rows and 64 columns of F, grid (across, down).
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2, or 3
 //          with out; memory-bound: 4 or 6 16-byte loads in flight per thread, about 30
 //          instructions per output element. _fp8: twice as many loads in flight, 40 (forward) or
 //          60 instructions; codes in both layouts are as many bytes as BF16. Backward has 16 KiB of
-//          shared memory for transposed codes, and 8 KiB for those of out.
+//          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
+//          of what is read, 8-byte loads; then 30 (forward) and 50 instructions are as long.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
 // Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "activation.cuh"
@@ -28,25 +31,73 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
+// Sigmoids of a row that are computed together: as many as registers are for.
+constexpr int AT_ONCE = CODED ? (GELU ? 4 : 8) : (GELU ? 1 : 2);
 constexpr int N = Vec<T>::N;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr bool ON_BLACKWELL = true;
+#ifdef __CUDA_ARCH__
+constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900, ON_BLACKWELL = __CUDA_ARCH__ >= 1000;
 #else
-constexpr bool ON_BLACKWELL = false;
+constexpr bool ON_HOPPER = false, ON_BLACKWELL = false;
 #endif
-constexpr int TILES_ON_SM = sizeof(T) == 2 ? 3 : 2;  // blocks that the registers must do for
+// The format of results beside inputs of Element.
+template <class Element> struct ResultOf { using Type = Element; };
+template <> struct ResultOf<e4m3> { using Type = bf16; };
+using V = ResultOf<U>::Type;
+constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that the registers must do for
 
-__device__ __forceinline__ T activation(T up, T gate) {
-    const float g = to_f32(gate);
-    return from_f32<T>(to_f32(up) * (g * Gate::share(g)));
+// Gates g from gate.at(first) on, and their sigmoids s. near: all are above FAR.
+template <int COUNT, class In>
+__device__ __forceinline__ void sigmoids(float (&g)[COUNT], float (&s)[COUNT], const In& gate,
+                                         int first, bool near) {
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) { g[k] = to_f32(gate.at(first + k)); }
+    if (near) {
+        shares<Gate, false>(s, g);
+    } else {
+        shares<Gate, true>(s, g);
+    }
 }
 
-// out: activation() again, of the same sigmoid.
-__device__ __forceinline__ void gradients(T& d_up, T& d_gate, T& out, T d_out, T up, T gate) {
-    const float g = to_f32(gate), s = Gate::share(g), d = to_f32(d_out);
-    d_up = from_f32<T>(g * s * d);
-    d_gate = from_f32<T>(Gate::slope(g, s) * to_f32(up) * d);
-    out = from_f32<T>(to_f32(up) * (g * s));
+// out of COUNT elements. AT_ONCE: sigmoids that are in registers; near: as in sigmoids.
+template <int COUNT, int AT_ONCE, class Result, class In>
+__device__ __forceinline__ void activate(Result& out, const In& up, const In& gate, bool near) {
+    float g[AT_ONCE], s[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        float two[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int i = (k + j) % AT_ONCE;
+            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
+            two[j] = to_f32(up.at(k + j)) * (g[i] * s[i]);
+        }
+        out.set_two(k, two[0], two[1]);
+    }
+}
+
+// out: that of activate() again, of the same sigmoids.
+template <int COUNT, int AT_ONCE, class Result, class Gradient, class In>
+__device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& out,
+                                          const Gradient& d_out, const In& up, const In& gate,
+                                          bool near) {
+    float g[AT_ONCE], s[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        float of_up[2], of_gate[2], again[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int i = (k + j) % AT_ONCE;
+            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
+            const float d = to_f32(d_out.at(k + j)), u = to_f32(up.at(k + j));
+            const float active = g[i] * s[i];
+            of_up[j] = active * d;
+            of_gate[j] = Gate::slope(g[i], s[i]) * u * d;
+            again[j] = u * active;
+        }
+        d_up.set_two(k, of_up[0], of_up[1]);
+        d_gate.set_two(k, of_gate[0], of_gate[1]);
+        out.set_two(k, again[0], again[1]);
+    }
 }
 
 // Element offsets of output vector i of this thread: in out, and in up_gate.
@@ -81,8 +132,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
         if (!place.inside) { break; }
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
-#pragma unroll
-        for (int k = 0; k < N; ++k) { result[k] = activation(up_i[k], gate_i[k]); }
+        activate<N, 2>(result, up_i, gate_i, false);
         store_vec(out + place.out, result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -110,13 +160,10 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
     for (int i = 0; i < VECTORS; ++i) {
         const Place place(i, rows, F);
         if (!place.inside) { break; }
-        if constexpr (OUT) { forget(d[i]), forget(up[i]), forget(gate[i]); }
+        if constexpr (OUT || GELU) { forget(d[i]), forget(up[i]), forget(gate[i]); }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate, out_i;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            gradients(d_up[k], d_gate[k], out_i[k], d_i[k], up_i[k], gate_i[k]);
-        }
+        gradients<N, 2>(d_up, d_gate, out_i, d_i, up_i, gate_i, false);
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
         if constexpr (OUT) { store_vec(out + place.out, out_i); }
@@ -126,26 +173,28 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, TILES_ON_SM)
-swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32 F,
+swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows, i32 F,
                    f32* abs_max, Q* __restrict__ codes, Q* __restrict__ transposed,
-                   const f32* __restrict__ scale, i32* saturated) {
-#if CODES || TRANSPOSED
+                   const f32* __restrict__ scale, i32* saturated, const f32* __restrict__ in_scale,
+                   const f32* __restrict__ in_largest, f32* in_abs_max, i32* in_saturated) {
+#if CODES || TRANSPOSED || CODED
     __shared__ OctetTile tile;
     const OctetPlace place(rows, F);
-    OctetRows<T> up, gate;
+    OctetOf<U>::Type up(in_scale), gate(in_scale);
     up.load(up_gate + place.row * 2 * F + place.column, 2 * F, place.there);
     gate.load(up_gate + place.row * 2 * F + F + place.column, 2 * F, place.there);
-    Fp8Encoder<Q, true> encoder(scale);
+    look_at_codes(in_largest, in_abs_max, in_saturated, up, gate);
+    Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     u32 largest = 0;
     uint2 result[4];
+    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Pack<T, 8> up_i = up.row(i), gate_i = gate.row(i);
-        Pack<T, 8> out_i;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) { out_i.set(k, activation(up_i.at(k), gate_i.at(k))); }
+        Pack<V, 8> out_i;
+        activate<8, AT_ONCE>(out_i, up.row(i), gate.row(i), near);
+        forget(out_i);
         if (out != nullptr && place.inside) {
-            out_i.store(out + (place.row + i) * F + place.column);
+            out_i.store(reinterpret_cast<V*>(out) + (place.row + i) * F + place.column);
         }
         largest = max(largest, abs_max_bits(out_i));
         result[i] = encoder.encode(out_i);
@@ -164,50 +213,57 @@ swiglu_forward_fp8(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows,
 }
 
 // With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Blackwell's
-// compiler the codes of one are, too, and codes in one layout only.
+// compiler the codes of one are, too, and codes in one layout only; for Hopper's three tensors'
+// transposed codes of GeGLU.
 #if CODES && !TRANSPOSED
 constexpr bool ONE_LAYOUT = true;
 #else
 constexpr bool ONE_LAYOUT = false;
 #endif
-constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT));
+#if TRANSPOSED && OUT_TRANSPOSED && GELU && !CODED
+constexpr bool MOST_CODES = true;
+#else
+constexpr bool MOST_CODES = false;
+#endif
+constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT)) ||
+                       (ON_HOPPER && MOST_CODES);
+// Measured: backward of codes is faster with streamed results, forward slower.
+constexpr bool STREAMED = ON_HOPPER && CODED;
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
-swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, f32* abs_max,
+swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,
                     e4m3* __restrict__ out_transposed, const f32* __restrict__ out_scale,
-                    i32* out_saturated) {
-#if CODES || TRANSPOSED || OUT_TRANSPOSED
+                    i32* out_saturated, const f32* __restrict__ up_scale,
+                    const f32* __restrict__ in_scale, const f32* __restrict__ in_largest,
+                    f32* in_abs_max, i32* in_saturated) {
+#if CODES || TRANSPOSED || OUT_TRANSPOSED || CODED
     __shared__ OctetTile up_tile, gate_tile, out_tile;
     const OctetPlace place(rows, F);
     const i64 narrow = place.row * F + place.column, wide = narrow + place.row * F;
-    OctetRows<T> d, up, gate;
+    OctetOf<D>::Type d(in_scale);
+    OctetOf<U>::Type up(up_scale), gate(up_scale);
     d.load(d_out + narrow, F, place.there);
     up.load(up_gate + wide, 2 * F, place.there);
     gate.load(up_gate + wide + F, 2 * F, place.there);
+    look_at_codes(in_largest, in_abs_max, in_saturated, d);
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
     uint2 up_result[4], gate_result[4], out_result[4];
+    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const Pack<T, 8> d_i = d.row(i), up_i = up.row(i), gate_i = gate.row(i);
-        Pack<T, 8> d_up, d_gate, out_i;
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            T d_up_k, d_gate_k, out_k;
-            gradients(d_up_k, d_gate_k, out_k, d_i.at(k), up_i.at(k), gate_i.at(k));
-            d_up.set(k, d_up_k);
-            d_gate.set(k, d_gate_k);
-            out_i.set(k, out_k);
-        }
-        if constexpr (OUT || OUT_TRANSPOSED) { forget(d_up), forget(d_gate), forget(out_i); }
+        Pack<V, 8> d_up, d_gate, out_i;
+        gradients<8, AT_ONCE>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i), near);
+        forget(d_up), forget(d_gate), forget(out_i);
         if (d_up_gate != nullptr && place.inside) {
-            d_up.store(d_up_gate + wide + (i64)i * 2 * F);
-            d_gate.store(d_up_gate + wide + (i64)i * 2 * F + F);
+            V* const to = reinterpret_cast<V*>(d_up_gate) + wide + (i64)i * 2 * F;
+            d_up.store(to);
+            d_gate.store(to + F);
         }
         if constexpr (OUT) {
-            if (place.inside) { out_i.store(out + narrow + (i64)i * F); }
+            if (place.inside) { out_i.store(reinterpret_cast<V*>(out) + narrow + (i64)i * F); }
         }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
         up_result[i] = encoder.encode(d_up);
@@ -217,8 +273,10 @@ swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i3
     const int wide_column = place.column + F;
     if constexpr (OUT_TRANSPOSED) { out_tile.put(out_result); }
     if constexpr (CODES) {
-        OctetTile::store_rows(codes, place.row, place.column, 2 * F, up_result, place.inside);
-        OctetTile::store_rows(codes, place.row, wide_column, 2 * F, gate_result, place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, place.column, 2 * F, up_result,
+                                        place.inside);
+        OctetTile::store_rows<STREAMED>(codes, place.row, wide_column, 2 * F, gate_result,
+                                        place.inside);
     }
     if constexpr (TRANSPOSED) {
         up_tile.put(up_result);
@@ -226,11 +284,12 @@ swiglu_backward_fp8(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i3
     }
     if constexpr (TRANSPOSED || OUT_TRANSPOSED) { __syncthreads(); }
     if constexpr (TRANSPOSED) {
-        up_tile.store(transposed, place.first_row, place.first_column, rows, F);
-        gate_tile.store(transposed, place.first_row, place.first_column + F, rows, 2 * F);
+        up_tile.store<STREAMED>(transposed, place.first_row, place.first_column, rows, F);
+        gate_tile.store<STREAMED>(transposed, place.first_row, place.first_column + F, rows,
+                                  2 * F);
     }
     if constexpr (OUT_TRANSPOSED) {
-        out_tile.store(out_transposed, place.first_row, place.first_column, rows, F);
+        out_tile.store<STREAMED>(out_transposed, place.first_row, place.first_column, rows, F);
     }
     encoder.finish(saturated);
     out_encoder.finish(out_saturated);

@@ -51,8 +51,9 @@ def slot(layer: int, name: str) -> str:
 class Activation(NamedTuple):
     """An activation of one layer, and what is kept of it from forward to backward.
 
-    shape: (rows, features), rows = B*T. tensor: the whole of it. codes: fp8 (features, rows), which
-    are enough where backward only needs it for a weight's gradient. With neither it is scratch.
+    shape: (rows, features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the
+    codes that a product writes. codes: fp8 (features, rows), which are enough where backward only
+    needs it for a weight's gradient. With neither it is scratch.
     """
 
     layer: int
@@ -197,7 +198,8 @@ class Layer:
         kept = pre and not (r.norm or r.ffn) and "up" in needed
         ln2 = activation("ln2", C, kept=kept, may_be_codes=True)
         self.ln2 = NormSite(self.residual_att, att_branch, *stats2, ln2)
-        self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn)
+        up = E4M3 if options.mlp_dtype == "e4m3" else None
+        self.mlp_up = activation("mlp_up", 2 * F if config.gated else F, kept=not r.ffn, dtype=up)
         kept = not r.swiglu and "down" in needed
         self.mlp_act = activation("mlp_act", F, kept=kept, may_be_codes=True)
         self.qk_raw = self.qk_rstd = None
@@ -211,14 +213,21 @@ class Layer:
         return self._dev.alloc(name, shape, dtype, "Activations")
 
     def _activation(
-        self, name: str, features: int, *, kept: bool, may_be_codes: bool = False
+        self,
+        name: str,
+        features: int,
+        *,
+        kept: bool,
+        may_be_codes: bool = False,
+        dtype: DType | None = None,
     ) -> Activation:
         shape, tensor, codes = (self.residual.shape[0], features), None, None
+        dtype = dtype or self.residual.dtype
         if kept and may_be_codes and self._keeps_codes:
             codes = self._alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
         elif kept:
-            tensor = self._alloc(name, *shape)
-        return Activation(self.index, name, shape, self.residual.dtype, tensor, codes)
+            tensor = self._alloc(name, *shape, dtype=dtype)
+        return Activation(self.index, name, shape, dtype, tensor, codes)
 
     def slot(self, name: str) -> str:
         """The name of one of its gradients among those of all layers."""

@@ -215,7 +215,8 @@ class AttentionHalf:
                     abs_max=to.abs_max, d_bias=g.qkv_bias, fp8=to.fp8,
                 )  # fmt: skip
 
-            return self.operands.gradient(temps, slot, write, out=d_qkv, bias=False), None
+            gradient = self.operands.gradient
+            return gradient(temps, slot, write, shape=d_qkv.shape, out=d_qkv, bias=False), None
         if table is not None:
             rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
         if qk_raw is not None:

@@ -73,7 +73,7 @@ class Blocks:
             before = layer.mlp_branch
         self.norms = BlockNorms(dev, config, operands)
         self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
-        self.mlp = MlpHalf(dev, config, operands, linear)
+        self.mlp = MlpHalf(dev, config, options, operands, linear)
 
     def forward(self, index: int, w: BlockWeights, *, keep: bool) -> None:
         """The stream in front of a block to that behind it, or to residual_att and mlp_branch.

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -72,6 +72,8 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
+        # Products that have the activation in them write no codes of what it is of.
+        self._may_activate = config.gated and options.mlp_dtype == options.model_dtype
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -103,10 +105,10 @@ class BlockLinear:
         """Whether the activation is part of the product of x beside it.
 
         up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
-        is d_out. Others never.
+        is d_out. Others never. The product of a tensor alone has the same sums there.
         """
         parts, backward = self._parts.get((layer, key)), key == "down"
-        if key not in ("up", "down") or not self.config.gated:
+        if key not in ("up", "down") or not self._may_activate:
             return False
         # A bias comes before the activation, and dropout before the sum that it is of.
         if w.up_bias is not None if key == "up" else parts and self._probability:
@@ -118,14 +120,15 @@ class BlockLinear:
         self,
         layer: int,
         key: str,
-        out: Tensor | Activated,
+        out: Tensor | ProductCodes | Activated,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None, as it is where there are adapters.
+        addend: like out, other memory, or None, as it is where there are adapters. Beside these no
+        product writes codes.
         """
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
@@ -156,14 +159,15 @@ class BlockLinear:
         self,
         layer: int,
         key: str,
-        d_x: Tensor | ActivatedGradient,
+        d_x: Tensor | ProductCodes | ActivatedGradient,
         d_out: Operand,
         w: BlockWeights,
         g: BlockGrads,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
         weight, parts = getattr(w, key), self._parts.get((layer, key))
-        fused = isinstance(d_x, ActivatedGradient)
+        # Also of a tensor: whether the activation is made again changes no bit.
+        fused = key == "down" and self.activates(layer, key, d_out, w)
         if parts is None and fused:
             self.linear.fused(d_x, d_out, weight, backward=True)
             return

@@ -9,7 +9,7 @@ Scratch is a stack: codes of a tensor that is gone before them are taken before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -20,7 +20,16 @@ from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
 from llmq.model.activations import Activation, needed_inputs, slot
-from llmq.model.operands import GRADIENTS, HEAD, MATRICES, NAMES, Operands, Write
+from llmq.model.operands import (
+    GRADIENTS,
+    HEAD,
+    MATRICES,
+    NAMES,
+    RESULTS,
+    Operands,
+    Result,
+    Write,
+)
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.runtime.device import Device
@@ -37,8 +46,11 @@ def make_operands(
         return Operands(dev, shape, dtype)
     gradient = parse_dtype(options.gradient_dtype)
     formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
+    if options.mlp_dtype == "e4m3":
+        formats |= dict(zip(RESULTS, (E4M3, gradient), strict=True))
     layers = range(config.num_layers)
-    limits = {slot(layer, name): MAX[formats[name]] for layer in layers for name in NAMES}
+    limits = {slot(layer, name): MAX[formats[name]] for layer in layers for name in formats}
+    products = [name for name in limits if name.rpartition(".")[2] in RESULTS]
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
@@ -47,7 +59,8 @@ def make_operands(
         needed = needed_inputs(config, options)
         adapted = frozenset(name for name in NAMES if MATRICES[name] in needed)
     if options.fp8_recipe == "delayed":
-        return Delayed(dev, shape, dtype, formats, DelayedScales(dev, limits), adapted=adapted)
+        scales = DelayedScales(dev, limits, products)
+        return Delayed(dev, shape, dtype, formats, scales, adapted=adapted)
     return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), adapted=adapted)
 
 
@@ -149,7 +162,8 @@ class JustInTime(Operands):
 
     def largest(self) -> np.ndarray:
         values = self.dev.download(self.scales.abs_maxes)[:, 0]
-        return values[: len(values) // len(NAMES) * len(NAMES)].reshape(-1, len(NAMES))
+        width = len(self.formats.keys() - {HEAD})
+        return values[: len(values) // width * width].reshape(-1, width)
 
 
 class Delayed(JustInTime):
@@ -172,6 +186,7 @@ class Delayed(JustInTime):
 
         q_t = alloc("q_t", shape[::-1]) if adapted is None else None
         self._half_gradient = (alloc("q", shape), q_t)
+        self._coded = RESULTS[0] in formats  # whether products write codes
 
     def _direct(
         self, slot: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
@@ -196,14 +211,45 @@ class Delayed(JustInTime):
         quantize.scaled(self.dev, x, self.scales.fp8_out(slot, q, q_t), abs_max=largest)
         return self._fp8(slot, x, q, q_t)
 
+    # Without scales, what is never there but as codes is written twice: with any scale for its
+    # largest value, and with the scale that follows from it. Another form would need memory that
+    # no later step needs.
+
+    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
+        if not self._coded:
+            return super().result(slot, out, multiply)
+        codes = self.scales.product(slot, out)
+        multiply(codes)
+        if not self.scales.ready:
+            self.scales.settle(slot)
+            multiply(codes)
+        return codes
+
+    def result_again(self, slot: str, out: Tensor) -> Result:
+        return self.scales.product(slot, out, again=True) if self._coded else out
+
+    def written(self, slot: str, launch: Callable[[], None]) -> None:
+        launch()
+        if self._coded and not self.scales.ready:
+            self.scales.settle(slot)
+            launch()
+
     def gradient(
-        self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
+        self,
+        temps: ExitStack,
+        slot: str,
+        write: Write,
+        *,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        bias: bool,
     ) -> Operand:
         # RoPE backward writes the tensor or its codes.
         keeps = self._keeps(slot)
-        if (keeps and slot.endswith("d_qkv")) or not self.scales.ready:
-            return super().gradient(temps, slot, write, out=out, bias=bias)
-        q, q_t = self._codes(temps, slot, out.shape)
+        known = self.scales.ready or (self._coded and slot.endswith("d_mlp_up"))
+        if (keeps and slot.endswith("d_qkv")) or not known:
+            return super().gradient(temps, slot, write, shape=shape, out=out, bias=bias)
+        q, q_t = self._codes(temps, slot, shape)
         source = out if bias or keeps else None
         write(self._direct(slot, source, q, q_t))
         return self._fp8(slot, source, q, q_t)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
 from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward, reduce
@@ -121,14 +121,14 @@ class Linear:
             up_gate, to, act, gelu = out
             matmul_swiglu_backward.backward(
                 self.dev, to.out, x, weight, up_gate, *others, gelu=gelu,
-                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
+                abs_max=to.abs_max, fp8=to.fp8, out=act,
             )  # fmt: skip
         else:
             matmul_adapted.matmul_adapted(self.dev, out, *operands, bias=bias, transposed=backward)
 
     def forward(
         self,
-        out: Tensor,
+        out: Tensor | ProductCodes,
         x: Operand,
         weight: Operand,
         bias: Tensor | None = None,
@@ -138,7 +138,8 @@ class Linear:
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out.
 
-        accumulate: out is added, too; not with addend.
+        accumulate: out is added, too; not with addend. Fp8 products can write codes, here and in
+        input_gradient, to which neither is added.
         """
         if isinstance(weight, Fp8):
             matmul_fp8(
@@ -151,7 +152,7 @@ class Linear:
 
     def input_gradient(
         self,
-        d_x: Tensor,
+        d_x: Tensor | ProductCodes,
         d_out: Operand,
         weight: Operand,
         salt: int = 0,

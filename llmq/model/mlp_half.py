@@ -4,6 +4,8 @@
 
 Where `BlockLinear.activates`, a product and the activation behind it are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+With --mlp-dtype e4m3 it also turns the memory of what products write for the activation into fp8
+codes and a scale: mlp_up, and the gradient of the activation's output.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.operand import Activated, ActivatedGradient, Operand, Target
+from llmq.base.dtypes import parse_dtype
+from llmq.base.operand import Activated, ActivatedGradient, Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
 from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.block_linear import BlockLinear
-from llmq.model.operands import InputAgain, Operands
+from llmq.model.operands import InputAgain, Operands, Result
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
 from llmq.runtime.device import Device
@@ -39,16 +43,25 @@ class MlpAgain(NamedTuple):
     a gated MLP (rows, 2F)."""
 
     x: Operand | None
-    mlp_up: Tensor
+    mlp_up: Result
 
 
 class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands, linear: BlockLinear):
+    def __init__(
+        self,
+        dev: Device,
+        config: ModelConfig,
+        options: TrainConfig,
+        operands: Operands,
+        linear: BlockLinear,
+    ):
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
         self.gelu = config.activation == "geglu"
+        coded = options.mlp_dtype == "e4m3"
+        self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
@@ -59,8 +72,9 @@ class MlpHalf:
                 self.linear.forward(layer.index, "up", out, x, w)
                 return
             with ExitStack() as inner:
-                mlp_up = layer.mlp_up.place(self.dev, inner)
-                self.linear.forward(layer.index, "up", mlp_up, x, w)
+                place = layer.mlp_up.place(self.dev, inner)
+                multiply = partial(self.linear.forward, layer.index, "up", x=x, w=w)
+                mlp_up = self.operands.result(layer.mlp_up.slot, place, multiply)
                 self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
 
         mlp_act = self.operands.input(temps, layer.mlp_act, write)
@@ -72,7 +86,8 @@ class MlpHalf:
     ) -> MlpAgain:
         """What backward needs: kept, or computed again."""
         computed = layer.recompute.ffn
-        mlp_up = layer.mlp_up.place(self.dev, temps)
+        place = layer.mlp_up.place(self.dev, temps)
+        mlp_up = self.operands.result_again(layer.mlp_up.slot, place)
         x = None
         if computed or self.linear.needs_input(layer.index, "up", g):
             x = x_again(product=computed)
@@ -89,7 +104,8 @@ class MlpHalf:
         d_out: Tensor,
         d_x: Tensor,
     ) -> None:
-        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up."""
+        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up, but
+        for codes."""
         mlp_up = again.mlp_up
 
         def write(to: Target) -> None:
@@ -97,7 +113,12 @@ class MlpHalf:
 
         with ExitStack() as temps:
             slot, bias = layer.slot("d_mlp_up"), g.up_bias is not None
-            d_mlp_up = self.operands.gradient(temps, slot, write, out=mlp_up, bias=bias)
+            out, shape = mlp_up, layer.mlp_up.shape
+            if isinstance(mlp_up, ProductCodes):  # their memory is too small
+                scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
+                out = temps.enter_context(scratch) if bias else None
+            gradient = self.operands.gradient
+            d_mlp_up = gradient(temps, slot, write, shape=shape, out=out, bias=bias)
             self.linear.input_gradient(layer.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(layer.index, "up", g, g.up_bias, d_mlp_up, again.x)
 
@@ -106,7 +127,7 @@ class MlpHalf:
         layer: Layer,
         w: BlockWeights,
         g: BlockGrads,
-        mlp_up: Tensor,
+        mlp_up: Result,
         d_out: Tensor,
         to: Target,
     ) -> None:
@@ -129,23 +150,26 @@ class MlpHalf:
         layer: Layer,
         w: BlockWeights,
         g: BlockGrads,
-        mlp_up: Tensor,
+        mlp_up: Result,
         d_down: Operand,
         to: Target,
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
-        if self.linear.activates(layer.index, "down", d_down, w):
-            d_x = ActivatedGradient(mlp_up, to, act, self.gelu)
+        # With the activation's codes in it as well, one kernel takes longer than two.
+        if act.fp8 is None and self.linear.activates(layer.index, "down", d_down, w):
+            d_x = ActivatedGradient(mlp_up, to, act.out, self.gelu)
             self.linear.input_gradient(layer.index, "down", d_x, d_down, w, g)
             return
+        multiply = partial(self.linear.input_gradient, layer.index, "down", d_out=d_down, w=w, g=g)
         with ExitStack() as temps:
-            d_mlp_act = act.out  # may go where its gradient is, which is not needed again
-            if d_mlp_act is None:
-                shape, dtype = layer.mlp_act.shape, layer.mlp_act.dtype
-                d_mlp_act = temps.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
-            self.linear.input_gradient(layer.index, "down", d_mlp_act, d_down, w, g)
-            self.activate_backward(
-                self.dev, to.out, d_mlp_act, mlp_up, abs_max=to.abs_max, fp8=to.fp8,
-                out=act.out, out_fp8=act.fp8,
+            place = act.out  # may go where its gradient is, which is not needed again
+            if place is None:
+                scratch = self.dev.scratch("d_mlp_act", layer.mlp_act.shape, self._gradient_dtype)
+                place = temps.enter_context(scratch)
+            d_mlp_act = self.operands.result(layer.slot("d_mlp_act"), place, multiply)
+            backward = partial(
+                self.activate_backward, self.dev, to.out, d_mlp_act, mlp_up,
+                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
             )  # fmt: skip
+            self.operands.written(layer.slot("d_mlp_up"), backward)

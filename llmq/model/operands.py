@@ -19,7 +19,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
 from llmq.model.activations import Activation
 from llmq.model.scales import NoScales
@@ -30,8 +30,11 @@ GRADIENTS = ("d_mlp", "d_mlp_up", "d_att", "d_qkv")  # d_mlp, d_att: of the outp
 NAMES = INPUTS + GRADIENTS
 MATRICES = dict(zip(NAMES, ("qkv", "o", "up", "down", "down", "up", "o", "qkv"), strict=True))
 """Whose input, or gradient of whose output, each of NAMES is: its key in a block."""
+RESULTS = ("mlp_up", "d_mlp_act")  # of products, which may write them as codes
 HEAD = "norm"  # the LM head's input
 
+Result = Tensor | ProductCodes
+"""What a product has written."""
 Write = Callable[[Target], None]
 """Enqueues the kernel that makes a tensor, given where it goes; it is called once."""
 InputAgain = Callable[..., Operand]
@@ -90,10 +93,31 @@ class Operands:
         """Where a kernel writes a tensor of which of_tensor makes an operand later."""
         return Target(out)
 
+    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
+        """What a product writes to `out`, which may be of codes; multiply enqueues it."""
+        multiply(out)
+        return out
+
+    def result_again(self, slot: str, out: Tensor) -> Result:
+        """The same in backward: where it was kept, or is to be written again."""
+        return out
+
+    def written(self, slot: str, launch: Callable[[], None]) -> None:
+        """Enqueue the kernel that writes the target of `gradient`, given this slot."""
+        launch()
+
     def gradient(
-        self, temps: ExitStack, slot: str, write: Write, *, out: Tensor, bias: bool
+        self,
+        temps: ExitStack,
+        slot: str,
+        write: Write,
+        *,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        bias: bool,
     ) -> Operand:
-        """The gradient of a product's output. out: memory of its shape.
+        """The gradient of a product's output. out: memory of its shape; None: if its result is
+        codes, and bias is False.
 
         bias: the tensor itself is wanted besides, because a bias's gradient is its sum.
         """
@@ -111,6 +135,6 @@ class Operands:
     def largest(self) -> np.ndarray:
         """F32 (layers, len(NAMES)): what is recorded of the blocks' tensors; waits for the device.
 
-        No layers without fp8.
+        No layers without fp8. RESULTS follow where they are codes.
         """
         return np.empty((0, len(NAMES)), np.float32)

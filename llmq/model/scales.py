@@ -6,17 +6,17 @@ just in time   A tensor's scale follows from its own largest value. Slots are fi
                micro-step and kept until its end.
 delayed        A scale follows from the largest values of the last optimizer steps and is the same
                for a whole step. The kernels that make the tensors can write codes directly, and
-               count the elements that were too large for them.
+               count the elements that were too large for them. Products can, too; see `product`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from llmq.base.dtypes import F32, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, fp8_scale
 from llmq.ops.fp8_scale import STRIDE, slots
@@ -101,7 +101,8 @@ class Scales(NoScales):
 class DelayedScales(Scales):
     """A slot for each name, with a history."""
 
-    def __init__(self, dev: Device, limits: Mapping[str, float]):
+    def __init__(self, dev: Device, limits: Mapping[str, float], products: Sequence[str] = ()):
+        """products: those of the names whose codes products write."""
         super().__init__(dev, limits)
         n, world = len(limits), dev.world_size
         self.ready = False
@@ -111,11 +112,54 @@ class DelayedScales(Scales):
         self._saturated_of = slots(self._saturated, limits)
         self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
         dev.zero(self._history)
-        dev.upload(self._limits, np.array(list(limits.values()), np.float32) / np.float32(MARGIN))
+        values = np.array(list(limits.values()), np.float32) / np.float32(MARGIN)
+        dev.upload(self._limits, values)
+        self._factors = None
+        if products:
+            self._prepare_products(limits, values, products)
+
+    def _prepare_products(
+        self, limits: Mapping[str, float], values: np.ndarray, products: Sequence[str]
+    ) -> None:
+        """What cannot be had with one kernel over all slots: values as in _limits."""
+        n = len(limits)
+        self._factors = self._alloc("fp8_factors", n, STRIDE)
+        self.dev.upload(self._factors, np.ones((n, STRIDE), np.float32))
+        self._factor_of = slots(self._factors, limits)
+        self._largest = self._alloc("abs_maxes.products", len(products), STRIDE)
+        self._largest_of = slots(self._largest, products)
+        own = self._alloc("fp8_limits.own", n, STRIDE)  # each with an address that kernels take
+        self.dev.upload(own, np.repeat(values[:, None], STRIDE, axis=1))
+        self._limit_of = slots(own, limits)
+        self._newest = self._alloc("abs_max.newest", 1, 1)
 
     def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
         """Where a kernel writes a tensor's codes when scales are known."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
+
+    def product(self, name: str, codes: Tensor, *, again: bool = False) -> ProductCodes:
+        """Where a product writes a tensor's codes, and what its reader has to find out of it.
+
+        again: it was read before, or is made again.
+        """
+        known = (self.scale(name), self._factor_of[name], self._largest_of[name])
+        unknown = () if again else (self.abs_max(name), self._saturated_of[name])
+        return ProductCodes(codes, *known, *unknown)
+
+    def settle(self, name: str) -> None:
+        """The first scale of a tensor, from its largest value.
+
+        It was written with any scale for that, and is written once more.
+        """
+        row = list(self._scale_of).index(name)
+        scale, factor, largest = (
+            table.rows(row, row + 1) for table in (self.scales, self._factors, self.abs_maxes)
+        )
+        if name in self._largest_of:  # nobody has read it yet
+            row = list(self._largest_of).index(name)
+            largest = self._largest.rows(row, row + 1)
+        limit = self._limit_of[name]
+        fp8_scale.update(self.dev, scale, self._newest, limit, largest, factors=factor)
 
     def forget(self) -> None:
         """Begin to record largest values, and to count what saturates, anew."""
@@ -150,7 +194,9 @@ class DelayedScales(Scales):
         self._update(self.abs_maxes)
 
     def _update(self, abs_maxes: Tensor | None) -> None:
-        fp8_scale.update(self.dev, self.scales, self._history, self._limits, abs_maxes)
+        fp8_scale.update(
+            self.dev, self.scales, self._history, self._limits, abs_maxes, factors=self._factors
+        )
 
     def state(self) -> dict[str, list[float]]:
         """The history, the oldest step first."""

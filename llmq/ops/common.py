@@ -9,7 +9,7 @@ from functools import cache
 from itertools import chain
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -179,6 +179,36 @@ def fp8_consts(
             f"{FP8_MULTIPLE}, got ({rows}, {features})"
         )
     return {"CODES": int(fp8.codes is not None), "TRANSPOSED": int(fp8.transposed is not None)}
+
+
+# -- Kernels that read what a product has written as FP8 -------------------------------------------
+
+# The end of their arguments; product_args() are the values.
+PRODUCT_ARGS = (
+    "const f32*? in_scale, const f32*? in_largest, inout f32*? in_abs_max, inout i32*? in_saturated"
+)
+
+
+def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
+    """The arguments that PRODUCT_ARGS declares."""
+    if product is None:
+        return (None,) * 4
+    largest = product.largest if product.abs_max is not None else None
+    return (product.scale, largest, product.abs_max, product.saturated)
+
+
+def expect_product(op: str, name: str, product: ProductCodes) -> None:
+    """Raise TypeError or ValueError unless these are codes (rows, features) and what they need."""
+    codes = product.codes
+    if codes.dtype not in (E4M3, E5M2):
+        raise TypeError(f"{op}: {name}.codes must be E4M3 or E5M2, got {codes.dtype.label}")
+    if len(codes.shape) != 2:
+        raise ValueError(f"{op}: {name}.codes must have 2 dimensions, got {codes.shape}")
+    expect(op, f"{name}.scale", product.scale, F32, (1,))
+    expect(op, f"{name}.largest", product.largest, F32, (1,))
+    if product.abs_max is not None:
+        expect(op, f"{name}.abs_max", product.abs_max, F32, (1,))
+        expect(op, f"{name}.saturated", product.saturated, I32, (1,))
 
 
 # -- Kernels that are an activation's backward, and write what forward has made of its input again -

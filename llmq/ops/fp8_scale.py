@@ -15,8 +15,8 @@ STRIDE = 4  # elements from one tensor's scale to the next one's: products need 
 UPDATE = Kernel(
     "fp8_scale.cu",
     "fp8_scale_update",
-    args="f32* scales, inout f32* history, const f32*? abs_maxes, const f32* limits, "
-    "i32 length, i32 n",
+    args="f32* scales, f32*? factors, inout f32* history, const f32*? abs_maxes, "
+    "const f32* limits, i32 length, i32 n",
 )
 COUNT = Kernel(
     "fp8_scale.cu",
@@ -32,7 +32,13 @@ def slots(table: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def update(
-    dev: Device, scales: Tensor, history: Tensor, limits: Tensor, abs_maxes: Tensor | None
+    dev: Device,
+    scales: Tensor,
+    history: Tensor,
+    limits: Tensor,
+    abs_maxes: Tensor | None,
+    *,
+    factors: Tensor | None = None,
 ) -> None:
     """Add a step to the history, and scale = largest of the history / limit.
 
@@ -44,6 +50,7 @@ def update(
         history    inout  F32 (length, n)  largest values, the oldest step first
         limits     in     F32 (n,)         positive
         abs_maxes  in     F32 (n, 4)       of the step that is added; None: none is
+        factors    out    F32 (n, 4)       or None; 1 / scale
 
     Cost:    history read and written once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -56,7 +63,9 @@ def update(
     expect("fp8_scale", "limits", limits, F32, (n,))
     if abs_maxes is not None:
         expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))
-    args = (scales, history, abs_maxes, limits, length, n)
+    if factors is not None:
+        expect("fp8_scale", "factors", factors, F32, (n, STRIDE))
+    args = (scales, factors, history, abs_maxes, limits, length, n)
     dev.launch(UPDATE, ceil_div(n, THREADS), THREADS, args)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
+from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -17,7 +18,8 @@ MATMUL_ACCUMULATE = Kernel("matmul", "matmul", args=f"inout D* out, {_ARGS}")
 
 _FP8_ARGS = (
     "const A* a, const B* b, const f32* scale_a, const f32* scale_b, const bf16*? bias, "
-    "const D*? addend, u8* workspace, i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+    "const f32*? factor, f32*? largest, const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
 )
 MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
 MATMUL_FP8_ACCUMULATE = Kernel("matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
@@ -52,10 +54,7 @@ def matmul(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"matmul: {name} must have 2 dimensions, got {tensor.shape}")
-        if tensor.dtype not in (F32, BF16):
-            raise TypeError(f"matmul: {name} must be F32 or BF16, got {tensor.dtype.label}")
+        _expect_matrix("matmul", name, tensor, (F32, BF16))
     if a.dtype == F32 and out.dtype != F32:
         raise TypeError("matmul: out must be F32 where a is F32, got BF16")
     M, N = out.shape
@@ -78,7 +77,7 @@ def matmul(
 
 def matmul_fp8(
     dev: Device,
-    out: Tensor,
+    out: Tensor | ProductCodes,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -94,13 +93,14 @@ def matmul_fp8(
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
     Args (contiguous; M, N and K multiples of 16):
-        out         out  F32 or BF16   (M,N)   with accumulate as in matmul
+        out         out  F32 or BF16   (M,N)   with accumulate as in matmul; or codes, as
+                                               ProductCodes has it: E4M3 if a and b are
         a           in   E4M3 or E5M2  (M,K)
         b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
         scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
         scale_b     in   F32           (1,)
         bias        in   BF16          (N,)    or None; added to every row
-        addend      in   as out        (M,N)   or None; as in matmul
+        addend      in   as out        (M,N)   or None; as in matmul; not with codes
         accumulate                             out is the addend
         fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
                                                add products to sums of 14 significant bits;
@@ -111,13 +111,17 @@ def matmul_fp8(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_fp8"
+    out, *of_codes = _expect_result(op, out, a, b)
     M, N, K = _fp8_sizes(op, out, a, b)
     expect(op, "scale_a", scale_a, F32, (1,))
     expect(op, "scale_b", scale_b, F32, (1,))
+    if (accumulate or addend is not None) and out.dtype not in (F32, BF16):
+        added = "accumulate" if accumulate else "addend"
+        raise TypeError(f"{op}: out must be F32 or BF16 with {added}, got {out.dtype.label}")
     _check_addend(op, out, addend, accumulate)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
-    operands = (out, a, b, scale_a, scale_b, bias, addend)
+    operands = (out, a, b, scale_a, scale_b, bias, *of_codes, addend)
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         dev.launch(
             MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
@@ -130,13 +134,8 @@ def matmul_fp8(
 
 def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-        dtypes = (F32, BF16) if name == "out" else (E4M3, E5M2)
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(dtype.label for dtype in dtypes)
-            raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
+    for name, tensor in (("a", a), ("b", b)):
+        _expect_matrix(op, name, tensor, (E4M3, E5M2))
     if a.dtype == b.dtype == E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     (M, N), K = out.shape, a.shape[1]
@@ -145,6 +144,27 @@ def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, in
     expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None, (N, K))
     return M, N, K
+
+
+def _expect_result(
+    op: str, out: Tensor | ProductCodes, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensor, and of codes the factor and where their largest value goes."""
+    if not isinstance(out, ProductCodes):
+        _expect_matrix(op, "out", out, (F32, BF16))
+        return out, None, None
+    _expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
+    expect(op, "factor", out.factor, F32, (1,))
+    expect(op, "largest", out.largest, F32, (1,))
+    return out.codes, out.factor, out.largest
+
+
+def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:
+    if len(tensor.shape) != 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(dtype.label for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
 
 
 def _check_addend(op: str, out: Tensor, addend: Tensor | None, accumulate: bool) -> None:

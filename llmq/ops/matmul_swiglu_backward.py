@@ -11,14 +11,7 @@ from __future__ import annotations
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.ops.common import (
-    FP8_ARGS,
-    abs_max_consts,
-    again_args,
-    again_consts,
-    fp8_args,
-    fp8_consts,
-)
+from llmq.ops.common import FP8_ARGS, abs_max_consts, fp8_args, fp8_consts
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -29,7 +22,8 @@ COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
-STAGE_BYTES, BOX_BYTES, TURNED_BYTES, BOXES = 40960, 16384, 8192, 3
+STAGES, STAGE_BYTES = 4, 40960
+BOXES, BOX_BYTES, TURNED_BYTES = 3, 16384, 8192
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
@@ -41,8 +35,7 @@ def _kernel(b_rows: int) -> Kernel:
         OP,
         args=f"bf16*? d_up_gate, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
         "const bf16[32]*? tail, const f32*? scale_a, const f32*? scale_b, const bf16* up_gate, "
-        f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out, "
-        "e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated",
+        f"i32 M, i32 F, i32 K, inout f32*? abs_max, {FP8_ARGS}, bf16*? out",
         capability=CAPABILITY,
     )
 
@@ -87,13 +80,12 @@ def backward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
-    out_fp8: Fp8Out | None = None,
 ) -> None:
     """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds d_out, and of
     `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
-    can be written again.
+    can be written again, but not its codes: with these, two kernels take less time.
 
     Args (contiguous; M a multiple of 16, F of 64; rows of multiples of 16 bytes):
         d_up_gate  out    BF16                (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
@@ -107,14 +99,12 @@ def backward(
         abs_max    inout  F32                 (1,)    or None; raised to the largest |d_up_gate|
         fp8        out                        (M,2F)  or None; d_up_gate in FP8
         out        out    BF16                (M,F)   or None; the bits of forward's out
-        out_fp8    out                        (M,F)   or None, if out is; its codes, E4M3, only
-                                                      transposed
 
     Cost:    2*M*F*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
     (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
-    consts = _results(d_up_gate, (M, F), abs_max, fp8, out, out_fp8)
+    consts = _results(d_up_gate, (M, F), abs_max, fp8, out)
     consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
     clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
     operands = (a, b, h, tail, scale_a, scale_b, up_gate)
@@ -122,7 +112,7 @@ def backward(
         HALVES_B if a.dtype == BF16 else CODES_B,
         2 * clusters,
         THREADS,
-        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), *again_args(out, out_fp8)),
+        (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,
         smem=_shared(consts),
         flops=2 * M * F * (K + R),
@@ -176,20 +166,19 @@ def _results(
     abs_max: Tensor | None,
     fp8: Fp8Out | None,
     out: Tensor | None,
-    out_fp8: Fp8Out | None,
 ) -> dict[str, int]:
     """The constants that switch what is written on and off. shape: of out."""
     M, F = shape
     if d_up_gate is not None or fp8 is None:
         expect(OP, "d_up_gate", d_up_gate, BF16, (M, 2 * F))
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, 2 * F)
-    consts |= again_consts(OP, out, out_fp8, BF16, shape)
-    # A fourth stage has no place beside transposed codes of out.
-    return consts | {"TENSOR": int(d_up_gate is not None), "RING": 4 - consts["OUT_TRANSPOSED"]}
+    if out is not None:
+        expect(OP, "out", out, BF16, shape)
+    return consts | {"TENSOR": int(d_up_gate is not None), "OUT": int(out is not None)}
 
 
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
-    turned = 2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]
-    tiles = consts["RING"] * STAGE_BYTES + BOXES * BOX_BYTES + turned * TURNED_BYTES
+    turned = 2 * consts["TRANSPOSED"] * TURNED_BYTES
+    tiles = STAGES * STAGE_BYTES + BOXES * BOX_BYTES + turned
     return tiles + 8 * BARRIERS + 1024

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from llmq.base.operand import Fp8Out
+from llmq.base.dtypes import BF16, E4M3
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     AGAIN_ARGS,
     FP8_ARGS,
     NOT_AGAIN,
+    PRODUCT_ARGS,
     VECTOR_BYTES,
     abs_max_consts,
     again_args,
     again_consts,
     expect_float,
+    expect_product,
     fp8_args,
     fp8_consts,
     octet_tiles,
+    product_args,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -37,13 +41,14 @@ BACKWARD = Kernel(
 FORWARD_FP8 = Kernel(
     "swiglu.cu",
     "swiglu_forward_fp8",
-    args="T*? out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max, " + FP8_ARGS,
+    args="T*? out, const U* up_gate, i64 rows, i32 F, inout f32*? abs_max, "
+    f"{FP8_ARGS}, {PRODUCT_ARGS}",
 )
 BACKWARD_FP8 = Kernel(
     "swiglu.cu",
     "swiglu_backward_fp8",
-    args="T*? d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, "
-    f"inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}",
+    args="T*? d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, "
+    f"inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}, const f32*? up_scale, {PRODUCT_ARGS}",
 )
 
 
@@ -55,7 +60,7 @@ def grid(size: int, itemsize: int) -> int:
 def forward(
     dev: Device,
     out: Tensor | None,
-    up_gate: Tensor,
+    up_gate: Tensor | ProductCodes,
     *,
     gelu: bool = False,
     abs_max: Tensor | None = None,
@@ -67,7 +72,8 @@ def forward(
 
     Args (T is BF16 or F32):
         out      out    T (*S, F)    F a multiple of 16 bytes; may be None with fp8
-        up_gate  in     T (*S, 2F)   [up | gate] along the last dimension
+        up_gate  in     T (*S, 2F)   [up | gate] along the last dimension; or the codes of a
+                                     product (rows, 2F), E4M3: T is BF16, F a multiple of 16
         abs_max  inout  F32 (1,)     or None; raised to the largest |out|
         fp8      out    (rows, F)    or None; out in FP8, rows and F multiples of 16
 
@@ -77,22 +83,24 @@ def forward(
     op = "swiglu.forward"
     if out is None and fp8 is None:
         raise TypeError(f"{op}: out or fp8 must be given, both are None")
-    rows, F = _check(op, "out", out, up_gate)
+    product, up_gate = _taken(op, "up_gate", up_gate)
+    rows, F = _check(op, "out", out, up_gate, coded=product is not None)
     args, consts = (out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max) | NOT_AGAIN
-    consts["GELU"] = int(gelu)
-    if fp8 is None:
+    consts |= {"GELU": int(gelu), "CODED": int(product is not None)}
+    if fp8 is None and product is None:
         dev.launch(FORWARD, grid(out.size, out.dtype.itemsize), THREADS, args, consts=consts)
     else:
         consts |= fp8_consts(op, fp8, rows, F)
         blocks = octet_tiles(op, rows, F)
-        dev.launch(FORWARD_FP8, blocks, THREADS, args + fp8_args(fp8), consts=consts)
+        args += fp8_args(fp8) + product_args(product)
+        dev.launch(FORWARD_FP8, blocks, THREADS, args, consts=consts)
 
 
 def backward(
     dev: Device,
     d_up_gate: Tensor | None,
-    d_out: Tensor,
-    up_gate: Tensor,
+    d_out: Tensor | ProductCodes,
+    up_gate: Tensor | ProductCodes,
     *,
     gelu: bool = False,
     abs_max: Tensor | None = None,
@@ -108,8 +116,8 @@ def backward(
 
     Args (T is BF16 or F32):
         d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself; or None with fp8
-        d_out      in     T (*S, F)
-        up_gate    in     T (*S, 2F)
+        d_out      in     T (*S, F)     or with up_gate the codes of a product (rows, F)
+        up_gate    in     T (*S, 2F)    or codes, as in forward; then there is no `out`
         abs_max    inout  F32 (1,)     or None; raised to the largest |d_up_gate|
         fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 16
         out        out    T (*S, F)    or None; the bits of forward's out; may be d_out itself
@@ -120,23 +128,52 @@ def backward(
         shape.
     """
     op = "swiglu.backward"
-    rows, F = _check(op, "d_out", d_out, up_gate)
+    (product, up_gate), (d_product, d_out) = (
+        _taken(op, name, x) for name, x in (("up_gate", up_gate), ("d_out", d_out))
+    )
+    coded = product is not None
+    if coded != (d_product is not None):
+        raise TypeError(f"{op}: d_out and up_gate must both be codes of products, or none")
+    if coded:
+        rows, F = _check(op, "d_out", None, up_gate, coded=True)
+        expect(op, "d_out", d_out, None, (rows, F))
+    else:
+        rows, F = _check(op, "d_out", d_out, up_gate)
+    dtype = BF16 if coded else up_gate.dtype
     if d_up_gate is not None or fp8 is None:
-        expect(op, "d_up_gate", d_up_gate, up_gate.dtype, up_gate.shape)
+        expect(op, "d_up_gate", d_up_gate, dtype, up_gate.shape)
     args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
-    consts |= again_consts(op, out, out_fp8, d_out.dtype, d_out.shape) | {"GELU": int(gelu)}
-    if fp8 is None and out_fp8 is None:
+    consts |= again_consts(op, out, out_fp8, dtype, d_out.shape)
+    consts |= {"GELU": int(gelu), "CODED": int(coded)}
+    if fp8 is None and out_fp8 is None and not coded:
         blocks = grid(d_out.size, d_out.dtype.itemsize)
         dev.launch(BACKWARD, blocks, THREADS, (*args, out), consts=consts)
     else:
         consts |= fp8_consts(op, fp8, rows, 2 * F)
         blocks = octet_tiles(op, rows, F)
         args += fp8_args(fp8) + again_args(out, out_fp8)
+        args += (product.scale if coded else None, *product_args(d_product))
         dev.launch(BACKWARD_FP8, blocks, THREADS, args, consts=consts)
 
 
-def _check(op: str, name: str, narrow: Tensor | None, up_gate: Tensor) -> tuple[int, int]:
-    """rows and F. narrow: the tensor (*S, F), None if there is none."""
+def _taken(op: str, name: str, x: Tensor | ProductCodes) -> tuple[ProductCodes | None, Tensor]:
+    """The record of codes, if x is one, and the tensor."""
+    if not isinstance(x, ProductCodes):
+        return None, x
+    expect_product(op, name, x)
+    return x, x.codes
+
+
+def _check(
+    op: str, name: str, narrow: Tensor | None, up_gate: Tensor, *, coded: bool = False
+) -> tuple[int, int]:
+    """rows and F. narrow: the tensor (*S, F), None if there is none. coded: up_gate are codes."""
+    if coded:
+        expect(op, "up_gate", up_gate, E4M3, up_gate.shape)
+        rows, F = up_gate.shape[0], up_gate.shape[-1] // 2
+        if narrow is not None:
+            expect(op, name, narrow, BF16, (rows, F))
+        return rows, F
     if narrow is None:
         expect_float(op, "up_gate", up_gate)
         return up_gate.size // up_gate.shape[-1], up_gate.shape[-1] // 2

@@ -10,6 +10,7 @@ from llmq.plan.fit import Candidate, Fit
 from llmq.plan.shrink import FP8, REARRANGING, Changes, Shrinker, having
 
 FP8_HEAD: Changes = {"head_dtype": "e4m3"}
+MLP: Changes = {"mlp_dtype": "e4m3"}
 MOMENTS: Changes = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
 
 
@@ -22,8 +23,9 @@ class Coarser:
 
 
 def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
-    """Those of fp8 products, an fp8 LM head beside them, and 8-bit moments by which a step gets
-    noticeably faster. best: what fit has found. Formats are tried though they were given.
+    """Those of fp8 products, an fp8 LM head beside them, MLPs that keep codes, and 8-bit moments by
+    which a step gets noticeably faster. best: what fit has found. Formats are tried though they
+    were given.
     """
     base = fit.base
     fp8 = {} if base.matmul_dtype == "e4m3" else FP8
@@ -33,8 +35,9 @@ def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
     if products.speed:
         head = _Tried(fit, best, fp8 | FP8_HEAD, products.changes)
         found += [head.told] if head.gains_over(products) else []
-    moments = _Tried(fit, best, MOMENTS, alone.changes)
-    return found + ([moments.told] if moments.gains_over(alone) else [])
+    others = [MOMENTS] if fit.base.fp8_recipe == "jit" else [MLP, MOMENTS]
+    tried = [_Tried(fit, best, change, alone.changes) for change in others]
+    return found + [each.told for each in tried if each.gains_over(alone)]
 
 
 class _Tried:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32
 from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
-from llmq.plan.measured import EXPOSED, half_wave, measured
+from llmq.plan.measured import exposed, half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind, more_bytes
+from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind, more_work
 from llmq.runtime.plan_device import Trace, Work
 
 # Files of matrix products.
@@ -164,8 +164,9 @@ class Rates:
                 return seconds / self._slowest
         memory = work.device_bytes / self._memory
         if work.file in PRODUCTS:
-            besides = more_bytes(work.entry, work.args, work.device_bytes) / self._memory
-            return LAUNCH + self._product(work, memory - besides) + EXPOSED * besides
+            more = more_work(work.entry, work.args, work.device_bytes)
+            memory -= more.nbytes / self._memory
+            return LAUNCH + self._product(work, memory) + exposed(more) / self._memory
         if work.file.startswith("attention") and work.flops:
             return LAUNCH + max(self._attention(work), memory)
         return LAUNCH + memory
@@ -174,8 +175,8 @@ class Rates:
         """None where nothing like it was measured."""
         kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
         if not (work.file.startswith("attention") and work.flops):
-            besides = more_bytes(work.entry, work.args, work.device_bytes)
-            return self._launches.seconds(kind, work.flops, work.device_bytes, besides)
+            more = more_work(work.entry, work.args, work.device_bytes)
+            return self._launches.seconds(kind, work.flops, work.device_bytes, more)
         x = work.args[0]
         if x.dtype == F32:
             return None

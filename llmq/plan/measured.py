@@ -9,18 +9,25 @@ from bisect import bisect_left
 from collections import defaultdict
 
 from llmq.config.card_file import CardFile, Points
-from llmq.runtime.launch_kind import Kind
+from llmq.runtime.launch_kind import LONGER, Kind, More
 
 NEAREST = 4  # products that one of another size is compared with
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 # What products of ours move beside a product's own matrices takes so many times as long as it would
-# take alone: what is computed of it is not hidden either (tools/gemm_gate.py --swiglu, an H100).
-EXPOSED = 1.4
+# take alone; the second one where codes are written in both layouts, which is more to compute.
+# About the medians of tools/gemm_gate.py --swiglu and, of LoRA, tools/profile_step.py on an H100.
+EXPOSED, EXPOSED_TURNED = 0.9, 1.5
+NOTHING = More()
 
 Known = dict[tuple[int, ...], float]
 """Median seconds by sizes."""
+
+
+def exposed(more: More) -> float:
+    """So many bytes would take as long, alone, as what a product of ours does besides."""
+    return (EXPOSED_TURNED if more.turns else EXPOSED) * more.nbytes
 
 
 class Measured:
@@ -33,7 +40,8 @@ class Measured:
         merged = defaultdict(lambda: defaultdict(list))
         for name, points in file.launches.items():
             words = tuple(name.split("/"))
-            for count in range(1, len(words) + 1):
+            # What is computed besides a product is in its time: no other product is like it.
+            for count in range(len(words) if words[-1] in LONGER else 1, len(words) + 1):
                 for sizes, seconds in points:
                     merged[words[:count]][tuple(sizes)].append(seconds)
         for words, by_sizes in merged.items():
@@ -43,18 +51,20 @@ class Measured:
         moves = [p for name, p in file.launches.items() if len(p[0][0]) == 1]
         self._least = min((t for points in moves for _, t in points), default=0.0)
         self.bandwidth = _bandwidth(moves)
-        self._seconds: dict[tuple[Kind, int], float | None] = {}
+        self._seconds: dict[tuple[Kind, More], float | None] = {}
 
-    def seconds(self, kind: Kind, flops: int, device_bytes: int, besides: int = 0) -> float | None:
-        """Of one launch that is no attention. besides: those of the bytes that its like would not
-        move, which take time of their own."""
-        key = (kind, besides)
+    def seconds(
+        self, kind: Kind, flops: int, device_bytes: int, more: More = NOTHING
+    ) -> float | None:
+        """Of one launch that is no attention. more: what its like would not do, which takes time of
+        its own."""
+        key = (kind, more)
         if key not in self._seconds:
             way = self._product if kind.is_product else self._moves
-            seconds = way(kind, flops, device_bytes - besides)
+            seconds = way(kind, flops, device_bytes - more.nbytes)
             itself = tuple(kind.name.split("/")) in self._by_words
             if seconds is not None and self.bandwidth is not None and not itself:
-                seconds += EXPOSED * besides / self.bandwidth
+                seconds += exposed(more) / self.bandwidth
             self._seconds[key] = seconds
         return self._seconds[key]
 

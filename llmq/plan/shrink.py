@@ -126,6 +126,7 @@ ROUNDING: tuple[Saver, ...] = (
     lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
     lambda config: {"grad_accum_dtype": config.model_dtype},
     lambda config: {"master_dtype": config.model_dtype},
+    lambda config: {"mlp_dtype": "e4m3"} if config.fp8_recipe == "delayed" else {},
     lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
     lambda config: {"base_dtype": "nf4"} if config.lora_rank else {},
     lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),

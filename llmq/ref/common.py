@@ -186,6 +186,32 @@ def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.d
     _fp8_codes(dtype).take(bits, out=codes, mode="wrap")
 
 
+def decoded(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """x (rows, columns): as it is without a scale, of FP8 codes F32, code * scale."""
+    if scale is None:
+        return x
+    values = decode_fp8(x)
+    values *= scale[0]
+    return values
+
+
+def look_at_codes(
+    codes: np.ndarray,
+    scale: np.ndarray | None,
+    largest: np.ndarray | None,
+    abs_max: np.ndarray | None,
+    saturated: np.ndarray | None,
+) -> None:
+    """What the reader of a product's codes does, as llmq.base.operand.ProductCodes has it."""
+    if abs_max is None:
+        return
+    limit = FP8_MAX[codes.dtype] * scale[0]
+    if largest[0] > limit:
+        top = np.array(FP8_MAX[codes.dtype], codes.dtype).view(np.uint8)
+        saturated[0] += np.count_nonzero(codes.view(np.uint8) & 0x7F == top)
+    abs_max[0] = np.maximum(abs_max[0], largest[0])
+
+
 def emit_fp8(
     codes: np.ndarray | None,
     transposed: np.ndarray | None,

@@ -14,13 +14,17 @@ LEAST_ABS_MAX = np.float32(1e-10)  # as in llmq/ref/quantize.py
 
 def fp8_scale_update(
     scales: np.ndarray,
+    factors: np.ndarray | None,
     history: np.ndarray,
     abs_maxes: np.ndarray | None,
     limits: np.ndarray,
     length: int,
     n: int,
 ) -> None:
-    """The newest step goes to the end of the history; scale = largest of the history / limit."""
+    """The newest step goes to the end of the history; scale = largest of the history / limit.
+
+    factor = 1 / scale.
+    """
     if abs_maxes is not None:
         history[:-1] = history[1:].copy()
         newest = abs_maxes[:, 0]
@@ -28,6 +32,8 @@ def fp8_scale_update(
     largest = history.max(axis=0)
     scale = np.maximum(largest, LEAST_ABS_MAX) / limits
     scales[:, 0] = np.where(largest > 0, scale, np.float32(1))
+    if factors is not None:
+        factors[:, 0] = np.float32(1) / scales[:, 0]
 
 
 def fp8_scale_count(

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8, row_blocks
+from llmq.ref.common import compute, decode_fp8, encode_fp8, row_blocks, update_abs_max
 
 # name: (M, N, K, trans_a, trans_b). Linear layers: forward x @ W^T, d_x = d_out @ W,
 # d_W = d_out^T @ x.
@@ -109,6 +109,8 @@ def matmul_fp8(
     scale_a: np.ndarray,
     scale_b: np.ndarray,
     bias: np.ndarray | None,
+    factor: np.ndarray | None,
+    largest: np.ndarray | None,
     addend: np.ndarray | None,
     workspace: np.ndarray,
     M: int,
@@ -120,11 +122,14 @@ def matmul_fp8(
     """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
-    computed in F32 and rounded to out once. With accumulate out is added.
+    computed in F32 and rounded to out once. With accumulate out is added. With a factor, out are
+    codes of that times the factor, and largest[0] is the largest magnitude before.
     """
     right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
     step = max(CHUNK // N, 256)
+    if largest is not None:
+        largest[0] = 0
     for start in range(0, M, step):
         rows = slice(start, min(start + step, M))
         left = decode_fp8(a[rows])
@@ -141,5 +146,8 @@ def matmul_fp8(
             total += compute(out[rows])
         if addend is not None:
             total += compute(addend[rows])
-        if not in_place:
+        if factor is not None:
+            update_abs_max(largest, total)
+            encode_fp8(out.view(np.uint8)[rows], total, factor[0], out.dtype)
+        elif not in_place:
             out[rows] = total

@@ -42,22 +42,23 @@ def matmul_swiglu_backward(
     F: int,
     K: int,
     abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
+    codes: np.ndarray | None,
+    transposed: np.ndarray | None,
+    scale: np.ndarray | None,
+    saturated: np.ndarray | None,
+    out: np.ndarray | None,
+    *,
     gelu: int = 0,
 ) -> None:
     """d_out (M,F) = scale_a * scale_b * (a (M,K) @ b (K,F)) [+ h (M,R) @ tail (R,F)], rounded to
     BF16; of that and up_gate (M,2F) the gradients of up and gate, and forward's out.
 
-    b: of fp8 codes (F,K). fp8: codes, transposed, scale, saturated, then out, out_transposed,
-    out_scale, out_saturated.
+    b: of fp8 codes (F,K).
     """
-    *codes, out, out_transposed, out_scale, out_saturated = fp8
     right = compute(b) if scale_a is None else decode_fp8(b).T
     low = None if tail is None else compute(tail)
     if d_up_gate is None:
         d_up_gate = np.empty((M, 2 * F), BF16)
-    if out is None and out_transposed is not None:
-        out = np.empty((M, F), BF16)
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)
         total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
@@ -76,6 +77,4 @@ def matmul_swiglu_backward(
             d_up_gate[rows, :F] = active * d
             d_up_gate[rows, F:] = slope * up * d
     update_abs_max(abs_max, d_up_gate)
-    emit_fp8(*codes, d_up_gate)
-    if out_transposed is not None:
-        emit_fp8(None, out_transposed, out_scale, out_saturated, out)
+    emit_fp8(codes, transposed, scale, saturated, d_up_gate)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.ref.common import (
+    BF16,
     compute,
+    decoded,
     emit_fp8,
     gelu_share,
     gelu_slope,
+    look_at_codes,
     row_blocks,
     sigmoid,
     silu_slope,
@@ -87,11 +90,18 @@ def swiglu_forward_fp8(
     *fp8: np.ndarray | None,
     gelu: int = 0,
 ) -> None:
-    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
+    """swiglu_forward, and the result in FP8.
+
+    fp8: codes, transposed, scale, saturated, then of an up_gate that is codes: scale, largest,
+    abs_max, saturated.
+    """
+    *codes, in_scale, in_largest, in_abs_max, in_saturated = fp8
+    look_at_codes(up_gate, in_scale, in_largest, in_abs_max, in_saturated)
+    up_gate = decoded(up_gate.reshape(rows, 2 * F), in_scale)
     if out is None:
-        out = np.empty((rows, F), up_gate.dtype)
+        out = np.empty((rows, F), BF16 if in_scale is not None else up_gate.dtype)
     swiglu_forward(out, up_gate, rows, F, abs_max, gelu=gelu)
-    emit_fp8(*fp8, out.reshape(rows, F))
+    emit_fp8(*codes, out.reshape(rows, F))
 
 
 def swiglu_backward_fp8(
@@ -106,13 +116,20 @@ def swiglu_backward_fp8(
 ) -> None:
     """swiglu_backward, and the results in FP8.
 
-    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated.
+    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated,
+    then of inputs that are codes: the scale of up_gate, then of d_out scale, largest, abs_max,
+    saturated.
     """
-    *codes, out, out_transposed, out_scale, out_saturated = fp8
+    *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
+    up_scale, in_scale, in_largest, in_abs_max, in_saturated = fp8[8:]
+    result = BF16 if up_scale is not None else up_gate.dtype
+    look_at_codes(d_out, in_scale, in_largest, in_abs_max, in_saturated)
+    d_out = decoded(d_out.reshape(rows, F), in_scale)
+    up_gate = decoded(up_gate.reshape(rows, 2 * F), up_scale)
     if d_up_gate is None:
-        d_up_gate = np.empty_like(up_gate)
+        d_up_gate = np.empty((rows, 2 * F), result)
     if out_transposed is not None:
-        out = np.empty_like(d_out)
+        out = np.empty((rows, F), result)
     swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max, out, gelu=gelu)
     emit_fp8(*codes, d_up_gate.reshape(rows, 2 * F))
     if out_transposed is not None:

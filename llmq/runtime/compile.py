@@ -16,12 +16,11 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import write_shared
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
@@ -32,12 +31,15 @@ FLAGS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 _locks: dict[Path, threading.Lock] = {}
 
+_ENTRY = re.compile(
+    r'extern\s+"C"\s+(?=__global__\s+void\s+(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\s*\()'
+)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What one entry point needs of a multiprocessor, as the assembler reports it.
+    """What a kernel needs of a multiprocessor, as the assembler reports it.
 
     registers: of one thread. shared: bytes of static shared memory of a block. spilled, stack:
     bytes of one thread in local memory, which is slow.
@@ -51,14 +53,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cubin:
-    """Machine code of one source file under one set of definitions.
-
-    path: the file that holds it. resources: by entry point.
-    """
+    """Machine code of one kernel under one set of definitions. path: the file that holds it."""
 
     path: Path
     code: bytes
-    resources: dict[str, Resources]
+    resources: Resources
 
 
 def cache_dir() -> Path:
@@ -86,21 +85,27 @@ def cuda_include_dirs(major: int | None = None) -> list[Path]:
     return [path for path in found if (path / "cuda_bf16.h").exists()]
 
 
-def definitions(file: str, types: dict[str, DType], consts: dict[str, int] | None) -> list[str]:
+def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) -> list[str]:
     """`#define` lines: the type variables of the file's kernels, then the constants."""
     variables = TYPE_VARIABLES.get(file, set()) | set(types)
-    lines = [
-        f"#define {v} {types[v].name if v in types else DEFAULT_TYPE}" for v in sorted(variables)
-    ]
-    return lines + [f"#define {name} {value}" for name, value in sorted((consts or {}).items())]
+    lines = [f"#define {v} {types.get(v, DEFAULT_TYPE)}" for v in sorted(variables)]
+    return lines + [f"#define {name} {value}" for name, value in sorted(consts.items())]
 
 
-def program(file: str, types: dict[str, DType], consts: dict[str, int] | None) -> str:
+def program(source: Source) -> str:
     """What the compiler gets. Shared headers come before the definitions, whose one-letter names
-    would otherwise meet the template parameters in there."""
-    text = (KERNEL_DIR / file).read_text()
-    lines = ['#include "common.cuh"', *definitions(file, types, consts), f'#line 1 "{file}"', text]
-    return "\n".join(lines)
+    would otherwise meet the template parameters in there.
+
+    The file's other kernels become templates: of these, which nobody uses, it makes no code.
+    """
+    file, entry, types, consts = source
+
+    def declared(match: re.Match) -> str:
+        return match.group() if match.group(1) == entry else "template <int = 0> "
+
+    text = _ENTRY.sub(declared, (KERNEL_DIR / file).read_text())
+    defined = definitions(file, dict(types), dict(consts))
+    return "\n".join(['#include "common.cuh"', *defined, f'#line 1 "{file}"', text])
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
@@ -202,16 +207,14 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def compile_kernels(
-    file: str, types: dict[str, DType], consts: dict[str, int] | None, capability: int
-) -> Cubin:
-    """Machine code of llmq/cu/<file> for a GPU of this capability, from the cache if it is there.
+def compile_kernel(source: Source, capability: int) -> Cubin:
+    """Machine code of a kernel for a GPU of this capability, from the cache if it is there.
 
     Raises LlmqError when the compiler or its headers are missing, RuntimeError with the
     compiler's messages when the source does not compile.
     """
     nvrtc = _nvrtc()
-    text = program(file, types, consts)
+    text = program(source)
     flags = [f"-arch={target(capability)}", *FLAGS]
     if nvrtc.version >= (12, 9):
         flags.append("--no-cache")  # what NVRTC's own cache returns lacks the assembler's report
@@ -219,12 +222,12 @@ def compile_kernels(
         flags.append("-lineinfo")
     headers = {p.name: p.read_text() for p in KERNEL_DIR.glob("*.cuh")}
     key = digest([text, *included_texts(text, headers), *flags, str(nvrtc.version)])
-    path = cache_dir() / f"{file.removesuffix('.cu')}-{key}.cubin"
+    path = cache_dir() / f"{source.entry}-{key}.cubin"
     # Ranks and compile_ahead want the same kernels: one thread compiles, the others read.
     with _locks.setdefault(path, threading.Lock()):
         cached = _read(path)
         if cached is None:
-            cached = _write(path, *_compile(nvrtc, file, text, flags))
+            cached = _write(path, *_compile(nvrtc, source, text, flags))
     return cached
 
 
@@ -249,12 +252,11 @@ def _compile_waiting(waiting: deque[Source], capability: int) -> None:
     """A thread of compile_ahead."""
     while True:
         try:
-            file, types, consts = waiting.popleft()
+            source = waiting.popleft()
         except IndexError:  # nothing is left
             return
-        dtypes = {variable: DTYPES[name] for variable, name in types}
         with contextlib.suppress(Exception):  # it comes up again at the kernel's first use
-            compile_kernels(file, dtypes, dict(consts), capability)
+            compile_kernel(source, capability)
 
 
 def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> None:
@@ -264,10 +266,8 @@ def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> 
         thread.join()
 
 
-def _compile(
-    nvrtc: Nvrtc, file: str, text: str, flags: list[str]
-) -> tuple[bytes, dict[str, Resources]]:
-    """Machine code, and what its entry points need."""
+def _compile(nvrtc: Nvrtc, source: Source, text: str, flags: list[str]) -> tuple[bytes, Resources]:
+    """Machine code, and what it needs."""
     includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:
         raise LlmqError(
@@ -275,10 +275,13 @@ def _compile(
             "for CUDA 13), or set CUDA_PATH to a CUDA toolkit"
         )
     options = (*flags, f"-I{KERNEL_DIR}", f"-I{includes[0]}")
-    code, log = nvrtc.compile(file, text, options)
+    code, log = nvrtc.compile(source.file, text, options)
     if code is None:
-        raise RuntimeError(f"{file} does not compile ({' '.join(options)}):\n{log}")
-    return code, parse_resources(log)
+        raise RuntimeError(f"{source.file} does not compile ({' '.join(options)}):\n{log}")
+    resources = parse_resources(log)
+    if list(resources) != [source.entry]:
+        raise RuntimeError(f'{source.file} has no extern "C" __global__ void {source.entry}')
+    return code, resources[source.entry]
 
 
 def _read(path: Path) -> Cubin | None:
@@ -287,17 +290,17 @@ def _read(path: Path) -> Cubin | None:
         code, facts = path.read_bytes(), json.loads(path.with_suffix(".json").read_bytes())
         if facts["sha256"] != hashlib.sha256(code).hexdigest():
             return None
-        resources = {name: Resources(**values) for name, values in facts["resources"].items()}
+        resources = Resources(**facts["resources"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # writing says what is wrong
         return None
     return Cubin(path=path, code=code, resources=resources)
 
 
-def _write(path: Path, code: bytes, resources: dict[str, Resources]) -> Cubin:
+def _write(path: Path, code: bytes, resources: Resources) -> Cubin:
     """Keep an entry: the machine code, which CuPy reads, and beside it what belongs to it."""
     facts = {
         "sha256": hashlib.sha256(code).hexdigest(),
-        "resources": {name: asdict(r) for name, r in resources.items()},
+        "resources": asdict(resources),
     }
     try:
         write_shared(path, code)

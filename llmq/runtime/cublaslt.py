@@ -8,15 +8,16 @@ swapped and transposition flags as they are.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.runtime.algorithm_file import algorithm_file
 from llmq.runtime.kernel import POINTER_ALIGN
+from llmq.runtime.product import Choice, Operands, Product
 from llmq.runtime.tuning import fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic
@@ -24,73 +25,6 @@ CANDIDATES = 48  # algorithms asked of the heuristic
 COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
 CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E5M2: 29}  # cudaDataType_t
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-
-
-class Product(NamedTuple):
-    """Everything that tells one plan from another; all matrices are contiguous."""
-
-    M: int
-    N: int
-    K: int
-    trans_a: bool
-    trans_b: bool
-    a: DType
-    b: DType
-    out: DType
-    bias: bool
-    accumulate: bool
-    workspace: int  # bytes that the library may use
-    fast_accumulation: bool = False  # may be used; of FP8 only
-    addend: bool = False  # another matrix than out is added
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the operands are codes with scales."""
-        return self.a in (E4M3, E5M2)
-
-    @property
-    def layouts(self) -> tuple[tuple[int, int, int], ...]:
-        """Column-major (rows, columns, leading dimension) of b, a and out, in cuBLASLt's order."""
-        b = (self.K, self.N) if self.trans_b else (self.N, self.K)
-        a = (self.M, self.K) if self.trans_a else (self.K, self.M)
-        return tuple((rows, columns, rows) for rows, columns in (b, a, (self.N, self.M)))
-
-    def __str__(self) -> str:
-        flags = "".join("t" if flag else "n" for flag in (self.trans_a, self.trans_b))
-        operands = self.a.name if self.a == self.b else f"{self.a.name}*{self.b.name}"
-        text = f"{self.M}x{self.N}x{self.K} {flags} {operands}->{self.out.name}"
-        text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
-        text += (" addend" if self.addend else "") + (" fast" if self.fast_accumulation else "")
-        return f"{text}, {self.workspace} bytes of workspace"
-
-
-class Operands(NamedTuple):
-    """The tensors of one call."""
-
-    out: Tensor
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
-    addend: Tensor | None
-    workspace: Tensor
-    scale_a: Tensor | None = None  # of FP8 operands
-    scale_b: Tensor | None = None
-
-
-class Choice(NamedTuple):
-    """How a product is computed: algorithm uint8 (64,), and whether it accumulates fast (FP8)."""
-
-    algorithm: np.ndarray
-    fast: bool
-
-    def tobytes(self) -> bytes:
-        """As it is kept in the file of tuned algorithms."""
-        return self.algorithm.tobytes() + bytes([self.fast])
-
-    @classmethod
-    def frombytes(cls, content: bytes) -> Choice:
-        """The inverse of tobytes."""
-        return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))
 
 
 class Plan:
@@ -101,7 +35,7 @@ class Plan:
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
-        self.layouts = layouts  # of b, a, out
+        self.layouts = layouts  # of b, a, what is added, out
         self.choice: Choice | None = None
         adds = product.accumulate or product.addend
         self.beta = np.array([1.0 if adds else 0.0], np.float32)
@@ -185,6 +119,8 @@ class CublasLt:
         scale_a: Tensor,
         scale_b: Tensor,
         bias: Tensor | None,
+        factor: Tensor | None,
+        largest: Tensor | None,
         addend: Tensor | None,
         workspace: Tensor,
         M: int,
@@ -195,19 +131,22 @@ class CublasLt:
     ) -> None:
         """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
 
-        fast_accumulation: may be used; tuning takes what is faster, not tuning takes it.
+        factor, largest: where out are codes, of what they are multiplied by, and the largest
+        magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
+        tuning takes it.
         Raises RuntimeError as matmul does; no GPU before Ada can compute it.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
         product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
-        operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b)
+        of_codes = {"factor": factor, "largest": largest}
+        operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b, **of_codes)
         self._multiply(stream, product, operands)
 
     def close(self) -> None:
         """Free the library's descriptors and its handle."""
         for plan in self.plans.values():
-            for layout in plan.layouts:
+            for layout in set(plan.layouts):
                 self._lt.matrix_layout_destroy(layout)
             self._lt.matmul_desc_destroy(plan.desc)
         self.plans.clear()
@@ -241,6 +180,8 @@ class CublasLt:
             values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
             if product.bias:
                 values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
+        if product.makes_codes:
+            values[attribute.D_SCALE_POINTER] = values[attribute.AMAX_D_POINTER] = POINTER_ALIGN
         for name, value in values.items():
             self._set_attribute("matmul_desc", desc, name, value)
         dtypes = (product.b, product.a, product.out)
@@ -248,7 +189,11 @@ class CublasLt:
             lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
             for dtype, layout in zip(dtypes, product.layouts, strict=True)
         )
-        return Plan(product, desc, layouts)
+        # What is added lies as out does; of codes, to which nothing is, it has to be BF16.
+        added = layouts[-1]
+        if product.makes_codes:
+            added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])
+        return Plan(product, desc, (*layouts[:2], added, layouts[-1]))
 
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Choice:
         """What to run: remembered, or tuned, or the heuristic's first."""
@@ -297,7 +242,7 @@ class CublasLt:
             lt.matmul_algo_get_heuristic(
                 self._handle,
                 plan.desc,
-                *self._all_layouts(plan),
+                *plan.layouts,
                 preference,
                 count,
                 results.ctypes.data,
@@ -348,7 +293,7 @@ class CublasLt:
             lt.matmul_algo_check(
                 self._handle,
                 plan.desc,
-                *self._all_layouts(plan),
+                *plan.layouts,
                 choice.algorithm.ctypes.data,
                 result.ctypes.data,
             )
@@ -358,7 +303,7 @@ class CublasLt:
 
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
-        out, a, b, bias, addend, workspace, scale_a, scale_b = operands
+        out, a, b, bias, addend, workspace, scale_a, scale_b, factor, largest = operands
         added = out if addend is None else addend
         # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
         # captured graph keeps those of its own call.
@@ -367,7 +312,10 @@ class CublasLt:
         if scale_a is not None:
             self._point(plan, lt.MatmulDescAttribute.A_SCALE_POINTER, scale_b)
             self._point(plan, lt.MatmulDescAttribute.B_SCALE_POINTER, scale_a)
-        layout_b, layout_a, layout_out = plan.layouts
+        if factor is not None:
+            self._point(plan, lt.MatmulDescAttribute.D_SCALE_POINTER, factor)
+            self._point(plan, lt.MatmulDescAttribute.AMAX_D_POINTER, largest)
+        layout_b, layout_a, layout_added, layout_out = plan.layouts
         lt.matmul(
             self._handle,
             plan.desc,
@@ -377,8 +325,8 @@ class CublasLt:
             a.ptr,
             layout_a,
             plan.beta.ctypes.data,
-            added.ptr,
-            layout_out,
+            0 if plan.product.makes_codes else added.ptr,
+            layout_added,
             out.ptr,
             layout_out,
             algorithm.ctypes.data,
@@ -392,9 +340,6 @@ class CublasLt:
         plan.address[0] = tensor.ptr
         self._lt.matmul_desc_set_attribute(plan.desc, attribute, plan.address.ctypes.data, 8)
 
-    def _all_layouts(self, plan: Plan) -> tuple[int, ...]:
-        """The layouts of A, B, C and D; that of C is D's."""
-        return (*plan.layouts, plan.layouts[-1])
-
     def _no_algorithm(self, plan: Plan) -> str:
-        return f"matmul: {self._name} has no algorithm for {plan.product}"
+        hint = "; use --mlp-dtype bf16" if plan.product.makes_codes else ""
+        return f"matmul: {self._name} has no algorithm for {plan.product}{hint}"

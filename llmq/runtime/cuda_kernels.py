@@ -13,7 +13,7 @@ from typing import Any
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.runtime.arguments import Arguments
-from llmq.runtime.compile import compile_kernels
+from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import Launch
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.launch_kind import FUSED
@@ -23,7 +23,7 @@ DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting 
 
 
 class Loaded:
-    """An entry point on the GPU. shared: bytes of dynamic shared memory that it may have."""
+    """A kernel on the GPU. shared: bytes of dynamic shared memory that it may have."""
 
     def __init__(self, api: SimpleNamespace, raw: Any):
         self.function = api.driver.CUfunction(raw.kernel.ptr)
@@ -50,7 +50,7 @@ class CudaKernels:
         self._api = api
         self._launch = api.driver.cuLaunchKernel
         self._capability = capability
-        self._loaded: dict[tuple[Source, str], Loaded] = {}
+        self._loaded: dict[Source, Loaded] = {}
         self._arguments: dict[Kernel, Arguments] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
@@ -73,23 +73,23 @@ class CudaKernels:
             raise self._api.DriverError(status)
 
     def load(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> Loaded:
-        """The entry point with these types and constants."""
+        """The kernel with these types and constants."""
         source = Source.of(kernel, types, consts)
-        loaded = self._loaded.get((source, kernel.entry))
+        loaded = self._loaded.get(source)
         if loaded is None:
             if kernel.capability not in (None, self._capability):
                 raise LlmqError(
                     f"{kernel.entry} is for GPUs of compute capability {kernel.capability / 10}, "
                     f"this one has {self._capability / 10}"
                 )
-            cubin = compile_kernels(kernel.file, types, consts, self._capability)
+            cubin = compile_kernel(source, self._capability)
             raw = self._api.RawModule(path=str(cubin.path)).get_function(kernel.entry)
-            loaded = self._loaded[source, kernel.entry] = Loaded(self._api, raw)
+            loaded = self._loaded[source] = Loaded(self._api, raw)
         return loaded
 
     def fast_products(self) -> list[str]:
         """Products of fp8 codes so far that sum with fewer bits, as all of ours do."""
-        ours = [source for source, entry in self._loaded if entry in FUSED]
+        ours = [source for source in self._loaded if source.entry in FUSED]
         return [str(source) for source in ours if ("A", "bf16") not in source.types]
 
 

@@ -162,32 +162,37 @@ def _expect_map(what: str, tensor: Tensor) -> None:
 
 
 class Source(NamedTuple):
-    """What one compilation makes machine code of: a file of llmq/cu with types and constants.
+    """What one compilation makes machine code of: a kernel with types and constants.
 
-    types: names by type variable. consts: -DNAME=value. Both sorted.
+    file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted.
     """
 
     file: str
+    entry: str
     types: tuple[tuple[str, str], ...]
     consts: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None) -> Source:
         """Of a launch with these types of its variables."""
-        return _source(kernel.file, tuple(types.items()), tuple((consts or {}).items()))
+        given = tuple(types.items()), tuple((consts or {}).items())
+        return _source(kernel.file, kernel.entry, *given)
 
     def __str__(self) -> str:
         return " ".join(
-            [self.file, *(f"{name}={value}" for name, value in self.types + self.consts)]
+            [self.entry, *(f"{name}={value}" for name, value in self.types + self.consts)]
         )
 
 
 @cache  # the same few hundred, launch after launch
 def _source(
-    file: str, types: tuple[tuple[str, DType], ...], consts: tuple[tuple[str, int], ...]
+    file: str,
+    entry: str,
+    types: tuple[tuple[str, DType], ...],
+    consts: tuple[tuple[str, int], ...],
 ) -> Source:
     names = sorted((variable, dtype.name) for variable, dtype in types)
-    return Source(file, tuple(names), tuple(sorted(consts)))
+    return Source(file, entry, tuple(names), tuple(sorted(consts)))
 
 
 def expect(op: str, name: str, tensor: Tensor, dtype: DType | None, shape: tuple) -> None:

@@ -14,6 +14,7 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
 
 
 class Kind(NamedTuple):
@@ -66,12 +67,22 @@ def fused_product(
     return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
 
 
-def more_bytes(entry: str, args: tuple, device_bytes: int) -> int:
-    """Bytes that a launch moves beside what the library's product would, which is all of others."""
+class More(NamedTuple):
+    """What a launch does beside the library's product of the same matrices. nbytes: what it moves.
+    turns: whether it writes codes in both layouts."""
+
+    nbytes: int = 0
+    turns: bool = False
+
+
+def more_work(entry: str, args: tuple, device_bytes: int) -> More:
+    """Nothing of launches that are not of FUSED."""
     if entry not in FUSED:
-        return 0
+        return More()
     _, (a, b), (m, n, _) = fused_product(entry, args)
-    return max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
+    nbytes = max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
+    codes = [x for x in args if isinstance(x, Tensor) and x.dtype.itemsize == 1]
+    return More(nbytes, turns=len([x for x in codes if x is not a and x is not b]) == 2)
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.batch import Batch
-from llmq.base.dtypes import F32
+from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.model.operands import GRADIENTS, INPUTS, NAMES
+from llmq.model.operands import GRADIENTS, INPUTS, NAMES, RESULTS
 from llmq.model.step import Result, Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
@@ -33,8 +33,9 @@ AT_A_TIME = 64  # tensors; their largest values lie on the stack
 # gradients, by key; d_...: gradients that only fp8 products measure.
 _FORWARD = ("ln1 qk_raw qkv att att_branch residual_att ln2 mlp_up mlp_act mlp_branch").split()
 _BACKWARD = (
-    "d_mlp down down_bias down_a down_b d_mlp_up up up_bias up_a up_b ln2 ln2_bias ln2_post d_att "
-    "o o_bias o_a o_b q_norm k_norm d_qkv qkv qkv_bias qkv_a qkv_b ln1 ln1_bias ln1_post"
+    "d_mlp down down_bias down_a down_b d_mlp_act d_mlp_up up up_bias up_a up_b ln2 ln2_bias "
+    "ln2_post d_att o o_bias o_a o_b q_norm k_norm d_qkv qkv qkv_bias qkv_a qkv_b ln1 ln1_bias "
+    "ln1_post"
 ).split()
 _LOGGED = {  # llm.q's names, in the log, of what is quantized
     "ln1": "act.ln1.{}",
@@ -45,7 +46,10 @@ _LOGGED = {  # llm.q's names, in the log, of what is quantized
     "d_att": "grad.res_att.{}",
     "d_mlp_up": "grad.mlp_up.{}",
     "d_mlp": "grad.res_ffn.{}",
+    "mlp_up": "act.mlp_up.{}",  # this and the next one: with --mlp-dtype e4m3
+    "d_mlp_act": "grad.swiglu.{}",
 }
+_MEASURED = (*NAMES, *RESULTS)  # those that come last are there where they are codes
 
 
 class Origin(NamedTuple):
@@ -151,7 +155,7 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
     return {
         _LOGGED[name].format(layer): value
         for layer, values in enumerate(largest.tolist())
-        for name, value in zip(NAMES, values, strict=True)
+        for name, value in zip(_MEASURED, values, strict=False)
     }
 
 
@@ -179,9 +183,10 @@ def _place(block: str, key: str, layers: int) -> tuple[int, int]:
 def _measured_gradients(step: Step) -> list[_Entry]:
     layers, entries = step.config.num_layers, []
     for layer, values in enumerate(step.model.operands.largest()):
-        for name in GRADIENTS:
+        for name, value in zip(_MEASURED, values.tolist(), strict=False):
+            if name not in (*GRADIENTS, "d_mlp_act"):
+                continue
             order = _place(f"layers.{layer}", name, layers)
-            value = float(values[NAMES.index(name)])
             entries.append(_Entry(order, f"{name.removeprefix('d_')} of layer {layer}", value))
     return entries
 
@@ -196,12 +201,14 @@ def _activations(step: Step) -> list[_Entry]:
             entries.append(_Entry((layer, -1), f"the input of layer {layer}",
                                   model.residuals.tensors[layer]))  # fmt: skip
         for i, name in enumerate(_FORWARD):
-            if f"{name}.{layer}" in kept:
-                tensor = kept[f"{name}.{layer}"]
+            tensor = kept.get(f"{name}.{layer}")
+            if tensor is not None and tensor.dtype in (F32, BF16):
                 entries.append(_Entry((layer, i), f"{name} of layer {layer}", tensor))
     for layer, values in enumerate(step.model.operands.largest()):
-        for name in INPUTS:
-            order, value = (layer, _FORWARD.index(name)), float(values[NAMES.index(name)])
+        for name, value in zip(_MEASURED, values.tolist(), strict=False):
+            if name not in (*INPUTS, "mlp_up"):
+                continue
+            order = (layer, _FORWARD.index(name))
             entries.append(_Entry(order, f"{name} of layer {layer}", value))
     head = model.head
     for i, (name, tensor) in enumerate(

@@ -89,7 +89,7 @@ def program(
         f"#define __CUDA_ARCH__ {capability * 10}",
         "namespace {",  # internal linkage, for the section that holds __shared__ variables
         '#include "common.cuh"',
-        *compile.definitions(file, types, consts),
+        *compile.definitions(file, {v: t.name for v, t in types.items()}, consts or {}),
         f'#line 1 "{file}"',
         text,
         "}",

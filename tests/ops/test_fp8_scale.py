@@ -22,14 +22,19 @@ def test_update(dev, rng, length, n, newest):
     abs_maxes[::5, 0] = np.resize([0, np.inf, np.nan], len(abs_maxes[::5]))
     arrays = {
         "scales": np.full((n, 4), 7, np.float32),
+        "factors": np.full((n, 4), 7, np.float32),
         "history": history,
         "limits": np.resize(np.float32([224, 28672]), n),
         "abs_maxes": abs_maxes if newest else None,
     }
     got, want = run(dev, fp8_scale.update, arrays), run(host_device(), fp8_scale.update, arrays)
-    for name in ("scales", "history"):
+    for name in ("scales", "factors", "history"):
         np.testing.assert_array_equal(got[name], want[name])
     np.testing.assert_array_equal(got["scales"][:, 1:], 7)
+    np.testing.assert_array_equal(got["factors"][:, 1:], 7)
+    np.testing.assert_array_equal(got["factors"][:, 0], np.float32(1) / got["scales"][:, 0])
+    without = run(dev, fp8_scale.update, arrays | {"factors": None})
+    np.testing.assert_array_equal(without["scales"], got["scales"])
     assert np.isfinite(got["scales"]).all() and (got["scales"] > 0).all()
     assert newest == (got["history"] != history).any() or length == n == 1
 
@@ -67,6 +72,8 @@ def test_wrong_arguments():
         fp8_scale.update(dev, scales, history, make((4,)), scales)
     with pytest.raises(TypeError, match=r"fp8_scale: abs_maxes must be F32, got I32"):
         fp8_scale.update(dev, scales, history, limits, make((5, 4), I32))
+    with pytest.raises(ValueError, match=r"fp8_scale: factors must have shape \(5, 4\)"):
+        fp8_scale.update(dev, scales, history, limits, scales, factors=limits)
     with pytest.raises(ValueError, match=r"fp8_scale: saturated must have shape \(5, 4\)"):
         fp8_scale.count(dev, make((len(STATS),), F64), make((5,), I32), scales)
     with pytest.raises(ValueError, match=r"fp8_scale: abs_maxes must have shape \(5, 4\)"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.operand import ProductCodes
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
@@ -192,6 +193,60 @@ def test_fp8_product_of_random_codes(fp8_dev, rng, dtypes, fast):
     assert np.linalg.norm(got - want) < bound * np.linalg.norm(want)
 
 
+CODES = {E4M3: (448.0, 0x7E), E5M2: (57344.0, 0x7B)}
+
+
+@pytest.mark.parametrize(
+    "dtypes, out",
+    [((E4M3, E4M3), E4M3), ((E5M2, E4M3), E5M2), ((E5M2, E4M3), E4M3)],
+    ids=["e4m3", "e5m2", "e5m2_to_e4m3"],
+)
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_fp8_results_are_codes(fp8_dev, rng, dtypes, out, fast):
+    """Of integers, exact in any order of sums: rounded once, clamped; the largest is of this call
+    alone, whatever was there."""
+    M, N, K = 64, 48, 128
+    a, b = (
+        rng.integers(-4, 5, (rows, K)).astype(d.numpy)
+        for rows, d in zip((M, N), dtypes, strict=True)
+    )
+    total = a.astype(np.float32) @ b.astype(np.float32).T * np.float32(0.25)
+    limit, _ = CODES[out]
+    peak = np.abs(total).max()
+
+    def call(dev, codes, a, b, scale_a, scale_b, scale, factor, largest):
+        to = ProductCodes(codes, scale, factor, largest)
+        matmul_fp8(dev, to, a, b, scale_a, scale_b, fast_accumulation=fast)
+
+    for share in (0.75, 1.75):  # of what fits; the second time large values are clamped
+        factor = np.float32(share * limit / peak)
+        arrays = {"codes": np.full((M, N), 0x55, np.uint8).view(out.numpy), "a": a, "b": b}
+        arrays |= {"scale_a": scalar(0.5), "scale_b": scalar(0.5), "scale": scalar(1 / factor)}
+        arrays |= {"factor": scalar(factor), "largest": scalar(1e9)}
+        got = run(fp8_dev, call, arrays)
+        want = (total * factor).clip(-limit, limit).astype(out.numpy)
+        np.testing.assert_array_equal(got["codes"].view(np.uint8), want.view(np.uint8))
+        assert got["largest"] == peak
+        assert (np.abs(want.astype(np.float32)) == limit).any() == (share > 1)
+
+
+def test_what_is_not_finite_reaches_the_largest_of_a_product(fp8_dev):
+    a, b = np.ones((16, 32), E4M3.numpy), np.ones((16, 32), E4M3.numpy)
+
+    def call(dev, codes, a, b, scale_a, scale_b, factor, largest):
+        matmul_fp8(dev, ProductCodes(codes, factor, factor, largest), a, b, scale_a, scale_b)
+
+    for value in (np.inf, 2e38, np.nan):  # 2e38: sums of 32 of them are infinite
+        arrays = {"codes": np.zeros((16, 16), E4M3.numpy), "a": a, "b": b, "scale_a": scalar(value)}
+        arrays |= {"scale_b": scalar(1), "factor": scalar(1), "largest": scalar(0)}
+        got = run(fp8_dev, call, arrays)
+        codes = got["codes"].astype(np.float32)
+        # A code shows a NaN itself; an infinity, which is clamped, only the largest value does:
+        # cuBLASLt's is then an infinity or NaN, by its algorithm.
+        assert not np.isfinite(got["largest"][0])
+        assert np.isnan(codes).all() if np.isnan(value) else (codes == 448).all()
+
+
 def test_fp8_scales_in_a_graph(fp8_dev, rng):
     """One plan, two products: each keeps its own scales, whose values are read at each run."""
     dev = fp8_dev
@@ -252,5 +307,17 @@ def test_counts_and_checks_of_8_bits():
     check(ValueError, r"scale_a must have shape \(1,\)", out, a, b, two, scale)
     check(ValueError, "scale_a is not 16-byte aligned", out, a, b, two.rows(1, 2), scale)
     check(TypeError, "bias must be BF16", out, a, b, scale, scale, bias=make("b", (48,), F32))
+    two_codes = make("out", (16, 48)), make("out", (16, 48), E5M2)
+    to, wrong = (ProductCodes(codes, scale, scale, scale) for codes in two_codes)
+    floats = "out must be F32 or BF16 with "
+    check(TypeError, f"{floats}accumulate", to, a, b, scale, scale, accumulate=True)
+    check(TypeError, f"{floats}addend", to, a, b, scale, scale, addend=two_codes[0])
+    check(TypeError, "out must be F8_E4M3, got F8_E5M2", wrong, a, b, scale, scale)
+    check(TypeError, "out must be F8_E4M3 or F8_E5M2, got BF16",
+          to._replace(codes=out), five[0], b, scale, scale)  # fmt: skip
+    check(TypeError, "factor must be F32, got BF16",
+          to._replace(factor=make("s", (1,), BF16)), a, b, scale, scale)  # fmt: skip
+    check(ValueError, r"largest must have shape \(1,\)",
+          to._replace(largest=two), a, b, scale, scale)  # fmt: skip
     both = {"addend": total, "accumulate": True}
     check(ValueError, "addend and accumulate exclude", total, a, b, scale, scale, **both)

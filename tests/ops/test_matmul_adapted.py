@@ -71,7 +71,10 @@ def test_gradients_in_e5m2(hopper, rng, dtypes):
 
 @gpu_only
 def test_without_adapters(hopper, rng):
+    """As what is computed again: the up product, and gradients before the activation's."""
     check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
+    for dtype in (E4M3, E5M2):
+        check(hopper, arrays_of(rng, (304, 208, 144, 0, True), dtype, E4M3), True)
 
 
 @gpu_only

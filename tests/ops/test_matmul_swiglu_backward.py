@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.ops import matmul_swiglu_backward, swiglu
 from llmq.ops.matmul_swiglu_backward import CAPABILITY, backward
@@ -52,7 +52,7 @@ def operands(rng, case, left):
 
 
 def results(case, *, tensor, fp8, layout, out, abs_max=True):
-    """Arrays to write to. fp8: the format of codes, or None. out: "tensor", "codes" or None."""
+    """Arrays to write to. fp8: the format of codes, or None. out: whether it is written."""
     M, F, _, _ = case
     one = np.zeros(1, np.float32)
 
@@ -67,20 +67,13 @@ def results(case, *, tensor, fp8, layout, out, abs_max=True):
         "transposed": empty(fp8, 2 * F, M) if fp8 and layout != "rows" else None,
         "scale": np.array([1 / 300], np.float32) if fp8 else None,
         "saturated": np.array([7], np.int32) if fp8 else None,
-        "out": empty(BF16, M, F) if out == "tensor" else None,
-        "out_transposed": empty(E4M3, F, M) if out == "codes" else None,
-        "out_scale": np.array([1 / 60], np.float32) if out == "codes" else None,
-        "out_saturated": np.array([1], np.int32) if out == "codes" else None,
+        "out": empty(BF16, M, F) if out else None,
     }
 
 
-def called(op, dev, *, codes, transposed, scale, saturated, out_transposed, out_scale,
-           out_saturated, **rest):  # fmt: skip
+def called(op, dev, *, codes, transposed, scale, saturated, **rest):
     fp8 = None if scale is None else Fp8Out(codes, transposed, scale, saturated)
-    again = None
-    if out_scale is not None:
-        again = Fp8Out(None, out_transposed, out_scale, out_saturated)
-    op(dev, fp8=fp8, out_fp8=again, **rest)
+    op(dev, fp8=fp8, **rest)
 
 
 def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
@@ -98,7 +91,7 @@ def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
     M, F, K, _ = case
     d_out = np.empty((M, F), BF16.numpy)
     product = [given[name] for name in ("a", "b", "h", "tail", "scale_a", "scale_b")]
-    matmul_adapted(d_out, *product, M, F, K, transposed=1)
+    matmul_adapted(d_out, *product, None, M, F, K, transposed=1)
 
     def plain(dev, **tensors):
         if in_place:
@@ -116,7 +109,7 @@ def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
 def test_codes_in_both_layouts(hopper, rng):
     """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
     for case in SMALL.values():
-        want = check(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=None)
+        want = check(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=False)
         assert want["saturated"][0] > 7
 
 
@@ -130,20 +123,14 @@ LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several group
 @gpu_only
 @pytest.mark.parametrize("layout", ["rows", "transposed"])
 def test_codes_in_one_layout(hopper, rng, layout):
-    check(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout, out=None)
-
-
-@gpu_only
-def test_both_layouts_and_the_codes_of_out(hopper, rng):
-    """As full training does; beside the codes of d_up_gate a tile of out's is in shared memory."""
-    check(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout="both", out="codes")
+    check(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout, out=False)
 
 
 @gpu_only
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_bf16(hopper, rng, gelu, in_place):
-    options = {"tensor": not in_place, "fp8": None, "layout": None, "out": "tensor"}
+    options = {"tensor": not in_place, "fp8": None, "layout": None, "out": True}
     check(hopper, rng, LARGE, BF16, gelu=gelu, in_place=in_place, abs_max=False, **options)
 
 
@@ -151,23 +138,22 @@ def test_bf16(hopper, rng, gelu, in_place):
 def test_adapters(hopper, rng):
     """With two pairs of tiles of adapters, and d_up_gate besides its codes, in place."""
     case = (*LARGE[:3], 72)
-    options = {"tensor": True, "fp8": E4M3, "layout": "rows", "out": "tensor"}
+    options = {"tensor": True, "fp8": E4M3, "layout": "rows", "out": True}
     check(hopper, rng, case, in_place=True, **options)
 
 
 @gpu_only
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gradients_in_e5m2(hopper, rng, gelu):
-    options = {"tensor": True, "fp8": E5M2, "layout": "both", "out": None}
+    options = {"tensor": True, "fp8": E5M2, "layout": "both", "out": False}
     check(hopper, rng, SMALL["tiles"], E5M2, gelu=gelu, **options)
 
 
 @gpu_only
 def test_scales_just_in_time(hopper, rng):
-    """Codes as operands and none as results, but those of out."""
-    options = {"tensor": True, "fp8": None, "layout": None}
-    for out in (None, "codes"):
-        check(hopper, rng, SMALL["tiles"], in_place=True, out=out, **options)
+    """Codes as operands and none as results."""
+    options = {"tensor": True, "fp8": None, "layout": None, "out": False}
+    check(hopper, rng, SMALL["tiles"], in_place=True, **options)
 
 
 def test_where_it_serves():
@@ -195,7 +181,7 @@ def test_wrong_arguments():
 
     d_up_gate, up_gate = tensor(BF16, 32, 128), tensor(BF16, 32, 128)
     a, b, h, tail = (tensor(BF16, *n) for n in ((32, 48), (48, 64), (32, 8), (8, 64)))
-    one, count = tensor(F32, 1), tensor(I32, 1)
+    one = tensor(F32, 1)
     backward(dev, d_up_gate, a, b, up_gate, h, tail)
     assert dev.flops["matmul_swiglu_backward"] == 2 * 32 * 64 * (48 + 8)
     op = "matmul_swiglu_backward: "
@@ -224,6 +210,5 @@ def test_wrong_arguments():
         backward(dev, d_up_gate, codes, right, up_gate)
     with pytest.raises(TypeError, match=op + "b must be F8_E4M3"):
         backward(dev, d_up_gate, codes, tensor(E5M2, 64, 48), up_gate, None, None, one, one)
-    again = Fp8Out(tensor(E4M3, 32, 64), None, one, count)
-    with pytest.raises(TypeError):
-        backward(dev, d_up_gate, a, b, up_gate, out_fp8=again)
+    with pytest.raises(TypeError, match=op + "out must be BF16, got F32"):
+        backward(dev, d_up_gate, a, b, up_gate, out=tensor(F32, 32, 64))

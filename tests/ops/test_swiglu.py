@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.ops import swiglu
 from llmq.ref.swiglu import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -140,6 +140,119 @@ def test_fp8_of_geglu(dev, rng, format):
     check_again(dev, GEGLU, up_gate, d_out, d="x", out="d_out")
 
 
+BEFORE = {"abs_max": np.float32(0.5), "saturated": np.int32(5)}  # of earlier micro-steps
+
+
+def _product(rng, name, shape, dtype, spread, scale):
+    """Arrays of a ProductCodes in which some values were too large, and their number; values F32,
+    as codes and scale stand for them."""
+    limit = MAX[dtype]
+    x = (rng.normal(size=shape) * spread).astype(np.float32)
+    x[-1, -1] = 3 * limit * scale  # of the last tile
+    codes = np.clip(x / scale, -limit, limit).astype(dtype.numpy)
+    values = codes.astype(np.float32) * scale
+    arrays = {"codes": codes, "scale": scale.reshape(1), "factor": np.ones(1, np.float32)}
+    arrays |= {"largest": np.abs(x).max().reshape(1)}
+    arrays |= {field: value.reshape(1) for field, value in BEFORE.items()}
+    count = np.count_nonzero(np.abs(codes.astype(np.float32)) == limit)
+    return {f"{name}.{field}": array for field, array in arrays.items()}, values, count
+
+
+def _with_products(call):
+    """call(dev, up_gate=..., d_out=..., fp8=..., …) as a function of the fields' tensors."""
+
+    def wrapped(dev, **tensors):
+        for name, record in (("up_gate", ProductCodes), ("d_out", ProductCodes),
+                             ("fp8", Fp8Out), ("out_fp8", Fp8Out)):  # fmt: skip
+            if f"{name}.scale" in tensors:
+                fields = {f: tensors.pop(f"{name}.{f}", None) for f in record._fields}
+                tensors[name] = record(**fields)
+        call(dev, **tensors)
+
+    return wrapped
+
+
+def _fp8(name, shape, dtype, layout, scale):
+    return {f"{name}.{k}": v for k, v in outputs(shape, dtype, layout, np.float32(scale)).items()}
+
+
+MAX = {E4M3: np.float32(448), E5M2: np.float32(57344)}
+
+
+@pytest.mark.parametrize(
+    "op, name, gradient, spread",
+    [(swiglu, "ragged_tiles", E5M2, 40), (GEGLU, "one_tile", E4M3, 2)],
+    ids=["silu", "gelu"],
+)
+def test_codes_of_products(dev, rng, op, name, gradient, spread):
+    """The bits of the same kernels on the values that the codes stand for, rounded to BF16. Of
+    spread 40, about every other thread has a gate whose sigmoid is no normal number."""
+    rows, F = CASES[name]
+    scale, d_scale = np.float32(0.00685 * spread), np.float32(0.25 / MAX[gradient])
+    up, up_values, up_count = _product(rng, "up_gate", (rows, 2 * F), E4M3, spread, scale)
+    d, d_values, d_count = _product(rng, "d_out", (rows, F), gradient, 0.1, d_scale)
+    # F32 kernels know no BF16 results: what they store is rounded here.
+    exact = {"out": np.full((rows, F), np.nan, np.float32), "up_gate": up_values}
+    out = run(dev, op.forward, exact)["out"].astype(BF16.numpy)
+    exact = {"d_up_gate": np.full((rows, 2 * F), np.nan, np.float32)}
+    exact |= {"d_out": d_values, "up_gate": up_values}
+    d_up_gate = run(dev, op.backward, exact)["d_up_gate"].astype(BF16.numpy)
+    assert not np.isnan(d_up_gate.astype(np.float32)).any()
+
+    peak, d_peak = (np.abs(x.astype(np.float32)).max() for x in (out, d_up_gate))
+    forward = up | _fp8("fp8", (rows, F), E4M3, "both", peak / 448 / 4)
+    forward |= {"abs_max": np.zeros(1, np.float32), "out": None}
+    backward = up | d | _fp8("fp8", (rows, 2 * F), gradient, "both", d_peak / MAX[gradient] / 4)
+    backward |= {"up_gate.abs_max": None, "up_gate.saturated": None}  # forward has seen them
+    backward |= _fp8("out_fp8", (rows, F), E4M3, "transposed", peak / 448 / 4)
+    backward |= {"abs_max": np.zeros(1, np.float32), "d_up_gate": None}
+    for arrays, call, product, count, result, values, dtype in (
+        (forward, op.forward, "up_gate", up_count, "out", out, E4M3),
+        (backward, op.backward, "d_out", d_count, "d_up_gate", d_up_gate, gradient),
+    ):
+        got = run(dev, _with_products(call), arrays)
+        fields = {field: got[f"fp8.{field}"] for field in Fp8Out._fields}
+        assert check_codes(fields, values, dtype, "both") > 0
+        assert got["abs_max"] == np.abs(values.astype(np.float32)).max()
+        assert got[f"{product}.abs_max"] == arrays[f"{product}.largest"]
+        assert got[f"{product}.saturated"] == BEFORE["saturated"] + count > BEFORE["saturated"]
+        # As a tensor too, and nothing is counted where all was small enough.
+        small = np.float32([0.25])
+        arrays = arrays | {f"{product}.largest": small, result: np.full_like(values, np.nan)}
+        got = run(dev, _with_products(call), arrays)
+        assert got[result].tobytes() == values.tobytes()
+        kept = [got[f"{product}.{field}"] for field in BEFORE]
+        assert kept == [*BEFORE.values()]
+        if call is op.backward:
+            again = {field: got[f"out_fp8.{field}"] for field in Fp8Out._fields}
+            check_codes(again, out, E4M3, "transposed")
+            continue
+        # Only as a tensor, which is what a step without scales needs.
+        arrays = {k: v for k, v in arrays.items() if "fp8" not in k}
+        got = run(dev, _with_products(call), arrays)
+        assert got[result].tobytes() == values.tobytes()
+
+
+def test_codes_of_products_on_the_host(rng):
+    """The reference's bits are those of the steps one by one: decode, compute, round."""
+    test_codes_of_products(host_device(), rng, swiglu, "ragged_tiles", E5M2, 40)
+
+
+@pytest.mark.parametrize("bits", [0x7F800000, 0x7FC00000, 0xFFC00000], ids=hex)
+def test_a_largest_value_that_is_not_finite_reaches_abs_max(dev, bits):
+    """Codes of an infinity are finite; what a product then says is infinite, or NaN of any sign."""
+    largest = np.array([bits], np.uint32).view(np.float32)
+    arrays = {
+        "out": np.zeros((16, 16), BF16.numpy),
+        "up_gate.codes": np.full((16, 32), 448, E4M3.numpy),
+        "up_gate.scale": np.ones(1, np.float32),
+        "up_gate.largest": largest,
+        **{f"up_gate.{name}": value.reshape(1) for name, value in BEFORE.items()},
+    }
+    got = run(dev, _with_products(swiglu.forward), arrays)
+    np.testing.assert_array_equal(got["up_gate.abs_max"], largest)
+
+
 def test_leading_dimensions_are_rows(dev, rng):
     up_gate, _ = _inputs(rng, 6, 16, F32)
     flat = run(dev, swiglu.forward, {"out": np.empty((6, 16), np.float32), "up_gate": up_gate})
@@ -196,6 +309,37 @@ def test_wrong_fp8_arguments_and_traffic():
         swiglu.backward(dev, None, make((32, 24), BF16), up_gate, fp8=fp8(d_up_gate, None))
     with pytest.raises(ValueError, match=r"multiples of 16, got 24 and 48"):
         swiglu.forward(dev, None, make((24, 96), BF16), fp8=fp8(make((24, 48), E4M3), None))
+
+
+def test_wrong_products_and_traffic():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("x", shape, dtype, "Activations")
+
+    def product(shape, dtype, **fields):
+        f32 = make((1,), F32)
+        return ProductCodes(make(shape, dtype), f32, f32, f32)._replace(**fields)
+
+    both = Fp8Out(make((32, 48), E4M3), make((48, 32), E4M3), make((1,), F32), make((1,), I32))
+    wide = Fp8Out(make((32, 96), E5M2), make((96, 32), E5M2), make((1,), F32), make((1,), I32))
+    up, d = product((32, 96), E4M3), product((32, 48), E5M2)
+    swiglu.forward(dev, None, up, fp8=both)
+    assert dev.bytes == {"swiglu_forward_fp8": 32 * 48 * 4 + 4 + 8 + 4}
+    swiglu.backward(dev, None, d, up, fp8=wide)
+    assert dev.bytes["swiglu_backward_fp8"] == 32 * 48 * 7 + 4 + 8 + 8
+    with pytest.raises(TypeError, match=r"forward: up_gate must be F8_E4M3, got F8_E5M2"):
+        swiglu.forward(dev, None, product((32, 96), E5M2), fp8=both)
+    with pytest.raises(TypeError, match=r"up_gate\.codes must be E4M3 or E5M2, got BF16"):
+        swiglu.forward(dev, None, product((32, 96), BF16), fp8=both)
+    with pytest.raises(TypeError, match=r"up_gate\.scale must be F32, got I32"):
+        swiglu.forward(dev, None, up._replace(scale=both.saturated), fp8=both)
+    with pytest.raises(TypeError, match=r"backward: d_out and up_gate must both be codes"):
+        swiglu.backward(dev, None, make((32, 48), BF16), up, fp8=wide)
+    with pytest.raises(ValueError, match=r"backward: d_out must have shape \(32, 48\)"):
+        swiglu.backward(dev, None, product((32, 32), E5M2), up, fp8=wide)
+    with pytest.raises(TypeError, match=r"forward: out must be BF16, got F32"):
+        swiglu.forward(dev, make((32, 48), F32), up)
 
 
 def test_wrong_arguments_of_out_again_and_traffic():

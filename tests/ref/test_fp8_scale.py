@@ -12,7 +12,7 @@ def test_scale_follows_the_largest_of_the_last_steps():
     seen = []
     for value in (2, 8, 1, 1, 1, 16):
         abs_maxes = np.array([[value, 7, 7, 7]], np.float32)
-        ref.fp8_scale_update(scales, history, abs_maxes, limits, 3, 1)
+        ref.fp8_scale_update(scales, None, history, abs_maxes, limits, 3, 1)
         seen.append(scales[0, 0] * 224)
     np.testing.assert_array_equal(seen, [2, 8, 8, 8, 1, 16])  # 8 counts for three steps
     np.testing.assert_array_equal(history[:, 0], [1, 1, 16])
@@ -24,7 +24,7 @@ def test_nothing_seen_and_nothing_finite():
     history = np.zeros((2, 4), np.float32)
     abs_maxes = np.zeros((4, 4), np.float32)
     abs_maxes[:, 0] = [0, np.inf, np.nan, 1e-30]
-    ref.fp8_scale_update(scales, history, abs_maxes, limits, 2, 4)
+    ref.fp8_scale_update(scales, None, history, abs_maxes, limits, 2, 4)
     np.testing.assert_array_equal(scales[:3, 0], 1)
     assert scales[3, 0] == np.float32(1e-10) / np.float32(448)
     np.testing.assert_array_equal(history[1], np.array([0, 0, 0, 1e-30], np.float32))
@@ -32,10 +32,10 @@ def test_nothing_seen_and_nothing_finite():
 
 def test_without_a_new_step_the_history_stays():
     history = np.array([[3.0], [5.0]], np.float32)
-    scales = np.zeros((1, 4), np.float32)
-    ref.fp8_scale_update(scales, history, None, np.array([10], np.float32), 2, 1)
+    scales, factors = np.zeros((2, 1, 4), np.float32)
+    ref.fp8_scale_update(scales, factors, history, None, np.array([10], np.float32), 2, 1)
     np.testing.assert_array_equal(history, [[3], [5]])
-    assert scales[0, 0] == 0.5
+    assert (scales[0, 0], factors[0, 0]) == (0.5, 2)
 
 
 def test_counts_have_no_sign():

@@ -101,15 +101,36 @@ def test_fp8_equals_torch(rng, monkeypatch, case, formats, dtype, added):
     args, sizes = (a, b, scale_a, scale_b, b_vector), (M, N, K, int(accumulate), 0)
     addend = rng.normal(size=(M, N)).astype(dtype.numpy) if added == "addend" else None
     want += 0 if addend is None else addend.astype(np.float64)
-    ref.matmul_fp8(out, *args, addend, NO_WORKSPACE, *sizes)
+    ref.matmul_fp8(out, *args, None, None, addend, NO_WORKSPACE, *sizes)
     # Partial sums (below 4 sqrt(K) <= 91) are rounded K times, and BF16 results once more.
     rtol = 2.0**-8 if dtype == BF16 else 0
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=rtol, atol=91 * K * 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype, name", [(E4M3, "float8_e4m3fn"), (E5M2, "float8_e5m2")])
+def test_fp8_results_are_codes(rng, monkeypatch, dtype, name):
+    """Those of the product in F32, times the factor, by torch; what is too large is clamped."""
+    monkeypatch.setattr(ref, "CHUNK", 512)  # so that there are several pieces
+    M, N, K = FP8_CASES["tall"]
+    a, b = (rng.normal(size=(n, K)).astype(E4M3.numpy) for n in (M, N))
+    one, largest = np.ones(1, np.float32), np.full(1, 1e9, np.float32)
+    exact, codes = np.empty((M, N), np.float32), np.empty((M, N), dtype.numpy)
+    rest = (None, NO_WORKSPACE, M, N, K, 0, 0)
+    ref.matmul_fp8(exact, a, b, one, one, None, None, None, *rest)
+    limit = 57344.0 if dtype == E5M2 else 448.0
+    factor = np.float32([limit / np.abs(exact).max() * 1.5])
+    ref.matmul_fp8(codes, a, b, one, one, None, factor, largest, *rest)
+    scaled = torch.from_numpy(exact * factor).clamp(-limit, limit)
+    want = scaled.to(getattr(torch, name)).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes.view(np.uint8), want)
+    assert largest == np.abs(exact).max()
+    assert (np.abs(codes.astype(np.float32)) == limit).sum() > 1
 
 
 def test_fast_accumulation_makes_no_difference_to_the_reference(rng):
     a = rng.normal(size=(16, 32)).astype(E4M3.numpy)
     scale, results = np.ones(1, np.float32), np.empty((2, 16, 16), np.float32)
     for fast, out in enumerate(results):
-        ref.matmul_fp8(out, a, a, scale, scale, None, None, NO_WORKSPACE, 16, 16, 32, 0, fast)
+        absent, sizes = (None,) * 4, (16, 16, 32, 0, fast)
+        ref.matmul_fp8(out, a, a, scale, scale, *absent, NO_WORKSPACE, *sizes)
     np.testing.assert_array_equal(*results)

@@ -36,7 +36,7 @@ def test_equals_torch(rng, gelu, fp8):
     out, abs_max = np.full((M, F), np.nan, BF16.numpy), np.zeros(1, np.float32)
     matmul_swiglu_backward(
         d_up_gate, a, b, h, tail, *scales, up_gate, M, F, K, abs_max,
-        None, None, None, None, out, None, None, None, gelu=gelu,
+        None, None, None, None, out, gelu=gelu,
     )  # fmt: skip
     # Half a unit of BF16's last place, twice where d_out was rounded first; beside what F32 loses.
     np.testing.assert_allclose(out.astype(np.float64), out64.detach(), rtol=2**-8, atol=1e-4)

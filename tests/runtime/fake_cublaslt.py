@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES
 from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES
 
 NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
 FP8 = (E4M3.numpy, E5M2.numpy)
+FP8_MAX = {E4M3.numpy: E4M3_MAX, E5M2.numpy: E5M2_MAX}
 WORKSPACE = 4096  # bytes
 STREAM = 77
 RESULT = np.dtype(
@@ -44,6 +45,8 @@ class FakeCublasLt:
         BIAS_POINTER=8,
         A_SCALE_POINTER=17,
         B_SCALE_POINTER=18,
+        D_SCALE_POINTER=20,
+        AMAX_D_POINTER=21,
         FAST_ACCUM=25,
         BIAS_DATA_TYPE=26,
     )
@@ -101,7 +104,7 @@ class FakeCublasLt:
     matmul_desc_destroy = matrix_layout_destroy = matmul_preference_destroy = _free
 
     def get_matmul_desc_attribute_dtype(self, name):
-        types = {7: np.uint32, 8: np.int64, 17: np.int64, 18: np.int64, 25: np.int8}
+        types = {7: np.uint32, 25: np.int8} | dict.fromkeys((8, 17, 18, 20, 21), np.int64)
         return types.get(name, np.int32)
 
     def get_matmul_preference_attribute_dtype(self, name):
@@ -119,8 +122,9 @@ class FakeCublasLt:
 
     def matmul_algo_get_heuristic(self, library, desc, a, b, c, d, preference, count, results, n):
         assert self.alive[library] == "library"
-        assert c == d
-        assert all(self.alive[desc].get(pointer, 16) % 16 == 0 for pointer in (8, 17, 18))
+        self._check_added(c, d)
+        pointers = (8, 17, 18, 20, 21)
+        assert all(self.alive[desc].get(pointer, 16) % 16 == 0 for pointer in pointers)
         self.asked.append(dict(self.alive[preference]))
         found = min(count, len(self.costs))
         for i, entry in enumerate(memory(results, RESULT, found)):
@@ -134,7 +138,10 @@ class FakeCublasLt:
         memory(result, RESULT, 1)["workspace_size"] = 2 * WORKSPACE * (index == 9)
 
     def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
-        assert (c_, *rest[1:]) == (d_, WORKSPACE, STREAM)  # rest[0]: its address
+        self._check_added(c_, d_)
+        codes = self.alive[d_][0] in FP8
+        assert not (codes and c)
+        assert rest[1:] == (WORKSPACE, STREAM)  # rest[0]: its address
         index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
         cost = (self.fast_costs if self.alive[desc].get(25) else self.costs)[index]
         if cost is None:
@@ -164,7 +171,19 @@ class FakeCublasLt:
         if attributes.get(7) == 4:
             dtype = NUMPY_TYPES.get(attributes.get(26), out.dtype)
             total += memory(attributes[8], dtype, len(out)).astype(np.float32)[:, None]
+        if codes:
+            assert not scalar(beta)
+            memory(attributes[21], np.dtype(np.float32), 1)[0] = np.abs(total).max()
+            total = np.clip(total * scalar(attributes[20]), -FP8_MAX[out.dtype], FP8_MAX[out.dtype])
+        else:
+            assert not {20, 21} & attributes.keys()
         out[...] = total.astype(out.dtype)
+
+    def _check_added(self, c, d):
+        """What cuBLASLt asks of the layouts of C and D: C is in BF16 where D are codes."""
+        dtype, *sizes = self.alive[d]
+        assert c == d or (dtype in FP8 and self.alive[c] == (BF16.numpy, *sizes))
+        assert dtype not in FP8 or c != d
 
     def _check_fp8(self, attributes, left, right):
         """What cuBLASLt asks of products of FP8 codes."""

@@ -16,31 +16,15 @@ from llmq.comm.flags import KINDS
 from llmq.comm.options import STAGING_CHUNKS, CommOptions
 from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
-from llmq.runtime.device import HOST_SPEC, MemorySizes
+from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import Stopped
-from tests.ranks import run_ranks
+from tests.ranks import SIZES, run_devices
 
-SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
 WORLDS = (1, 2, 3, 4)
 COPIES = CommOptions(memcpy_all_gather=True, all_to_all_reduce=True, memcpy_send_recv=True)
 N = 24  # elements of a part
-
-
-def run(world, fn, options=CommOptions()):  # noqa: B008 - frozen
-    """fn(dev, workers) in each rank's thread, the devices connected; the results by rank."""
-    devices = [None] * world
-
-    def rank_fn(rank, workers):
-        devices[rank] = HostDevice(SIZES, rank=rank, world_size=world, poison=True)
-        workers.barrier()
-        if rank == 0:
-            connect(devices, options, workers)
-        workers.barrier()
-        return fn(devices[rank], workers)
-
-    return run_ranks(world, rank_fn)
 
 
 def parts_of(rng, world, dtype):
@@ -76,7 +60,7 @@ def test_all_gather(rng, world, place, dtype):
             dev.comm.all_gather(dst, src)
         return dev.download(dst)
 
-    for result in run(world, fn):
+    for result in run_devices(world, fn):
         assert same(result, sources.reshape(-1))
 
 
@@ -92,7 +76,7 @@ def test_all_gather_in_place(rng, world):
             dev.comm.all_gather(dst, src)
         return dev.download(dst)
 
-    for result in run(world, fn):
+    for result in run_devices(world, fn):
         assert same(result, (sources + np.float32(2)).reshape(-1))
 
 
@@ -107,7 +91,7 @@ def test_a_source_may_be_written_at_once():
             found.append(dst.numpy()[[0, -1]].tolist())
         return found
 
-    assert run(2, fn) == [[[value, value] for value in range(20)]] * 2
+    assert run_devices(2, fn) == [[[value, value] for value in range(20)]] * 2
 
 
 # -- reduce_scatter --
@@ -123,7 +107,7 @@ def test_reduce_scatter(rng, world, dtype):
         dev.comm.reduce_scatter(buffer)
         return dev.download(buffer)
 
-    for rank, result in enumerate(run(world, fn)):
+    for rank, result in enumerate(run_devices(world, fn)):
         total = parts[0, rank].astype(np.float32)
         for source in range(1, world):
             total += parts[source, rank].astype(np.float32)
@@ -149,7 +133,7 @@ def test_all_to_all(rng, world):
             results.append([dev.download(t) for t in found])
         return results, [t.offset for t in found], buffer.offset, spare and spare.offset
 
-    for rank, (results, offsets, buffer, spare) in enumerate(run(world, fn)):
+    for rank, (results, offsets, buffer, spare) in enumerate(run_devices(world, fn)):
         for result in results:
             assert same(result, parts[:, rank])
         for k in range(world):  # own part stays, round 1 in spare, round k in part r + k - 1
@@ -207,7 +191,7 @@ def test_a_rank_that_fails_ends_the_others(waiting):
             raise
 
     with pytest.raises(ValueError, match="broken"):
-        run(3, fn)
+        run_devices(3, fn)
     assert [rank for rank, _ in sorted(ended)] == [0, 2]
     assert all(operation.startswith(waiting) for _, operation in ended)
 
@@ -219,7 +203,7 @@ def test_stopped_ranks_do_not_go_on():
         dev.comm.reduce_scatter(make(dev, np.zeros(2, np.float32), F32))
 
     with pytest.raises(Stopped):
-        run(2, fn)
+        run_devices(2, fn)
 
 
 # -- plans --
@@ -281,7 +265,7 @@ def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
 
     every_call(plan)
     used = plan.sizes().pinned, plan.sizes().device
-    assert run(2, fn, options) == [used, used]
+    assert run_devices(2, fn, options=options) == [used, used]
 
 
 def test_one_rank_needs_nothing():

@@ -11,7 +11,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.runtime import compile
-from llmq.runtime.compile import Resources, compile_kernels
+from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.kernel import Kernel, Source
 
 FILE = "compiled.cu"
@@ -25,9 +25,12 @@ extern "C" __global__ void scale(T* y, const T* x, const G* g) {
     __syncthreads();
     y[threadIdx.x] = from_f32<T>(twice(shared[threadIdx.x ^ 1]));
 }
+extern "C" __global__ void __launch_bounds__((FACTOR + 1) * 32)
+another(T* y) { y[threadIdx.x] = from_f32<T>(0.0f); }
 """
-Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
-TYPES, CONSTS = {"T": BF16}, {"FACTOR": 32}
+SCALE = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
+KERNELS = ("scale", "another")
+BOUND = Source.of(SCALE, {"T": BF16}, {"FACTOR": 32})
 
 
 def nvrtc_loads() -> bool:
@@ -69,7 +72,7 @@ def entries(folder):
 
 
 def test_program_defines_bound_types_default_types_and_constants(folder):
-    lines = compile.program(FILE, TYPES, CONSTS).splitlines()
+    lines = compile.program(BOUND).splitlines()
     assert lines[:5] == [
         '#include "common.cuh"',
         "#define G f32",
@@ -104,19 +107,19 @@ ptxas info    : Used 14 registers, used 0 barriers
 
 @needs_nvrtc
 def test_cache_hits_and_what_makes_it_miss(folder, compilations):
-    first = compile_kernels(FILE, TYPES, CONSTS, 90)
+    first = compile_kernel(BOUND, 90)
     assert first.code[:4] == b"\x7fELF"
-    assert first.resources["scale"].shared == 128
-    assert first.resources["scale"].spilled == 0
-    assert compile_kernels(FILE, TYPES, CONSTS, 90) == first
+    assert first.resources.shared == 128
+    assert first.resources.spilled == 0
+    assert compile_kernel(BOUND, 90) == first
     assert len(compilations) == 1
     for change in (
-        lambda: compile_kernels(FILE, {"T": F32}, CONSTS, 90),
-        lambda: compile_kernels(FILE, TYPES, {"FACTOR": 64}, 90),
-        lambda: compile_kernels(FILE, TYPES, CONSTS, 80),
+        lambda: compile_kernel(Source.of(SCALE, {"T": F32}, dict(BOUND.consts)), 90),
+        lambda: compile_kernel(BOUND._replace(consts=(("FACTOR", 64),)), 90),
+        lambda: compile_kernel(BOUND, 80),
         lambda: (
             (compile.KERNEL_DIR / "extra.cuh").write_text("// version 2\n")
-            and compile_kernels(FILE, TYPES, CONSTS, 90)
+            and compile_kernel(BOUND, 90)
         ),
     ):
         before = len(compilations)
@@ -125,21 +128,31 @@ def test_cache_hits_and_what_makes_it_miss(folder, compilations):
 
 
 @needs_nvrtc
+def test_one_kernel_of_a_file_is_compiled(folder):
+    alone = {entry: compile_kernel(BOUND._replace(entry=entry), 90) for entry in KERNELS}
+    for entry, cubin in alone.items():
+        assert [name for name in KERNELS if name.encode() in cubin.code] == [entry]
+    assert [cubin.resources.shared for cubin in alone.values()] == [128, 0]
+    with pytest.raises(RuntimeError, match=r'compiled\.cu has no extern "C" __global__ void a'):
+        compile_kernel(BOUND._replace(entry="absent"), 90)
+
+
+@needs_nvrtc
 def test_a_damaged_entry_is_made_again(folder, compilations):
-    good = compile_kernels(FILE, TYPES, CONSTS, 90)
+    good = compile_kernel(BOUND, 90)
     assert len(entries(folder)) == 2
     for entry in entries(folder):
         whole = entry.read_bytes()
         for damaged in (whole[:-1], whole[:10], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
             entry.write_bytes(damaged)
-            assert compile_kernels(FILE, TYPES, CONSTS, 90) == good
+            assert compile_kernel(BOUND, 90) == good
             assert entry.read_bytes() == whole
     assert len(compilations) == 9
 
 
 @needs_nvrtc
 def test_the_file_holds_the_machine_code_alone(folder):
-    cubin = compile_kernels(FILE, TYPES, CONSTS, 90)
+    cubin = compile_kernel(BOUND, 90)
     assert cubin.path.suffix == ".cubin" and cubin.path in entries(folder)
     assert cubin.path.read_bytes() == cubin.code
 
@@ -148,9 +161,7 @@ def test_the_file_holds_the_machine_code_alone(folder):
 def test_threads_that_want_the_same_kernel_compile_it_once(folder, compilations):
     results = []
     threads = [
-        threading.Thread(
-            target=lambda: results.append(compile_kernels(FILE, TYPES, CONSTS, 90).code)
-        )
+        threading.Thread(target=lambda: results.append(compile_kernel(BOUND, 90).code))
         for _ in range(4)
     ]
     for thread in threads:
@@ -173,34 +184,33 @@ def test_kernels_are_compiled_ahead_once_and_side_by_side(folder, monkeypatch):
 
     monkeypatch.setattr(compile, "_compile", compiled)
     monkeypatch.setattr(compile.os, "cpu_count", lambda: len(factors))
-    kernel = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
-    sources = {Source.of(kernel, TYPES, {"FACTOR": factor}) for factor in factors}
-    assert str(min(sources)) == "compiled.cu T=bf16 FACTOR=32"
+    sources = {Source.of(SCALE, {"T": BF16}, {"FACTOR": factor}) for factor in factors}
+    assert str(min(sources)) == "scale T=bf16 FACTOR=32"
     compile.compile_ahead(sources, 90)
-    for factor in factors:  # as launches do, which wait for what is under way
-        assert compile_kernels(FILE, TYPES, {"FACTOR": factor}, 90).resources["scale"]
+    for source in sources:  # as launches do, which wait for what is under way
+        assert compile_kernel(source, 90).resources.registers
     assert len(calls) == len(factors)
 
 
 @needs_nvrtc
 def test_errors_of_kernels_compiled_ahead_are_those_of_their_first_use(folder):
     (compile.KERNEL_DIR / FILE).write_text("nonsense")
-    compile.compile_ahead([Source(FILE, (("T", "bf16"),), (("FACTOR", 32),))], 90)
+    compile.compile_ahead([BOUND], 90)
     with pytest.raises(RuntimeError, match="does not compile"):
-        compile_kernels(FILE, TYPES, CONSTS, 90)
+        compile_kernel(BOUND, 90)
 
 
 FAILING_START = """
 import os, sys, time
 from llmq.runtime import compile
 
-def compile_slowly(file, *args):
+def compile_slowly(source, capability):
     os.write(1, b"+")
     time.sleep(0.5)
     os.write(1, b"-")
 
-compile.compile_kernels = compile_slowly
-compile.compile_ahead([(f"{n}.cu", (), ()) for n in range(60 * os.cpu_count())], 90)
+compile.compile_kernel = compile_slowly
+compile.compile_ahead(list(range(60 * os.cpu_count())), 90)
 sys.exit(3)
 """
 
@@ -217,7 +227,7 @@ def test_a_process_that_ends_waits_for_no_more_than_what_is_being_compiled():
 def test_a_source_error_names_file_and_line(folder):
     (compile.KERNEL_DIR / FILE).write_text(SOURCE.replace("twice(shared", "thrice(shared"))
     with pytest.raises(RuntimeError, match=r'compiled\.cu\(9\): error: identifier "thrice"'):
-        compile_kernels(FILE, TYPES, CONSTS, 90)
+        compile_kernel(BOUND, 90)
     assert not (folder / "cache").exists()
 
 
@@ -226,7 +236,7 @@ def test_a_cache_that_cannot_be_written_is_a_users_error(folder, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(folder / "file" / "cache"))
     with pytest.raises(LlmqError, match="LLMQ_CACHE_DIR"):
-        compile_kernels(FILE, TYPES, CONSTS, 90)
+        compile_kernel(BOUND, 90)
 
 
 @needs_nvrtc

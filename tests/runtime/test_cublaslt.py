@@ -94,7 +94,10 @@ class Fp8Arguments(Arguments):
         )
         scales = (self.put("scale", np.array([s]), F32) for s in (scale, 0.75))
         bias = self.put("bias", np.linspace(-1, 1, N), BF16) if bias else None
-        self.tensors = (out, a, b, *scales, bias, addend, workspace)
+        codes = (None, None)
+        if dtypes[2] in (E4M3, E5M2):
+            codes = (self.put("factor", np.array([40.0]), F32), self.put("seen", np.zeros(1), F32))
+        self.tensors = (out, a, b, *scales, bias, *codes, addend, workspace)
         self.sizes = (M, N, K, self.sizes[-1], fast)
 
     def put(self, name, values, dtype):
@@ -103,8 +106,9 @@ class Fp8Arguments(Arguments):
         return tensor
 
     def reference(self):
-        arrays = [self.start.copy(), *(t and t.numpy() for t in self.tensors[1:])]
+        arrays = [self.start.copy(), *(t and t.numpy().copy() for t in self.tensors[1:])]
         matmul_fp8(*arrays, *self.sizes)
+        self.largest = arrays[-3]
         return arrays[0]
 
 
@@ -169,6 +173,26 @@ def test_fp8(dtypes, more, fast):
     lt.fp8(*args)
     compare(args)
     assert library.fast == [fast]
+
+
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3, E4M3), (E5M2, E4M3, E5M2), (E5M2, E4M3, E4M3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_results_are_codes(dtypes, bias):
+    lt, library = make()
+    args = Fp8Arguments(*FP8_SHAPE, dtypes=dtypes, bias=bias, fast=1)
+    for _ in range(2):
+        lt.fp8(*args)
+    want = args.reference().astype(np.float32)
+    # F32 sums in another order may move a rounding: by one code, of three or two bits.
+    step = 2.0**-3 if dtypes[2] == E4M3 else 2.0**-2
+    np.testing.assert_allclose(args.out.astype(np.float32), want, rtol=step, atol=1e-3)
+    assert (args.out == want).mean() > 0.99
+    np.testing.assert_allclose(args.tensors[-3].numpy(), args.largest, rtol=1e-6)
+    assert args.largest * 40 > np.abs(want).max() / 1.1 > 100
+    assert len(library.asked) == 1
+    assert str(next(iter(lt.plans))).split()[2].endswith(f"->{dtypes[2].name}")
+    lt.close()
+    assert not library.alive
 
 
 def test_fp8_plans():
@@ -328,6 +352,10 @@ def test_no_algorithm(costs):
     lt, _ = make(costs, tune=True)
     with pytest.raises(RuntimeError, match="matmul: GPU, cuBLASLt 130100 has no algorithm for 8x"):
         lt.matmul(*Arguments(*SHAPE))
+    with pytest.raises(
+        RuntimeError, match="e4m3->e4m3, 4096 bytes of workspace; use --mlp-dtype b"
+    ):
+        lt.fp8(*Fp8Arguments(*FP8_SHAPE, dtypes=(E4M3, E4M3, E4M3)))
 
 
 def tuned(path, costs, **kwargs):

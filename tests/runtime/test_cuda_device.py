@@ -13,14 +13,14 @@ from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import LlmqError
 from llmq.ops import fill
 from llmq.runtime import cublaslt, cuda_api, cuda_kernels
-from llmq.runtime.compile import Cubin
-from llmq.runtime.cublaslt import Product
+from llmq.runtime.compile import Cubin, Resources
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.kernel import Kernel, Source
 from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.pinned import PinnedMemory
+from llmq.runtime.product import Product
 from tests.conftest import gpu_problem
 from tests.runtime.fake_cuda import PINNED_LIMIT, CudaError, FakeApi
 
@@ -38,11 +38,12 @@ def api(monkeypatch):
     monkeypatch.delenv("LLMQ_SYNC", raising=False)
     compiled = []
 
-    def compile_kernels(file, types, consts, capability):
-        compiled.append((file, {v: t.name for v, t in types.items()}, consts, capability))
-        return Cubin(path=Path(f"{len(compiled)}.cubin"), code=b"", resources={})
+    def compile_kernel(source, capability):
+        compiled.append((source.entry, dict(source.types), dict(source.consts), capability))
+        needs = Resources(registers=0, shared=0, spilled=0, stack=0)
+        return Cubin(path=Path(f"{len(compiled)}.cubin"), code=b"", resources=needs)
 
-    monkeypatch.setattr(cuda_kernels, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(cuda_kernels, "compile_kernel", compile_kernel)
     api.compiled = compiled
     return api
 
@@ -221,9 +222,9 @@ def test_each_variant_is_compiled_and_loaded_once(api, dev):
             dev.launch(SCALE, 1, 32, (tensor(dev, [0.0], dtype), *rest), consts={"N": 1})
         dev.launch(OTHER, 1, 32, (tensor(dev),))
     assert api.compiled == [
-        ("fake.cu", {"T": "f32"}, {"N": 1}, 90),
-        ("fake.cu", {"T": "bf16"}, {"N": 1}, 90),
-        ("fake.cu", {}, {}, 90),
+        ("scale", {"T": "f32"}, {"N": 1}, 90),
+        ("scale", {"T": "bf16"}, {"N": 1}, 90),
+        ("other", {}, {}, 90),
     ]
     assert len(api.loaded) == 3
 
@@ -338,11 +339,12 @@ def test_which_products_accumulate_fast(dev):
     assert found == {name.format(""): True, name.format(" bias"): False}
     for name in FUSED:  # ours have no other way
         for dtype in ("bf16", "e4m3"):
-            source = Source(f"{name}.cu", (("A", dtype), ("B", dtype)), (("RANK", 16),))
-            dev._kernels._loaded[source, name] = None
+            types = ("A", dtype), ("B", dtype)
+            source = Source(f"{name}.cu", name, types, (("RANK", 16),))
+            dev._kernels._loaded[source] = None
     found = dev.fast_products()
     dev._kernels._loaded.clear()
-    assert found == {f"{name}.cu A=e4m3 B=e4m3 RANK=16": True for name in FUSED}
+    assert found == {f"{name} A=e4m3 B=e4m3 RANK=16": True for name in FUSED}
 
 
 def test_kernels_of_another_capability(dev):

@@ -54,7 +54,7 @@ def test_the_plan_counts_what_the_host_does():
     assert plan.bytes["copy"] == 2 * 32
     assert plan.bytes["zero"] == 200
     assert plan.launches["copy"] == 2
-    assert {str(source) for source in plan.sources} == {"fill.cu T=f32"}
+    assert {str(source) for source in plan.sources} == {"fill T=f32"}
 
 
 def test_a_plan_is_enough_for_the_host():

@@ -1,0 +1,27 @@
+"""What tests of adapters share: batches, and the layers that PEFT's get them in."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from tests.models import random_batch
+
+FUSED = {
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+}
+SPLIT = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
+def targets(name: str) -> list[str]:
+    """All matrices in the blocks of this model of models.py, in Hugging Face's names."""
+    return FUSED.get(name, SPLIT)
+
+
+@cache
+def batches(count: int = 10) -> list:
+    """The first so many of an endless row."""
+    rng = np.random.default_rng(0)
+    return [random_batch(rng, T=24) for _ in range(count)]
